@@ -20,12 +20,12 @@ fn starts(from: &[Vec<Row>], experts: usize) -> Vec<f64> {
     let options = Options::default();
     let chunk_rows = options.chunk_rows(usize::MAX);
     // By expert: the arrival of each row of its batch, own rows first.
-    let mut there = vec![Vec::new(); experts];
+    let mut arrivals = vec![Vec::new(); experts];
     for (source, rows) in from.iter().enumerate() {
         for (j, (_, of)) in rows.iter().enumerate() {
             let chunk_end = (j / chunk_rows + 1) * chunk_rows;
             let share = if source == 0 { 0.0 } else { chunk_end.min(rows.len()) as f64 / rows.len() as f64 };
-            of.iter().for_each(|&expert| there[expert as usize].push(share));
+            of.iter().for_each(|&expert| arrivals[expert as usize].push(share));
         }
     }
     let last = |rows: &[f64]| rows.iter().copied().fold(0.0, f64::max);
@@ -35,7 +35,7 @@ fn starts(from: &[Vec<Row>], experts: usize) -> Vec<f64> {
         let from = if 2 * own >= options.tile_rows() { own } else { 0 };
         tiles(from..rows.len(), options.tile_rows()).map(|tile| last(&rows[tile])).collect()
     };
-    there.iter().flat_map(of_expert).filter(|&share| share > 0.0).collect()
+    arrivals.iter().flat_map(of_expert).filter(|&share| share > 0.0).collect()
 }
 
 fn main() {

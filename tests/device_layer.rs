@@ -23,12 +23,13 @@ use aristos::gpu::emulated::{self, Emulated, EmulatedDevice, Fault};
 use aristos::gpu::{Buffer, Gpu};
 use aristos::moe::device::{DeviceLayer, DeviceOptions, DeviceSaved, GemmPath, RecordedLayer, Tile, to_elements};
 use aristos::moe::metrics::{PassOutcome, Traffic};
-use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
+use aristos::moe::synthetic::{RouterKind, Synthetic};
 use aristos::moe::{
-    Activation, Dtype, LayerConfig, LayerSpec, MlpConfig, Mode, MoeError, MoeLayer, Options, Placement, Routed,
-    SharedConfig, WeightSource,
+    Dtype, LayerConfig, LayerSpec, Mode, MoeError, MoeLayer, Options, Placement, Routed, SharedConfig, WeightSource,
 };
-use common::{Step, assert_close, even, heap_bytes, mixtral, reference_rounded, shm, synthetic};
+use common::{
+    Case, Step, ahead_cases, assert_close, even, heap_bytes, hot, mixtral, reference_rounded, shm, synthetic, variants,
+};
 use half::{bf16, f16};
 use sample::Sample;
 
@@ -266,10 +267,10 @@ fn check(world: &World, source: &Synthetic, tokens: usize, n: usize, what: &str)
     assert_close(&all[0], &want, world.tolerance(), what);
     if source.config().has_losses() {
         for pe in &steps[0] {
-            let near =
+            let assert_near =
                 |got: f64, want: f64| assert!((got - want).abs() <= 1e-4 * want.abs(), "{what}: {got}, not {want}");
-            near(pe.losses.0, want.aux_loss);
-            near(pe.losses.1, want.z_loss);
+            assert_near(pe.losses.0, want.aux_loss);
+            assert_near(pe.losses.1, want.z_loss);
         }
     }
     let rows: Vec<u64> = steps[0].iter().flat_map(|pe| pe.expert_rows.iter().copied()).collect();
@@ -281,33 +282,9 @@ fn check(world: &World, source: &Synthetic, tokens: usize, n: usize, what: &str)
     steps.swap_remove(0)
 }
 
-fn variants() -> Vec<(&'static str, LayerConfig)> {
-    let base = mixtral(32, 24, 7, 2);
-    let mut all = vec![("mixtral", base.clone())];
-    for (name, kind) in [("softmax", RouterKind::Softmax), ("sigmoid", RouterKind::Sigmoid)] {
-        all.push((name, with!(base.clone(); n_experts = 12, router = kind.config(12, 4))));
-    }
-    for (name, activation) in
-        [("gelu", Activation::Gelu), ("gelu tanh", Activation::GeluTanh), ("relu", Activation::Relu)]
-    {
-        let gated = activation == Activation::GeluTanh;
-        let expert = with!(MlpConfig::plain(24, activation); gated = gated, bias = true);
-        all.push((name, with!(base.clone(); expert = expert)));
-    }
-    for (name, sigmoid_gate) in [("shared", false), ("shared gated", true)] {
-        let mlp = with!(base.expert; intermediate = 40, bias = sigmoid_gate);
-        all.push((name, with!(base.clone(); shared = Some(SharedConfig::new(mlp, sigmoid_gate)))));
-    }
-    all.push(("capacity", with!(base.clone(); capacity_factor = Some(0.8))));
-    all.push(("losses", with!(base.clone(); aux_loss_coef = 0.3, z_loss_coef = 0.1)));
-    let sigmoid = with!(base; n_experts = 12, router = RouterKind::Sigmoid.config(12, 4));
-    all.push(("sigmoid losses", with!(sigmoid; aux_loss_coef = 0.3, z_loss_coef = 0.1)));
-    all
-}
-
 #[test]
-fn every_layer() {
-    for (name, layer) in variants() {
+fn every_layer_matches_the_reference() {
+    for (name, layer) in variants(32, 24, 40) {
         let source = synthetic(layer, 3);
         for dtype in [Dtype::Bf16, Dtype::F16] {
             let world = World { dtype, ..World::new() };
@@ -317,7 +294,7 @@ fn every_layer() {
 }
 
 #[test]
-fn every_number_of_pes_and_mode() {
+fn results_match_the_reference_on_any_number_of_pes_and_in_any_mode() {
     let base = mixtral(32, 24, 7, 2);
     let mlp = with!(base.expert; bias = true);
     let shared = Some(SharedConfig::new(mlp, true));
@@ -333,8 +310,8 @@ fn every_number_of_pes_and_mode() {
 }
 
 #[test]
-fn hopper_kernels() {
-    for (name, layer) in variants() {
+fn hopper_kernels_match_the_reference() {
+    for (name, layer) in variants(32, 24, 40) {
         let device = with!(EmulatedDevice::default(); hopper = true);
         let world = World { device, ..World::new() };
         check(&world, &synthetic(layer, 3), 37, 2, &format!("{name} on Hopper"));
@@ -342,7 +319,7 @@ fn hopper_kernels() {
 }
 
 #[test]
-fn several_tiles_of_an_expert() {
+fn experts_of_several_tiles_match_the_reference() {
     // More rows and columns than a tile, with a remainder of each.
     let base = mixtral(288, 264, 3, 2);
     let mlp = with!(base.expert; bias = true);
@@ -380,19 +357,9 @@ fn tiles_of_two_blocks_give_the_same_bits() {
 
 #[test]
 fn few_tokens_and_few_experts() {
-    for tokens in [0, 1, 2, 5] {
-        for n in [1, 3] {
-            check(&World::new(), &synthetic(mixtral(16, 8, 3, 2), 1), tokens, n, &format!("{tokens} tokens, {n} PEs"));
-        }
-    }
-    check(&World::new(), &synthetic(mixtral(16, 8, 1, 1), 1), 9, 3, "one expert");
-    check(&World::new(), &synthetic(mixtral(16, 8, 2, 2), 1), 9, 4, "PEs without experts");
-}
-
-/// A layer in which the first `ratio` of the experts get the share `weight` of the rows.
-fn hot(layer: &LayerConfig, ratio: f64, weight: f64) -> Synthetic {
-    let spec = with!(SyntheticSpec::new(layer.clone(), 5); hot_ratio = ratio, hot_weight = weight);
-    Synthetic::new(spec).unwrap()
+    common::few_tokens_and_few_experts(|source, tokens, n, what| {
+        check(&World::new(), source, tokens, n, what);
+    });
 }
 
 #[test]
@@ -416,7 +383,7 @@ fn all_tokens_to_one_expert_in_rounds_within_the_budget() {
 }
 
 #[test]
-fn rounds_with_several_experts_a_row_and_losses_and_a_shared_expert() {
+fn several_rounds_with_losses_and_a_shared_expert() {
     let base = mixtral(32, 16, 8, 3);
     let shared = Some(SharedConfig::new(with!(base.expert; bias = true), true));
     let layer = with!(base; shared = shared, aux_loss_coef = 0.1, z_loss_coef = 0.1);
@@ -440,39 +407,8 @@ fn even_routing_takes_one_round() {
     }
 }
 
-struct Case {
-    name: &'static str,
-    source: Synthetic,
-    splits: Vec<Vec<Range<usize>>>,
-    options: Options,
-}
-
-/// Cases in which PEs run ahead, wait, or reuse memory.
 fn cases() -> Vec<Case> {
-    let layer = mixtral(16, 8, 5, 2);
-    let options = with!(small_options(); chunk_rows = Some(2));
-    let rich = with!(layer.clone(); aux_loss_coef = 0.1, capacity_factor = Some(0.9));
-    vec![
-        Case {
-            name: "PEs without tokens, other ones each step",
-            source: synthetic(layer.clone(), 7),
-            splits: vec![vec![0..9, 9..9, 9..12], vec![0..0, 0..12, 12..12], vec![0..0, 0..0, 0..0]],
-            options: options.clone(),
-        },
-        Case {
-            name: "experts without tokens, all rows to one expert, through small windows in rounds",
-            source: hot(&mixtral(16, 8, 5, 1), 0.2, 1.0),
-            splits: vec![even(24, 3)],
-            options: with!(options.clone(); budget_factor = 0.5),
-        },
-        Case {
-            name: "PEs with neither tokens nor experts run ahead",
-            source: hot(&mixtral(16, 8, 2, 1), 0.5, 1.0),
-            splits: vec![vec![0..4, 4..8, 8..8]],
-            options: options.clone(),
-        },
-        Case { name: "losses and a capacity", source: synthetic(rich, 4), splits: vec![even(13, 3)], options },
-    ]
+    ahead_cases(16, 8, &with!(small_options(); chunk_rows = Some(2)), vec![vec![0..4, 4..8, 8..8]])
 }
 
 const STEPS: usize = 3;
@@ -481,7 +417,7 @@ const SEEDS: u64 = 12;
 const SEEDS_A_RUN: u64 = 1;
 
 #[test]
-fn seeds_networks_and_modes_change_nothing() {
+fn results_do_not_depend_on_seed_network_or_mode() {
     for case in cases() {
         let world = World { options: case.options.clone(), ..World::new() };
         let n = case.splits[0].len();
@@ -504,7 +440,7 @@ fn seeds_networks_and_modes_change_nothing() {
 }
 
 #[test]
-fn planted_faults_are_caught() {
+fn injected_faults_are_detected() {
     let case = cases().swap_remove(1);
     let n = case.splits[0].len();
     let mut options = case.options.clone();
@@ -514,7 +450,7 @@ fn planted_faults_are_caught() {
     let all = |steps: &[Vec<PeStep>]| steps.iter().map(|pes| together(pes, case.source.config())).collect::<Vec<_>>();
     let want = all(&run(&world).unwrap());
     for (network, fault) in [(false, Fault::StoreLost), (true, Fault::SignalLost), (true, Fault::SignalFirst)] {
-        let caught = (1..10).any(|seed| {
+        let detected = (1..10).any(|seed| {
             let world = World { fault, ..world.clone().seed(seed) };
             let world = if network { world.network(n) } else { world };
             match std::panic::catch_unwind(|| run(&world).map(|steps| all(&steps))) {
@@ -522,12 +458,12 @@ fn planted_faults_are_caught() {
                 Ok(Err(_)) | Err(_) => true,
             }
         });
-        assert!(caught, "{fault:?}");
+        assert!(detected, "{fault:?}");
     }
 }
 
 #[test]
-fn several_forward_passes_wait_for_their_backward() {
+fn several_forward_passes_may_precede_a_backward() {
     let source = synthetic(mixtral(16, 8, 5, 2), 7);
     let world = World::new();
     let (n, batches) = (3, 3);
@@ -573,7 +509,7 @@ fn several_forward_passes_wait_for_their_backward() {
 /// A recorded step equals one launched kernel by kernel, in repeated runs, with changed inputs, and between passes that
 /// are not recorded.
 #[test]
-fn a_recorded_step_is_the_same_step() {
+fn recorded_step_equals_the_launched_step() {
     let source = synthetic(mixtral(32, 24, 6, 2), 11);
     for world in [World::new(), World { device: with!(EmulatedDevice::default(); hopper = true), ..World::new() }] {
         let by_pe = on_pes(world.pes(2), |gpu| {
@@ -619,7 +555,7 @@ fn a_recorded_step_is_the_same_step() {
 }
 
 #[test]
-fn a_layer_can_be_made_where_another_was() {
+fn layer_can_reuse_the_memory_of_a_freed_layer() {
     let source = synthetic(mixtral(16, 8, 5, 2), 1);
     let world = World::new();
     let outputs = |batches: Range<usize>| {
@@ -642,7 +578,7 @@ fn a_layer_can_be_made_where_another_was() {
 }
 
 #[test]
-fn traffic_is_that_of_the_layer_on_the_cpu() {
+fn traffic_equals_the_cpu_layers() {
     let layer = mixtral(40, 16, 6, 3);
     let source = synthetic(layer.clone(), 2);
     let (tokens, n, h) = (50, 3, 40u64);
@@ -676,8 +612,11 @@ fn traffic_is_that_of_the_layer_on_the_cpu() {
             assert!(credits.is_multiple_of(2) && credits < got.puts, "PE {pe}: {got:?}");
             assert!(got.puts >= 2 + 2 * chunks, "PE {pe}: {got:?}");
             let reaches = |to: usize| world.reachable.as_ref().is_none_or(|mask| mask[pe * n + to] != 0);
-            let far = (0..n).filter(|&to| !reaches(to)).count() as u64;
-            assert!(got.fences <= most_fences(far) && (got.fences > far) == (far > 0), "PE {pe}: {got:?}");
+            let inter_node = (0..n).filter(|&to| !reaches(to)).count() as u64;
+            assert!(
+                got.fences <= max_fences(inter_node) && (got.fences > inter_node) == (inter_node > 0),
+                "PE {pe}: {got:?}"
+            );
             assert_eq!(pes[pe].rounds, [1, 1]);
         }
         // Sum of the router's gradient: each PE sends its part of each owner's share, and receives the sums.
@@ -687,17 +626,17 @@ fn traffic_is_that_of_the_layer_on_the_cpu() {
     }
 }
 
-/// Maximum fences of a step, forward and backward, for `far` PEs that only the network reaches: one for the headers;
-/// one per such PE for the rows and one for the results of each pass; for the sum of the router's gradient, whose parts
+/// Maximum fences of a step, forward and backward, with `inter_node` PEs that only the network reaches: one for the
+/// headers; one per such PE for the rows and one for the results of each pass; for the sum of the router's gradient, whose parts
 /// are one piece each, one for values and one for sums.
-fn most_fences(far: u64) -> u64 {
-    far.min(1) * (1 + 2) + 2 * 2 * far
+fn max_fences(inter_node: u64) -> u64 {
+    inter_node.min(1) * (1 + 2) + 2 * 2 * inter_node
 }
 
 /// The expert counts and top-k of real models, few tokens, chunks per window as by default. A synthetic router needs a
 /// hidden size of at least its number of experts.
 #[test]
-fn even_routing_has_a_fence_for_each_far_peer_at_most() {
+fn even_routing_has_at_most_one_fence_per_inter_node_peer() {
     for (experts, top_k, pes) in [(8, 2, &[2, 4, 8][..]), (128, 8, &[2, 4, 8])] {
         let source = synthetic(mixtral(experts, 8, experts, top_k), 3);
         for &n in pes {
@@ -706,7 +645,7 @@ fn even_routing_has_a_fence_for_each_far_peer_at_most() {
             world.reachable = Some((0..n * n).map(|i| u8::from(i / n == i % n)).collect());
             let pes = run(&world, &source, &[even(n * tokens, n)], 1, 0).unwrap().remove(0);
             for (pe, of) in pes.iter().enumerate() {
-                let (got, most) = (&of.step.traffic[0], most_fences(n as u64 - 1));
+                let (got, most) = (&of.step.traffic[0], max_fences(n as u64 - 1));
                 assert!(
                     got.fences > 0 && got.fences <= most,
                     "{experts} experts, PE {pe} of {n}: at most {most}, {got:?}"
@@ -718,14 +657,14 @@ fn even_routing_has_a_fence_for_each_far_peer_at_most() {
 }
 
 #[test]
-fn one_pe_alone_sends_nothing() {
+fn single_pe_sends_nothing() {
     let pes = check(&World::new(), &synthetic(mixtral(16, 8, 3, 2), 1), 9, 1, "alone");
     assert_eq!(pes[0].step.traffic, [Traffic::default()]);
     assert_eq!(pes[0].all_reduce_bytes, 0);
 }
 
 #[test]
-fn a_pass_says_what_it_did_and_when() {
+fn pass_report_has_counts_and_times() {
     let source = synthetic(mixtral(16, 8, 4, 2), 1);
     let world = World::new();
     on_pes(world.pes(2), |gpu| {
@@ -758,7 +697,7 @@ fn layer_blocks(gpu: &Emulated) -> u32 {
 }
 
 #[test]
-fn a_silent_peer_ends_the_wait_of_the_others() {
+fn silent_peer_is_reported() {
     let source = synthetic(mixtral(16, 8, 6, 3), 1);
     let mut world = World::new();
     world.options.wait_limit = Duration::from_millis(500);
@@ -779,7 +718,7 @@ fn a_silent_peer_ends_the_wait_of_the_others() {
 }
 
 #[test]
-fn what_a_device_cannot_run_is_an_error() {
+fn unsupported_layer_is_rejected() {
     let world = World::new();
     let refused = |layer: LayerConfig, change: fn(&mut World, &mut DeviceOptions), want: &str| {
         let source = synthetic(layer, 1);
@@ -789,25 +728,25 @@ fn what_a_device_cannot_run_is_an_error() {
         let made = DeviceLayer::new(&gpu, spec_of(&world, &source, 1, 4), &source, &device);
         assert_eq!(made.map(drop).unwrap_err().to_string(), want);
     };
-    let fine = || mixtral(16, 8, 6, 2);
+    let valid = || mixtral(16, 8, 6, 2);
     refused(mixtral(12, 8, 6, 2), |_, _| {}, "hidden is 12, expected a multiple of 8 on a device");
     refused(mixtral(16, 9, 6, 2), |_, _| {}, "intermediate is 9, expected a multiple of 8 on a device");
-    let shared = Some(SharedConfig::new(with!(fine().expert; intermediate = 4), false));
+    let shared = Some(SharedConfig::new(with!(valid().expert; intermediate = 4), false));
     let want = "shared intermediate is 4, expected a multiple of 8 on a device";
-    refused(with!(fine(); shared = shared), |_, _| {}, want);
-    refused(fine(), |world, _| world.dtype = Dtype::F32, "dtype is f32, expected bf16 or f16 on a device");
+    refused(with!(valid(); shared = shared), |_, _| {}, want);
+    refused(valid(), |world, _| world.dtype = Dtype::F32, "dtype is f32, expected bf16 or f16 on a device");
     let want = "this device, of capability 8.0, is no Hopper";
-    refused(fine(), |_, device| device.path = Some(GemmPath::Hopper), want);
-    refused(fine(), |world, _| world.options.chunk_rows = Some(0), "chunk rows is 0, expected at least 1");
+    refused(valid(), |_, device| device.path = Some(GemmPath::Hopper), want);
+    refused(valid(), |world, _| world.options.chunk_rows = Some(0), "chunk rows is 0, expected at least 1");
 
     let want = "tile rows is 64, expected none on a device, whose kernels have tiles of their own";
-    refused(fine(), |world, _| world.options.tile_rows = Some(64), want);
+    refused(valid(), |world, _| world.options.tile_rows = Some(64), want);
 
     let want = "the tile is 48x128, expected 128x256 or 64x128, which there are kernels for (ampere)";
-    refused(fine(), |_, device| device.tile = "48x128".parse().ok(), want);
+    refused(valid(), |_, device| device.tile = "48x128".parse().ok(), want);
 
     let gpu = world.pes(1).remove(0);
-    let source = synthetic(fine(), 1);
+    let source = synthetic(valid(), 1);
     let device = DeviceOptions::default();
     let error = DeviceLayer::new(&gpu, spec_of(&world, &source, 2, 4), &source, &device);
     let want = "the placement's number of PEs is 2, expected 1";
@@ -829,7 +768,7 @@ fn what_a_device_cannot_run_is_an_error() {
 }
 
 #[test]
-fn too_little_memory_says_how_much() {
+fn insufficient_memory_reports_the_required_bytes() {
     let source = synthetic(mixtral(16, 8, 6, 2), 1);
     let world = World::new();
     let errors = on_pes(emulated::world(2, 4096, &world.device, None).unwrap(), |gpu| {

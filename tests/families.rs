@@ -36,7 +36,7 @@ fn text<'v>(case: &'v Value, field: &str) -> &'v str {
 }
 
 #[test]
-fn the_cases_are_of_every_family_in_both_types() {
+fn cases_cover_every_family_in_both_types() {
     let seen: BTreeSet<(String, String)> =
         cases().iter().map(|case| (text(case, "family").into(), text(case, "dtype").into())).collect();
     for family in Family::all() {
@@ -119,7 +119,7 @@ fn wrong(case: &Value, pes: usize) -> Vec<String> {
 }
 
 #[test]
-fn every_family_is_what_transformers_gives() {
+fn every_family_matches_transformers() {
     let cases = cases();
     let jobs: Vec<(&Value, usize)> = cases.iter().flat_map(|case| [(case, 1), (case, 3)]).collect();
     let (next, all) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
@@ -140,7 +140,7 @@ fn every_family_is_what_transformers_gives() {
 }
 
 #[test]
-fn defaults_are_those_of_the_configuration_classes() {
+fn defaults_equal_the_configuration_classes() {
     let classes = read("defaults.json");
     let mut compared = 0;
     for family in Family::all() {
@@ -164,7 +164,7 @@ fn defaults_are_those_of_the_configuration_classes() {
 }
 
 #[test]
-fn a_mistake_in_a_formula_is_seen() {
+fn wrong_formula_is_detected() {
     // The same tensors with a changed field in config.json, which stands for a mistake in its formula.
     let mistakes: [(&str, &str, Value); 15] = [
         ("gpt_oss", "swiglu_limit", 1.6.into()),

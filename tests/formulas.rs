@@ -151,7 +151,7 @@ fn steps<E: Element>(source: &Synthetic, pes: usize) -> Step {
 }
 
 #[test]
-fn every_formula_is_the_reference_on_any_number_of_pes() {
+fn every_formula_matches_the_reference_on_any_number_of_pes() {
     for Formula { name, layer, bf16: in_bf16, .. } in formulas() {
         let source = synthetic(layer, 4);
         for pes in [1, 2, 3] {
@@ -192,7 +192,7 @@ fn passes(source: &Synthetic, config: &LayerConfig, step: &Step) -> bool {
 }
 
 #[test]
-fn a_mistake_in_any_formula_fails_the_check() {
+fn wrong_formula_fails_the_check() {
     let mut found = 0;
     for Formula { name, layer, mistakes, .. } in formulas() {
         let source = synthetic(layer.clone(), 4);
@@ -209,7 +209,7 @@ fn a_mistake_in_any_formula_fails_the_check() {
 }
 
 #[test]
-fn identity_experts_are_chosen_and_counted_for_nobody() {
+fn identity_experts_are_chosen() {
     let formula = formulas().into_iter().find(|f| f.name == "identity experts").unwrap();
     let source = synthetic(formula.layer, 4);
     let step = steps::<f32>(&source, 2);

@@ -58,7 +58,7 @@ fn run_groups<T: Transport + Send>(
         let team = world.team_split(world.world(), groups.members(group)).unwrap().unwrap();
         let shmem = Shmem::new(Group::new(&world, team, heap)?);
         let mut layer = Layer::<_, f32>::builder(spec(config, groups, group, max_tokens, options))
-            .exchange(Forgetful {
+            .exchange(DropGradients {
                 of: Replicas::new(&world, config, groups.clone())?,
                 lost: lost.filter(|(pe, _)| *pe == me).map(|(_, local)| local),
             })
@@ -83,8 +83,8 @@ fn run_groups<T: Transport + Send>(
                 for id in config.weights() {
                     let Some(grad) = grads.get(id, groups.placement(group), index) else { continue };
                     // The owners in all groups have the same bits.
-                    let held = step.grads.entry(id).or_insert_with(|| grad.to_vec());
-                    assert_eq!(held, grad, "{id:?} on PE {pe}");
+                    let first = step.grads.entry(id).or_insert_with(|| grad.to_vec());
+                    assert_eq!(first, grad, "{id:?} on PE {pe}");
                 }
             }
             step
@@ -93,12 +93,12 @@ fn run_groups<T: Transport + Send>(
 }
 
 /// An exchange that sends zeros instead of the gradients of a local expert.
-struct Forgetful<X> {
+struct DropGradients<X> {
     of: X,
     lost: Option<usize>,
 }
 
-impl<X: Exchange> Exchange for Forgetful<X> {
+impl<X: Exchange> Exchange for DropGradients<X> {
     fn begin(&mut self) {
         self.of.begin();
     }
@@ -168,12 +168,12 @@ fn check(config: LayerConfig, what: &str) {
 }
 
 #[test]
-fn groups_are_one_layer() {
+fn groups_compute_what_one_group_computes() {
     check(mixtral(24, 20, 7, 2), "mixtral");
 }
 
 #[test]
-fn with_biases_and_a_shared_expert() {
+fn groups_with_biases_and_a_shared_expert() {
     let base = mixtral(24, 20, 7, 3);
     let mlp = with!(base.expert; bias = true);
     let shared = Some(SharedConfig::new(with!(mlp; intermediate = 12), true));
@@ -192,7 +192,7 @@ fn losses_and_capacity_count_over_all_groups() {
 /// Results are bitwise the same for any order of delivery; a single group's choices are those of a layer without
 /// groups.
 #[test]
-fn any_order_of_deliveries_gives_the_same() {
+fn results_do_not_depend_on_delivery_order() {
     let source = synthetic(mixtral(16, 12, 6, 2), 5);
     let config = source.config();
     for (name, n, groups) in groupings(config.n_experts) {
@@ -214,7 +214,7 @@ fn any_order_of_deliveries_gives_the_same() {
 
 /// Replicas change results only by rounding.
 #[test]
-fn replicas_give_what_one_holder_gives() {
+fn replicas_compute_what_one_holder_computes() {
     let source = synthetic(with!(mixtral(24, 20, 7, 2); aux_loss_coef = 0.3), 3);
     let config = source.config();
     let (tokens, options) = (90usize, small(Mode::Pipelined));
@@ -239,7 +239,7 @@ fn replicas_give_what_one_holder_gives() {
 
 #[test]
 #[should_panic(expected = "Expert(0")]
-fn a_replica_that_is_left_out_is_seen() {
+fn omitted_replica_is_detected() {
     let source = synthetic(mixtral(24, 20, 7, 2), 3);
     let config = source.config();
     let groups = replicated(4, &groups(4, &[&[0, 1, 2, 3]], 7, |_, e| e));
@@ -254,7 +254,7 @@ fn a_replica_that_is_left_out_is_seen() {
 }
 
 #[test]
-fn replicas_without_an_exchange_are_refused() {
+fn replicas_without_an_exchange_are_rejected() {
     let source = synthetic(mixtral(24, 20, 7, 2), 3);
     let groups = replicated(2, &groups(2, &[&[0, 1]], 7, |_, e| e));
     let spec = spec(source.config(), &groups, 0, 4, &Options::default());
@@ -271,7 +271,7 @@ fn replicas_without_an_exchange_are_refused() {
 
 /// The error names a PE of another group that omits its backward, by its number in the world.
 #[test]
-fn a_silent_group_is_named() {
+fn silent_group_is_reported() {
     let source = synthetic(mixtral(16, 12, 6, 2), 5);
     let config = source.config();
     let groups = groups(4, &[&[0, 2], &[3, 1]], 6, |_, e| e);

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use sample::Sample;
 
-/// One make at a time: two tests write the same objects, and one might link what the other has half written.
+/// Serialises calls of make, because two tests build the same objects.
 static MAKE: Mutex<()> = Mutex::new(());
 
 /// Time limit of one program, with a margin for a busy machine.
@@ -27,12 +27,12 @@ const LIMIT: Duration = Duration::from_secs(600);
 fn programs_pass() {
     let all = programs(|_| true);
     let sample = Sample::new(all.len().div_ceil(6) as u64, all.len() as u64);
-    let some: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
-    check(&some, false);
+    let sampled: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
+    check(&sampled, false);
 }
 
 #[test]
-fn layouts_are_those_of_cute() {
+fn layouts_equal_cutes() {
     let cache =
         env::var_os("ARISTOS_CACHE").map_or(Path::new(env!("CARGO_MANIFEST_DIR")).join("target"), PathBuf::from);
     let cuda = env::var_os("CUDA_HOME").map_or(cache.join("cuda-toolchain/nvidia/cu13"), PathBuf::from).join("include");
@@ -57,7 +57,7 @@ fn programs_pass_under_thread_sanitizer() {
     let all =
         programs(|source| source.contains("CASE(tsan_") || source.contains("// Passes with ThreadSanitizer, too."));
     let sample = Sample::new(1, all.len() as u64);
-    let some: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
+    let sampled: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
     check(&some, true);
 }
 

@@ -8,13 +8,12 @@ use std::time::{Duration, Instant};
 
 use aristos::check::{TOLERANCE_BF16, TOLERANCE_F32};
 use aristos::moe::kernels::Element;
-use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
+use aristos::moe::synthetic::Synthetic;
 use aristos::moe::{
-    Activation, Dtype, Layer, LayerConfig, MlpConfig, Mode, MoeError, MoeLayer, Options, Placement, SharedConfig,
-    WeightSource,
+    Dtype, Layer, LayerConfig, Mode, MoeError, MoeLayer, Options, Placement, SharedConfig, WeightSource,
 };
 use aristos::shmem::{ShmTransport, Shmem};
-use common::{assert_close, even, heap_bytes, mixtral, on_pes, reference, run, shm, synthetic};
+use common::{assert_close, even, heap_bytes, hot, mixtral, on_pes, reference, run, shm, synthetic, variants};
 use half::bf16;
 
 fn small_options(mode: Mode) -> Options {
@@ -30,33 +29,9 @@ fn check<E: Element>(source: &Synthetic, tokens: usize, n: usize, options: &Opti
     assert_close(&steps[0], &reference::<E>(source, tokens, &steps[0].chosen), tolerance, what);
 }
 
-fn variants() -> Vec<(&'static str, LayerConfig)> {
-    let base = mixtral(24, 20, 7, 2);
-    let mut all = vec![("mixtral", base.clone())];
-    for (name, kind) in [("softmax", RouterKind::Softmax), ("sigmoid", RouterKind::Sigmoid)] {
-        all.push((name, with!(base.clone(); n_experts = 12, router = kind.config(12, 4))));
-    }
-    for (name, activation) in
-        [("gelu", Activation::Gelu), ("gelu tanh", Activation::GeluTanh), ("relu", Activation::Relu)]
-    {
-        let gated = activation == Activation::GeluTanh;
-        let expert = with!(MlpConfig::plain(20, activation); gated = gated, bias = true);
-        all.push((name, with!(base.clone(); expert = expert)));
-    }
-    for (name, sigmoid_gate) in [("shared", false), ("shared gated", true)] {
-        let mlp = with!(base.expert; intermediate = 33, bias = sigmoid_gate);
-        all.push((name, with!(base.clone(); shared = Some(SharedConfig::new(mlp, sigmoid_gate)))));
-    }
-    all.push(("capacity", with!(base.clone(); capacity_factor = Some(0.8))));
-    all.push(("losses", with!(base.clone(); aux_loss_coef = 0.3, z_loss_coef = 0.1)));
-    let sigmoid = with!(base; n_experts = 12, router = RouterKind::Sigmoid.config(12, 4));
-    all.push(("sigmoid losses", with!(sigmoid; aux_loss_coef = 0.3, z_loss_coef = 0.1)));
-    all
-}
-
 #[test]
-fn every_layer_on_every_number_of_pes() {
-    for (name, layer) in variants() {
+fn every_layer_matches_the_reference_on_any_number_of_pes() {
+    for (name, layer) in variants(24, 20, 33) {
         let source = synthetic(layer, 3);
         for n in [1, 2, 3, 4, 8] {
             for mode in [Mode::Pipelined, Mode::Bulk] {
@@ -70,33 +45,15 @@ fn every_layer_on_every_number_of_pes() {
 
 #[test]
 fn few_tokens_and_few_experts() {
-    for tokens in [0, 1, 2, 5] {
-        for n in [1, 2, 4] {
-            for mode in [Mode::Pipelined, Mode::Bulk] {
-                let what = format!("{tokens} tokens, {n} PEs, {mode:?}");
-                check::<f32>(
-                    &synthetic(mixtral(16, 8, 3, 2), 1),
-                    tokens,
-                    n,
-                    &small_options(mode),
-                    TOLERANCE_F32,
-                    &what,
-                );
-            }
-        }
+    for mode in [Mode::Pipelined, Mode::Bulk] {
+        common::few_tokens_and_few_experts(|source, tokens, n, what| {
+            check::<f32>(source, tokens, n, &small_options(mode), TOLERANCE_F32, &format!("{what}, {mode:?}"));
+        });
     }
-    check::<f32>(
-        &synthetic(mixtral(16, 8, 1, 1), 1),
-        9,
-        3,
-        &small_options(Mode::Pipelined),
-        TOLERANCE_F32,
-        "one expert",
-    );
 }
 
 #[test]
-fn pes_agree_across_their_number() {
+fn results_do_not_depend_on_the_number_of_pes() {
     let source = synthetic(mixtral(64, 48, 8, 2), 9);
     let options = Options::default();
     let one = run::<_, f32>(shm(1, 1 << 20), &source, &[even(100, 1)], &options, 1).unwrap().remove(0);
@@ -116,7 +73,7 @@ fn pes_agree_across_their_number() {
 
 /// With tiles large enough for several threads.
 #[test]
-fn threads_change_no_bit() {
+fn results_do_not_depend_on_the_number_of_threads() {
     fn check<E: Element>(layer: &LayerConfig) {
         let (tokens, source) = (1500usize, synthetic(layer.clone(), 11));
         for n in [1, 2] {
@@ -144,7 +101,7 @@ fn threads_change_no_bit() {
 /// Rows sent as bf16 are within bf16 rounding of the reference, and further from it than f32 rows, so they were
 /// rounded; rows that stay on a PE are exact.
 #[test]
-fn rows_of_f32_travel_as_bf16() {
+fn rows_are_sent_in_the_wire_type() {
     let layer = mixtral(64, 48, 8, 3);
     let (tokens, source) = (90, synthetic(layer.clone(), 21));
     for mode in [Mode::Pipelined, Mode::Bulk] {
@@ -165,8 +122,7 @@ fn rows_of_f32_travel_as_bf16() {
 #[test]
 fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
     let layer = mixtral(32, 16, 8, 1);
-    let spec = with!(SyntheticSpec::new(layer.clone(), 5); hot_ratio = 1.0 / 8.0, hot_weight = 1.0);
-    let source = Synthetic::new(spec).unwrap();
+    let source = hot(&layer, 1.0 / 8.0, 1.0);
     for mode in [Mode::Pipelined, Mode::Bulk] {
         let options = with!(Options::default(); mode = mode, chunk_rows = Some(4), tile_rows = Some(16));
         let (tokens, n) = (160, 8);
@@ -195,7 +151,7 @@ fn even_routing_takes_one_round() {
 }
 
 #[test]
-fn bytes_on_the_wire_are_the_formula() {
+fn traffic_matches_the_formula() {
     let layer = mixtral(40, 16, 6, 3);
     let source = synthetic(layer.clone(), 2);
     let options = small_options(Mode::Pipelined);
@@ -229,7 +185,7 @@ fn bytes_on_the_wire_are_the_formula() {
 }
 
 #[test]
-fn a_layer_that_cannot_be_is_an_error() {
+fn invalid_layer_is_rejected() {
     let source = synthetic(mixtral(8, 4, 6, 2), 1);
     let heap = heap_bytes::<f32>(source.config(), 2, 4, &Options::default());
     let refused = |placement: Placement, options: Options, want: &str| {
@@ -261,7 +217,7 @@ fn a_layer_that_cannot_be_is_an_error() {
 
 /// A saved pass belongs to its layer, for one backward of the same kind.
 #[test]
-fn a_saved_pass_of_another_kind_is_refused() {
+fn wrong_saved_pass_is_rejected() {
     let source = synthetic(mixtral(8, 4, 6, 2), 1);
     // A deadline that overflows the clock means no deadline.
     let options = with!(Options::default(); wait_limit = Duration::MAX);
@@ -301,7 +257,7 @@ fn a_saved_pass_of_another_kind_is_refused() {
 }
 
 #[test]
-fn a_layer_not_made_for_training_has_no_backward() {
+fn inference_layer_has_no_backward() {
     let source = synthetic(mixtral(8, 4, 6, 2), 1);
     let spec = common::spec::<f32>(source.config(), 1, 4, &Options::default()).training(false);
     on_pes(shm(1, spec.heap_bytes().unwrap()), |shmem| {
@@ -323,7 +279,7 @@ fn a_layer_not_made_for_training_has_no_backward() {
 
 /// Another thread may use a layer than the one that made it.
 #[test]
-fn a_layer_can_be_sent() {
+fn layer_is_send() {
     fn is_send<T: Send>() {}
     is_send::<Layer<Shmem<ShmTransport>, f32>>();
     is_send::<Layer<&Shmem<ShmTransport>, bf16>>();

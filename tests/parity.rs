@@ -95,7 +95,7 @@ fn assert_none(wrong: &[String]) {
 }
 
 #[test]
-fn relative_errors_are_what_they_say() {
+fn relative_error_matches_its_definition() {
     assert_eq!(relative_error(&[3.0, 4.0], &[3.0, 4.0]), 0.0);
     assert_eq!(relative_error(&[0.0, 0.0], &[0.0, 0.0]), 0.0);
     assert_eq!(relative_error(&[3.0, 5.0], &[3.0, 4.0]), 0.2);
@@ -104,7 +104,7 @@ fn relative_errors_are_what_they_say() {
 }
 
 #[test]
-fn the_cases_are_of_every_family_and_both_types() {
+fn cases_cover_every_family_in_both_types() {
     let cases = cases();
     let mut seen: Vec<(String, String)> = Vec::new();
     for (_, case) in &cases {
@@ -120,7 +120,7 @@ fn the_cases_are_of_every_family_and_both_types() {
 }
 
 #[test]
-fn every_case_is_what_transformers_gives_on_every_number_of_pes() {
+fn every_case_matches_transformers_on_any_number_of_pes() {
     let mut wrong = Vec::new();
     for (name, case) in cases() {
         let expected = case.expected();
@@ -147,7 +147,7 @@ fn every_case_is_what_transformers_gives_on_every_number_of_pes() {
 }
 
 #[test]
-fn every_case_is_what_transformers_gives_in_bulk_mode() {
+fn every_case_matches_transformers_in_bulk_mode() {
     let mut wrong = Vec::new();
     for (name, case) in cases() {
         let tolerance = if case.dtype == "f32" { F32_TOLERANCE } else { BF16_TOLERANCE };

@@ -254,7 +254,7 @@ fn routings(tokens: usize) -> [(&'static str, Routing); 3] {
 }
 
 #[test]
-fn any_routing_is_the_dense_sum() {
+fn any_routing_matches_the_dense_sum() {
     let source = synthetic(external(), 7);
     for (name, routing) in routings(29) {
         for n in [1, 2, 3, 6] {
@@ -269,7 +269,7 @@ fn any_routing_is_the_dense_sum() {
 }
 
 #[test]
-fn gradients_are_finite_differences() {
+fn gradients_match_finite_differences() {
     let source = synthetic(external(), 7);
     let routing = Routing::random(9, 5);
     let heap = spec::<f32>(source.config(), 2, 5).heap_bytes().unwrap();
@@ -298,7 +298,7 @@ fn gradients_are_finite_differences() {
 }
 
 #[test]
-fn the_order_of_columns_and_of_deliveries_changes_no_bit() {
+fn results_do_not_depend_on_column_or_delivery_order() {
     let source = synthetic(external(), 7);
     let (n, tokens) = (3, 17);
     let routing = Routing::random(tokens, 11);
@@ -320,7 +320,7 @@ fn the_order_of_columns_and_of_deliveries_changes_no_bit() {
 /// With the choices of the layer's own router, `experts` equals `forward`, and its backward equals backward except for
 /// the router.
 #[test]
-fn the_own_routers_choices_give_the_same_bits() {
+fn own_routers_choices_give_the_same_bits() {
     let own = synthetic(mixtral(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K), 7);
     for n in [1, 3] {
         for mode in [Mode::Pipelined, Mode::Bulk] {
@@ -348,7 +348,7 @@ fn the_own_routers_choices_give_the_same_bits() {
 }
 
 #[test]
-fn ids_that_are_no_experts_are_named_and_the_layer_goes_on() {
+fn invalid_ids_are_reported_and_the_layer_stays_usable() {
     let source = synthetic(external(), 7);
     let spec = spec::<f32>(source.config(), 1, 4);
     on_pes(shm(1, spec.heap_bytes().unwrap()), |shmem| {
@@ -379,7 +379,7 @@ fn full() -> LayerConfig {
 }
 
 /// A layer whose weights are replaced by another layer's equals that layer, bit for bit.
-fn weights_set_are_weights_loaded<E: Element>() {
+fn set_weights_equal_loaded_weights<E: Element>() {
     let (old, new) = (synthetic(full(), 1), synthetic(full(), 2));
     let spec = spec::<E>(old.config(), 3, 6);
     let heap = Shmem::<aristos::shmem::ShmTransport>::heap_bytes_for(3, 2 * spec.layout().unwrap().total_bytes());
@@ -416,13 +416,13 @@ fn weights_set_are_weights_loaded<E: Element>() {
 }
 
 #[test]
-fn weights_set_are_weights_loaded_f32() {
-    weights_set_are_weights_loaded::<f32>();
+fn set_weights_equal_loaded_weights_f32() {
+    set_weights_equal_loaded_weights::<f32>();
 }
 
 #[test]
-fn weights_set_are_weights_loaded_bf16() {
-    weights_set_are_weights_loaded::<bf16>();
+fn set_weights_equal_loaded_weights_bf16() {
+    set_weights_equal_loaded_weights::<bf16>();
 }
 
 #[test]
@@ -467,7 +467,7 @@ fn resident_bytes() -> usize {
 }
 
 #[test]
-fn a_thousand_steps_of_training_take_no_more_memory() {
+fn memory_does_not_grow_over_a_thousand_steps() {
     let source = synthetic(mixtral(32, 48, 4, 2), 1);
     let spec = common::spec::<bf16>(source.config(), 2, 64, &Options::default());
     let grown = on_pes(shm(2, spec.heap_bytes().unwrap()), |shmem| {
@@ -496,7 +496,7 @@ fn a_thousand_steps_of_training_take_no_more_memory() {
 }
 
 #[test]
-fn a_peer_that_does_not_come_is_named() {
+fn missing_peer_is_reported() {
     let source = synthetic(external(), 7);
     let mut spec = spec::<f32>(source.config(), 2, 4);
     // Also covers construction of the layer on a busy machine.

@@ -280,11 +280,11 @@ pub fn forward_gated<E: Element>(
         if glu == Glu::PRODUCT {
             with_act!(act, gated_values(gate, up, wide));
         } else {
-            let cuts = Cuts::of(glu);
+            let limits = Limits::of(glu);
             if glu.limit_after {
-                with_act!(act, glu_values::<AfterAct>(cuts, gate, up, wide));
+                with_act!(act, glu_values::<AfterAct>(limits, gate, up, wide));
             } else {
-                with_act!(act, glu_values::<BeforeAct>(cuts, gate, up, wide));
+                with_act!(act, glu_values::<BeforeAct>(limits, gate, up, wide));
             }
         }
         E::convert(gate, &mut gate_saved[block.clone()]);
@@ -303,41 +303,41 @@ vectorised! {
 
 /// The limit and offset of a [`Glu`], as the loops use them.
 #[derive(Clone, Copy)]
-struct Cuts {
+struct Limits {
     limit: f32,
     offset: f32,
 }
 
 /// [`Glu::limit_after`] at compile time: each test in the loop would cost 5% of its time.
-trait Order {
+trait LimitOrder {
     const AFTER: bool;
 }
 
 struct BeforeAct;
-impl Order for BeforeAct {
+impl LimitOrder for BeforeAct {
     const AFTER: bool = false;
 }
 
 struct AfterAct;
-impl Order for AfterAct {
+impl LimitOrder for AfterAct {
     const AFTER: bool = true;
 }
 
-impl Cuts {
-    fn of(glu: Glu) -> Cuts {
+impl Limits {
+    fn of(glu: Glu) -> Limits {
         let limit = if glu.limit > 0.0 { glu.limit } else { f32::INFINITY };
-        Cuts { limit, offset: f32::from(u8::from(glu.plus_one)) }
+        Limits { limit, offset: f32::from(u8::from(glu.plus_one)) }
     }
 
     /// The activation's value, limited.
     #[inline(always)]
-    fn value<O: Order, A: Act>(self, gate: f32) -> f32 {
+    fn value<O: LimitOrder, A: Act>(self, gate: f32) -> f32 {
         if O::AFTER { at_most(A::value(gate), self.limit) } else { A::value(at_most(gate, self.limit)) }
     }
 
     /// The activation's value, limited, and its derivative with respect to the gate.
     #[inline(always)]
-    fn slope<O: Order, A: Act>(self, gate: f32) -> (f32, f32) {
+    fn slope<O: LimitOrder, A: Act>(self, gate: f32) -> (f32, f32) {
         let inner = if O::AFTER { gate } else { at_most(gate, self.limit) };
         let (value, slope) = A::slope(inner);
         let flat = if O::AFTER { value > self.limit } else { gate > self.limit };
@@ -352,9 +352,9 @@ impl Cuts {
 }
 
 vectorised! {
-    fn glu_values<O: Order, A: Act>(cuts: Cuts, gate: &'a [f32], up: &'a [f32], h: &'a mut [f32]) -> () {
+    fn glu_values<O: LimitOrder, A: Act>(limits: Limits, gate: &'a [f32], up: &'a [f32], h: &'a mut [f32]) -> () {
         for (h, (&gate, &up)) in h.iter_mut().zip(gate.iter().zip(up)) {
-            *h = cuts.value::<O, A>(gate) * (cuts.up(up) + cuts.offset);
+            *h = limits.value::<O, A>(gate) * (limits.up(up) + limits.offset);
         }
     }
 }
@@ -445,16 +445,16 @@ pub fn backward_gated<E: Element>(
             if glu == Glu::PRODUCT {
                 with_act!(act, gated_gradients::<E>(w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw));
             } else {
-                let cuts = Cuts::of(glu);
+                let limits = Limits::of(glu);
                 if glu.limit_after {
                     with_act!(
                         act,
-                        glu_gradients::<E, AfterAct>(cuts, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw)
+                        glu_gradients::<E, AfterAct>(limits, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw)
                     );
                 } else {
                     with_act!(
                         act,
-                        glu_gradients::<E, BeforeAct>(cuts, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw)
+                        glu_gradients::<E, BeforeAct>(limits, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw)
                     );
                 }
             }
@@ -491,8 +491,8 @@ vectorised! {
 
 vectorised! {
     #[allow(clippy::too_many_arguments, clippy::double_comparisons)]
-    fn glu_gradients<E: Element, O: Order, A: Act>(
-        cuts: Cuts,
+    fn glu_gradients<E: Element, O: LimitOrder, A: Act>(
+        limits: Limits,
         w: f32,
         q: &'a [f32],
         gate: &'a [E],
@@ -506,13 +506,13 @@ vectorised! {
         assert!([gate.len(), up.len(), h.len(), d_gate.len(), d_up.len(), hw.len()] == [n; 6]);
         for i in 0..n {
             let dh = w * q[i];
-            let (value, slope) = cuts.slope::<O, A>(gate[i].to_f32());
+            let (value, slope) = limits.slope::<O, A>(gate[i].to_f32());
             let up = up[i].to_f32();
-            let inner = cuts.up(up);
+            let inner = limits.up(up);
             // Not `!=`, which is true for NaN. Compiles to one vector comparison.
             let flat = inner < up || inner > up;
             d_up[i] = if flat { 0.0 } else { dh * value };
-            d_gate[i] = dh * (inner + cuts.offset) * slope;
+            d_gate[i] = dh * (inner + limits.offset) * slope;
             hw[i] = w * h[i];
         }
     }

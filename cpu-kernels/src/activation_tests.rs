@@ -106,7 +106,7 @@ fn values_and_derivatives_match_float64() {
 }
 
 #[test]
-fn relu_squared_is_its_formula() {
+fn relu_squared_matches_its_formula() {
     let x: Vec<f32> = (-400..400).map(|i| i as f32 * 0.02).collect();
     for ((&x, value), slope) in x.iter().zip(values(Activation::Relu2, &x)).zip(slopes(Activation::Relu2, &x)) {
         let (want, want_slope) = reference(Activation::Relu2, f64::from(x));
@@ -129,7 +129,7 @@ fn glu_reference(act: Activation, glu: Glu, gate: f64, up: f64) -> [(f64, f64); 
 }
 
 #[test]
-fn clamped_glus_are_their_formula() {
+fn clamped_glus_match_their_formula() {
     // Multiples of 1/8 below, above and equal to the limits.
     let grid: Vec<f32> = (-60..=60).map(|i| i as f32 / 8.0).collect();
     let (gate, up): (Vec<f32>, Vec<f32>) = grid.iter().flat_map(|&g| grid.iter().map(move |&u| (g, u))).unzip();
@@ -198,7 +198,7 @@ fn tails_of_gelu_keep_relative_accuracy() {
 }
 
 #[test]
-fn infinities_give_limits_and_nan_stays() {
+fn infinities_give_limits_and_nan_propagates() {
     // Lengths for both the vector loop and its scalar tail.
     for len in [1, 3, 16, 37] {
         for act in ALL {

@@ -66,7 +66,7 @@ pub trait Element: sealed::Sealed + bytemuck::Pod + Default + Send + Sync + 'sta
 }
 
 mod sealed {
-    #[expect(unnameable_types, reason = "that nobody can name it is what seals Element")]
+    #[expect(unnameable_types, reason = "Element is sealed by an unnameable trait")]
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for half::bf16 {}

@@ -11,7 +11,7 @@
 //!   once, for each of its two products; `gemm_tn` packs its operand on every call;
 //! - the left operand in tiles of up to `MR` rows, `[tile][pair][rows]`, one cache block at a time.
 //!
-//! Loops, from the outside: blocks of the summed dimension (`KC`); blocks of rows, whose packed tiles stay in the L2
+//! Loops, outermost first: blocks of the summed dimension (`KC`); blocks of rows, whose packed tiles stay in the L2
 //! cache together with one panel; panels; tiles. The register tile is `MR x NR` f32 sums.
 //!
 //! The order of summation depends only on the length of the summed dimension, so a row of a result is independent of
@@ -90,13 +90,13 @@ enum Form {
     },
     Wide(F32Weight),
     /// Unpacked; each product packs or widens it.
-    Lent(ProductPath, Lent<bf16>),
+    Borrowed(ProductPath, Lent<bf16>),
 }
 
 impl Bf16Weight {
     pub(super) fn lent(path: ProductPath, w: Lent<bf16>, out: usize, inp: usize) -> Self {
         assert_eq!(w.as_ref().as_ref().len(), out * inp, "weight of shape [{out}, {inp}]");
-        Bf16Weight { out, inp, form: Form::Lent(path, w) }
+        Bf16Weight { out, inp, form: Form::Borrowed(path, w) }
     }
 
     pub(super) fn new(w: &[f32], out: usize, inp: usize) -> Self {
@@ -136,7 +136,7 @@ impl Bf16Weight {
                     *to = bf16_to_f32(bf16_from_f32(x));
                 }
             }
-            Form::Lent(path, _) => *self = Bf16Weight::with_path(*path, w, out, inp),
+            Form::Borrowed(path, _) => *self = Bf16Weight::with_path(*path, w, out, inp),
         }
     }
 
@@ -147,7 +147,7 @@ impl Bf16Weight {
             #[cfg(target_arch = "x86_64")]
             Form::Packed { nn, .. } => unpack_panels(bytemuck::cast_slice(nn), self.out, self.inp, w),
             Form::Wide(wide) => w.copy_from_slice(wide.values()),
-            Form::Lent(_, lent) => widen_bf16(lent.as_ref().as_ref(), w),
+            Form::Borrowed(_, lent) => widen_bf16(lent.as_ref().as_ref(), w),
         }
     }
 }
@@ -175,27 +175,27 @@ pub(super) fn nt(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
             widen_bf16(a, wide);
             gemm_f32::nt(m, wide, w, c, accumulate);
         }
-        Form::Lent(path, values) => {
-            let w = LentWeight { values: values.as_ref().as_ref(), shape: [w.out, w.inp], transposed: true };
-            lent(*path, ws, m, a, w, c, accumulate);
+        Form::Borrowed(path, values) => {
+            let w = BorrowedWeight { values: values.as_ref().as_ref(), shape: [w.out, w.inp], transposed: true };
+            borrowed_product(*path, ws, m, a, w, c, accumulate);
         }
     }
 }
 
 /// An unpacked weight `[out, inp]`, as operand of a product.
-struct LentWeight<'w> {
+struct BorrowedWeight<'w> {
     values: &'w [bf16],
     shape: [usize; 2],
     transposed: bool,
 }
 
 /// [`nt`] for a transposed weight, otherwise [`nn`].
-fn lent(
+fn borrowed_product(
     path: ProductPath,
     ws: &mut Workspace,
     m: usize,
     a: &[bf16],
-    LentWeight { values: w, shape: [out, inp], transposed }: LentWeight<'_>,
+    BorrowedWeight { values: w, shape: [out, inp], transposed }: BorrowedWeight<'_>,
     c: &mut [f32],
     accumulate: bool,
 ) {
@@ -238,9 +238,9 @@ pub(super) fn nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
             widen_bf16(a, wide);
             gemm_f32::nn(m, wide, w, c, accumulate);
         }
-        Form::Lent(path, values) => {
-            let w = LentWeight { values: values.as_ref().as_ref(), shape: [w.out, w.inp], transposed: false };
-            lent(*path, ws, m, a, w, c, accumulate);
+        Form::Borrowed(path, values) => {
+            let w = BorrowedWeight { values: values.as_ref().as_ref(), shape: [w.out, w.inp], transposed: false };
+            borrowed_product(*path, ws, m, a, w, c, accumulate);
         }
     }
 }

@@ -14,7 +14,7 @@ pub struct F32Weight {
 
 enum Values {
     Own(Vec<f32>),
-    Lent(Lent<f32>),
+    Borrowed(Lent<f32>),
 }
 
 impl F32Weight {
@@ -25,25 +25,25 @@ impl F32Weight {
 
     pub(super) fn lent(w: Lent<f32>, out: usize, inp: usize) -> Self {
         assert_eq!(w.as_ref().as_ref().len(), out * inp, "weight of shape [{out}, {inp}]");
-        F32Weight { values: Values::Lent(w), out, inp }
+        F32Weight { values: Values::Borrowed(w), out, inp }
     }
 
     /// The elements, `[out, inp]`.
     pub(super) fn values(&self) -> &[f32] {
         match &self.values {
             Values::Own(values) => values,
-            Values::Lent(values) => values.as_ref().as_ref(),
+            Values::Borrowed(values) => values.as_ref().as_ref(),
         }
     }
 
     /// The elements, mutable. A borrowed weight is copied first.
     pub(super) fn values_mut(&mut self) -> &mut [f32] {
-        if let Values::Lent(values) = &self.values {
+        if let Values::Borrowed(values) = &self.values {
             self.values = Values::Own(values.as_ref().as_ref().to_vec());
         }
         match &mut self.values {
             Values::Own(values) => values,
-            Values::Lent(_) => &mut [],
+            Values::Borrowed(_) => &mut [],
         }
     }
 }

@@ -147,7 +147,7 @@ fn lent<E: Element>(w: &[f32]) -> Lent<E> {
 }
 
 #[test]
-fn products_with_lent_weights_match_float64() {
+fn products_with_borrowed_weights_match_float64() {
     products_match_float64::<f32>(|w, out, inp| f32::lend(lent(w), out, inp), f32::gemm_tn);
     products_match_float64::<bf16>(|w, out, inp| bf16::lend(lent(w), out, inp), bf16::gemm_tn);
     let widened = |w: &[f32], out, inp| Bf16Weight::lent(ProductPath::Widen, lent(w), out, inp);
@@ -155,7 +155,7 @@ fn products_with_lent_weights_match_float64() {
 }
 
 #[test]
-fn a_lent_weight_that_is_replaced_becomes_a_copy() {
+fn replaced_borrowed_weight_is_copied() {
     let mut ws = Workspace::default();
     fn replaced<E: Element>(ws: &mut Workspace) {
         let mut weight = E::lend(lent(&[1.0, 2.0]), 2, 1);
@@ -171,7 +171,7 @@ fn a_lent_weight_that_is_replaced_becomes_a_copy() {
 }
 
 #[test]
-fn a_row_does_not_depend_on_the_other_rows() {
+fn rows_do_not_depend_on_each_other() {
     // Holds for the kernel of this crate; faer uses other code paths for few rows.
     if !super::uses_avx512_bf16() {
         return crate::skip::skip("this CPU has no AVX512-BF16");
@@ -219,7 +219,7 @@ fn no_columns<E: Element>() {
 }
 
 #[test]
-fn zero_rows_and_columns_are_ordinary_cases() {
+fn zero_rows_and_columns_are_valid() {
     no_rows::<f32>();
     no_rows::<bf16>();
     no_columns::<f32>();

@@ -41,7 +41,7 @@ pub enum FileError {
         file: PathBuf,
         /// The field.
         field: String,
-        /// Its value, such as `is "rope"`.
+        /// The value found, such as `is "rope"`.
         found: String,
         /// The supported values.
         expected: String,

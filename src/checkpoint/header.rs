@@ -26,7 +26,7 @@ pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Tensors, HeaderErr
     let mut wrong = None;
     let mut json = serde_json::Deserializer::from_slice(header);
     let tensors =
-        json.deserialize_map(OfTensors { wrong: &mut wrong }).and_then(|tensors| json.end().map(|()| tensors));
+        json.deserialize_map(TensorsVisitor { wrong: &mut wrong }).and_then(|tensors| json.end().map(|()| tensors));
     let tensors = tensors.map_err(|error| match wrong {
         Some(wrong) => wrong,
         None => HeaderError::Whole(format!("its header is not a JSON object: {error}")),
@@ -50,12 +50,12 @@ pub(super) enum HeaderError {
 }
 
 /// Visits the entries one by one.
-struct OfTensors<'w> {
+struct TensorsVisitor<'w> {
     /// The fault of an entry, which an error of serde cannot carry.
     wrong: &'w mut Option<HeaderError>,
 }
 
-impl<'de> Visitor<'de> for OfTensors<'_> {
+impl<'de> Visitor<'de> for TensorsVisitor<'_> {
     type Value = Tensors;
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
@@ -97,8 +97,8 @@ struct Strings;
 
 impl<'de> serde::Deserialize<'de> for Strings {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Strings, D::Error> {
-        struct OfStrings;
-        impl<'de> Visitor<'de> for OfStrings {
+        struct StringsVisitor;
+        impl<'de> Visitor<'de> for StringsVisitor {
             type Value = Strings;
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("strings by name in __metadata__")
@@ -108,7 +108,7 @@ impl<'de> serde::Deserialize<'de> for Strings {
                 Ok(Strings)
             }
         }
-        deserializer.deserialize_map(OfStrings)
+        deserializer.deserialize_map(StringsVisitor)
     }
 }
 

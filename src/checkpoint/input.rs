@@ -19,7 +19,7 @@ pub enum InputTensor {
 }
 
 impl InputTensor {
-    /// Its name in the file.
+    /// Name in the file.
     pub fn name(self) -> &'static str {
         match self {
             InputTensor::HiddenStates => "hidden_states",

@@ -181,8 +181,8 @@ impl Checkpoint {
             let fits = self.file_of(&place.tensor)?.shape(&place.tensor) == Some(&place.shape);
             let names: HashSet<&str> = self.names().into_iter().collect();
             let ids = self.config.replicated_weights().into_iter().chain(self.config.expert_weights(0));
-            let there = ids.filter(|&id| names.contains((prefix.clone() + &layout.name(id)).as_str())).count();
-            let score = there + if fits { names.len() } else { 0 };
+            let found = ids.filter(|&id| names.contains((prefix.clone() + &layout.name(id)).as_str())).count();
+            let score = found + if fits { names.len() } else { 0 };
             if score >= best.0 {
                 best = (score, i);
             }
@@ -285,15 +285,15 @@ impl Checkpoint {
         let [rows, columns] = place.size;
         // Rows of gate and up alternate.
         let (first, step) = (place.first / columns, place.strides[0] / columns);
-        let there = first..first + (rows - 1) * step + 1;
+        let range = first..first + (rows - 1) * step + 1;
         let read = |end: &str, width: usize| {
             let name = place.tensor.clone() + end;
-            self.file_of(&name)?.read_bytes(&name, there.start * width..there.end * width)
+            self.file_of(&name)?.read_bytes(&name, range.start * width..range.end * width)
         };
         let (block_width, scale_width) = (columns / 2, columns / MXFP4_BLOCK);
         let (blocks, scales) = (read(BLOCKS, block_width)?, read(SCALES, scale_width)?);
         let mut weight = Vec::with_capacity(rows * columns);
-        for row in (0..there.len()).step_by(step) {
+        for row in (0..range.len()).step_by(step) {
             let (block, scale) = (row * block_width, row * scale_width);
             mxfp4_row(&blocks[block..block + block_width], &scales[scale..scale + scale_width], &mut weight);
         }

@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn eight_bits_are_what_the_format_says() {
+    fn fp8_values_match_the_format() {
         // All values, by definition of the format.
         for byte in 0..=255u8 {
             let (exponent, mantissa) = (i32::from(byte >> 3 & 0xf), f32::from(byte & 7));
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn four_bits_lie_two_in_a_byte_low_ones_first() {
+    fn mxfp4_stores_the_low_nibble_first() {
         let mut row = Vec::new();
         let mut blocks = [0u8; 32];
         (blocks[0], blocks[1], blocks[31]) = (0x21, 0xf0, 0x7a);
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_at_the_edges_may_be_smaller() {
+    fn edge_blocks_may_be_smaller() {
         // Two matrices of 3 x 5 in blocks of 2 x 2: 2 x 3 scales each.
         let scales = BlockScales::new(&[2, 3, 5], [2, 2]).unwrap();
         assert_eq!(scales.size(), [2, 3]);
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_configuration_says() {
+    fn quantisation_config_is_read() {
         let of = |text: &str| Quantisation::of(Some(&serde_json::from_str(text).unwrap()));
         assert_eq!(Quantisation::of(None), Ok(Quantisation::None));
         assert_eq!(of("null"), Ok(Quantisation::None));

@@ -37,7 +37,7 @@ impl ResultLayout {
     /// Returns an error if a name occurs twice or a size overflows.
     pub fn new(tensors: Vec<(String, Vec<usize>)>) -> Result<Self, FileError> {
         let mut infos = Vec::with_capacity(tensors.len());
-        let mut places = HashMap::with_capacity(tensors.len());
+        let mut offsets = HashMap::with_capacity(tensors.len());
         let mut at = 0usize;
         for (name, shape) in tensors {
             let end = shape.iter().try_fold(4usize, |n, &d| n.checked_mul(d)).and_then(|n| n.checked_add(at));
@@ -48,7 +48,7 @@ impl ResultLayout {
                     what: format!(": shape {shape:?} is too large for a file"),
                 });
             };
-            if places.insert(name.clone(), (shape.clone(), at as u64)).is_some() {
+            if offsets.insert(name.clone(), (shape.clone(), at as u64)).is_some() {
                 return Err(FileError::Layout { tensor: name, what: " comes twice".into() });
             }
             infos.push((name, TensorInfo { dtype: Dtype::F32, shape, data_offsets: (at, end) }));
@@ -61,11 +61,11 @@ impl ResultLayout {
         head.resize(head.len().next_multiple_of(8), b' ');
         let header_bytes = (head.len() - 8) as u64;
         head[..8].copy_from_slice(&header_bytes.to_le_bytes());
-        for (_, first_byte) in places.values_mut() {
+        for (_, first_byte) in offsets.values_mut() {
             *first_byte += head.len() as u64;
         }
         let len_bytes = (head.len() + at) as u64;
-        Ok(ResultLayout { head, tensors: places, len_bytes, label })
+        Ok(ResultLayout { head, tensors: offsets, len_bytes, label })
     }
 
     /// Sets the file's name in errors to `path`.
@@ -112,7 +112,7 @@ impl ResultLayout {
     ///
     /// Returns an error that names the file and the tensor if the tensor does not exist or the read fails.
     pub fn read(&self, file: &File, name: &str) -> Result<Vec<f32>, FileError> {
-        let (shape, at) = self.place(name)?;
+        let (shape, at) = self.location(name)?;
         let mut out = vec![0f32; shape.iter().product()];
         file.read_exact_at(bytemuck::cast_slice_mut(&mut out), *at)
             .map_err(|e| FileError::system(format!("read tensor {name} of {}", self.label.display()), e))?;
@@ -138,7 +138,7 @@ impl ResultLayout {
     ///
     /// Returns an error that names the file and the tensor if the tensor does not exist or the range exceeds it.
     pub fn elements_at(&self, name: &str, elements: Range<usize>) -> Result<u64, FileError> {
-        let (shape, at) = self.place(name)?;
+        let (shape, at) = self.location(name)?;
         if elements.start > elements.end || elements.end > shape.iter().product() {
             let what = format!("tensor {name} has shape {shape:?}, no elements {elements:?}");
             return Err(FileError::part(&self.label, what));
@@ -146,7 +146,7 @@ impl ResultLayout {
         Ok(at + elements.start as u64 * 4)
     }
 
-    fn place(&self, name: &str) -> Result<&(Vec<usize>, u64), FileError> {
+    fn location(&self, name: &str) -> Result<&(Vec<usize>, u64), FileError> {
         self.tensors.get(name).ok_or_else(|| FileError::no_tensor(&self.label, name))
     }
 
@@ -157,7 +157,7 @@ impl ResultLayout {
     /// Returns an error that names the file and the tensor if the tensor does not exist, or if the numbers are not
     /// whole rows or exceed it.
     pub fn rows_at(&self, name: &str, first_row: usize, len: usize) -> Result<u64, FileError> {
-        let (shape, at) = self.place(name)?;
+        let (shape, at) = self.location(name)?;
         let row: usize = shape.iter().skip(1).product();
         let total: usize = shape.iter().product();
         let first = first_row.checked_mul(row).filter(|&first| first <= total && len <= total - first);
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_temporary_name_that_is_taken_is_left_alone() {
+    fn existing_temporary_file_is_not_removed() {
         let dir = tempfile::tempdir().unwrap();
         let mut target = Target { path: dir.path().join("out"), dir: dir.path().to_owned(), temporary: None };
         let tried = std::cell::RefCell::new(Vec::new());
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn two_named_temporaries_in_one_folder() {
+    fn two_named_temporaries_in_one_folder_do_not_collide() {
         let dir = tempfile::tempdir().unwrap();
         let (first, second) = (named(dir.path()), named(dir.path()));
         first.publish().unwrap();
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_temporary_goes_or_becomes_the_result() {
+    fn named_temporary_is_removed_or_published() {
         let dir = tempfile::tempdir().unwrap();
         let names = || std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect::<Vec<_>>();
         let out = named(dir.path());

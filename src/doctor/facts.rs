@@ -45,7 +45,7 @@ pub struct CudaFacts {
 /// A library that is opened at run time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LibraryFacts {
-    /// Its path; a bare name if the dynamic loader found it.
+    /// Path; a bare name if the dynamic loader found it.
     pub path: PathBuf,
     /// Its version, "3.4.5".
     pub version: String,
@@ -227,7 +227,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn this_machine_can_be_asked() {
+    fn facts_of_this_machine_can_be_collected() {
         let facts = Facts::gather();
         assert!(facts.cpus >= 1 && facts.memfd.is_ok());
         assert!(super::super::cpu_runs(&super::super::examine(&facts)));

@@ -6,6 +6,7 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
+    /// Meets the requirement.
     Ok,
     /// Works, but not at full speed, or not everywhere.
     Warn,

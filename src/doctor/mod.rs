@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_says_what_does_not_run() {
+    fn failures_say_what_does_not_run() {
         let findings = [
             Finding::ok("memory", Need::Cpu, "8 GB"),
             Finding::fail("driver", Need::Cuda, "none", "install it"),

@@ -65,8 +65,8 @@ fn list(nics: &[Nic]) -> Finding {
     }
     let describe = |nic: &Nic| {
         let kind = if nic.slingshot { "Slingshot" } else { "InfiniBand" };
-        let near = nic.numa.map_or(String::new(), |node| format!(", NUMA node {node}"));
-        format!("{} ({kind}{near})", nic.name)
+        let numa = nic.numa.map_or(String::new(), |node| format!(", NUMA node {node}"));
+        format!("{} ({kind}{numa})", nic.name)
     };
     Finding::ok("NICs", Need::Network, nics.iter().map(describe).collect::<Vec<_>>().join(", "))
 }
@@ -87,11 +87,11 @@ fn affinity(facts: &Facts, cuda: &CudaFacts, nics: &[Nic]) -> Vec<Finding> {
     for gpu in devices {
         let place = fs::canonicalize(facts.path("/sys/bus/pci/devices").join(&gpu.pci)).ok();
         let node = numa(facts, &gpu.pci);
-        let near = |nic: &Nic| {
+        let proximity = |nic: &Nic| {
             let bridges = place.as_deref().zip(nic.device.as_deref()).map_or(0, |(gpu, nic)| bridges(gpu, nic));
             (bridges, node.is_some() && node == nic.numa)
         };
-        let best = nics.iter().map(near).max().unwrap_or((0, false));
+        let best = nics.iter().map(proximity).max().unwrap_or((0, false));
         if best == (0, false) {
             all.push(Finding::warn(
                 "affinity",
@@ -101,7 +101,7 @@ fn affinity(facts: &Facts, cuda: &CudaFacts, nics: &[Nic]) -> Vec<Finding> {
             ));
             continue;
         }
-        let names: Vec<&str> = nics.iter().filter(|nic| near(nic) == best).map(|nic| nic.name.as_str()).collect();
+        let names: Vec<&str> = nics.iter().filter(|nic| proximity(nic) == best).map(|nic| nic.name.as_str()).collect();
         let how = if best.0 > 0 { "behind the same PCI bridge" } else { "on the same NUMA node" };
         all.push(Finding::ok("affinity", Need::Network, format!("{}: {}, {how}", gpu.name, names.join(", "))));
     }
@@ -141,7 +141,7 @@ fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
     let mut all = vec![Finding::ok(
         "plugins",
         Need::Network,
-        format!("transports {}; bootstraps {}", listed(&transports), listed(&bootstraps)),
+        format!("transports {}; bootstraps {}", join_or_none(&transports), join_or_none(&bootstraps)),
     )];
     if !bootstraps.iter().any(|kind| kind == "uid") {
         all.push(Finding::fail(
@@ -158,7 +158,7 @@ fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
             "plugins",
             Need::Network,
             format!("NVSHMEM_REMOTE_TRANSPORT={wanted}, and there is no such plugin in {}", dir.display()),
-            format!("use one of {}, or set another NVSHMEM_HOME", listed(&transports)),
+            format!("use one of {}, or set another NVSHMEM_HOME", join_or_none(&transports)),
         ));
     }
     for other in facts.env("LD_LIBRARY_PATH").unwrap_or_default().split(':').filter(|other| !other.is_empty()) {
@@ -177,7 +177,7 @@ fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
     all
 }
 
-fn listed(names: &[String]) -> String {
+fn join_or_none(names: &[String]) -> String {
     if names.is_empty() { "none".to_string() } else { names.join(" ") }
 }
 
@@ -253,8 +253,8 @@ fn slingshot(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
     }
     // If the variable is not set, a job's PEs get a heap of the required size.
     let size = facts.env(heap::SIZE).and_then(heap::bytes);
-    if let (Some(said), None) = (facts.env(heap::SIZE), size) {
-        let found = format!("{} is {said}, which is no size", heap::SIZE);
+    if let (Some(value), None) = (facts.env(heap::SIZE), size) {
+        let found = format!("{} is {value}, which is no size", heap::SIZE);
         all.push(Finding::warn(
             "Slingshot",
             Need::Network,
@@ -330,14 +330,14 @@ mod tests {
     }
 
     #[test]
-    fn one_host_has_nothing_to_say_of_networks() {
+    fn single_host_has_no_network_findings() {
         let (_dir, facts) = facts();
         let all = examine(&facts);
         assert_eq!((all.len(), all[0].level), (1, Level::Ok), "{all:?}");
     }
 
     #[test]
-    fn a_right_environment_is_all_ok() {
+    fn valid_environment_is_ok() {
         let (_dir, facts) = perlmutter();
         let all = examine(&facts);
         assert!(all.iter().all(|f| f.level == Level::Ok), "{all:#?}");
@@ -347,9 +347,9 @@ mod tests {
     }
 
     #[test]
-    fn each_variable_that_is_wrong_is_told() {
+    fn invalid_variables_are_reported() {
         let (_dir, facts) = perlmutter();
-        for (name, wrong) in [
+        for (name, invalid) in [
             ("NVSHMEM_REMOTE_TRANSPORT", Some("ibrc")),
             ("NVSHMEM_LIBFABRIC_PROVIDER", None),
             ("NVSHMEM_DISABLE_CUDA_VMM", Some("0")),
@@ -358,19 +358,19 @@ mod tests {
             ("NVSHMEM_SYMMETRIC_SIZE", Some("plenty")),
         ] {
             let mut facts = facts.clone();
-            match wrong {
+            match invalid {
                 Some(value) => facts.env.insert(name.into(), value.into()),
                 None => facts.env.remove(name),
             };
             let all = examine(&facts);
-            let told = of(&all, "Slingshot");
-            assert_eq!(told.len(), 1, "{name}: {told:?}");
-            assert!(told[0].level == Level::Warn && told[0].found.contains(name), "{told:?}");
+            let findings = of(&all, "Slingshot");
+            assert_eq!(findings.len(), 1, "{name}: {findings:?}");
+            assert!(findings[0].level == Level::Warn && findings[0].found.contains(name), "{findings:?}");
         }
     }
 
     #[test]
-    fn a_slow_libfabric_is_told_where_the_heap_is_large() {
+    fn slow_libfabric_is_reported_for_a_large_heap() {
         let (_dir, mut facts) = perlmutter();
         let level = |facts: &Facts| of(&examine(facts), "libfabric")[0].level;
         for (version, size, expected) in [
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn slurm_s_traps() {
+    fn slurm_pitfalls_are_reported() {
         let (_dir, facts) = perlmutter();
         let with = |pairs: &[(&str, &str)]| {
             let mut facts = facts.clone();
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn plugins_are_listed_and_foreign_ones_told() {
+    fn plugins_are_listed_and_unknown_ones_reported() {
         let (dir, mut facts) = perlmutter();
         let lib = dir.path().join("nvshmem/lib");
         let other = dir.path().join("other");
@@ -427,9 +427,9 @@ mod tests {
         facts.cuda.as_mut().unwrap().nvshmem = Ok(library);
         facts.env.insert("LD_LIBRARY_PATH".into(), format!("{}:{}", lib.display(), other.display()));
         let all = examine(&facts);
-        let told = of(&all, "plugins");
-        assert_eq!(told.len(), 1, "{told:?}");
-        assert_eq!(told[0].found, "transports ibrc libfabric; bootstraps uid");
+        let findings = of(&all, "plugins");
+        assert_eq!(findings.len(), 1, "{findings:?}");
+        assert_eq!(findings[0].found, "transports ibrc libfabric; bootstraps uid");
 
         fs::write(other.join("nvshmem_transport_ucx.so.3"), "").unwrap();
         fs::remove_file(lib.join("nvshmem_transport_libfabric.so.3")).unwrap();
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_with_no_nic_near_is_told() {
+    fn gpu_without_a_local_nic_is_reported() {
         let (_dir, facts) = with_gpus();
         nic(&facts, "infiniband", "mlx5_0", "pci0000:c0/0000:c0:01.1/0000:c1:00.0", 7);
         let all = examine(&facts);
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn pci_functions_are_told_from_other_parts_of_a_path() {
+    fn pci_functions_are_recognised_in_a_path() {
         for (name, is) in [
             ("0000:07:00.0", true),
             ("10000:07:1f.7", true),

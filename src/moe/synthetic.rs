@@ -21,13 +21,13 @@ use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use super::parts::in_parts;
+use super::parallel::par_chunks;
 use super::{ConfigError, GroupLimit, LayerConfig, Proj, RouterConfig, Scoring, WeightError, WeightId, WeightSource};
 
 /// Standard deviation of the noise that a router row adds to a logit.
 const LOGIT_NOISE: f32 = 0.05;
 /// Minimum logit of a drawn expert, without noise.
-const DRAWN_FROM: f32 = 0.75;
+const CHOSEN_LOGIT_MIN: f32 = 0.75;
 /// Width of the range of logits of a class of experts.
 const LOGIT_SPAN: f32 = 1.5;
 /// Bound of the correction bias; far below the separation of sigmoid scores.
@@ -186,7 +186,7 @@ impl Synthetic {
                     // Each draw has its own part of the range; the first draw has the highest.
                     Some(i) => {
                         let part = (router.top_k - 1 - i) as f32 + 0.5 * fraction;
-                        DRAWN_FROM + LOGIT_SPAN * part / router.top_k as f32
+                        CHOSEN_LOGIT_MIN + LOGIT_SPAN * part / router.top_k as f32
                     }
                     None if router.groups.is_none() || groups.contains(&self.group(e)) => LOGIT_SPAN * (fraction - 1.0),
                     None => LOGIT_SPAN * (fraction - 2.0),
@@ -301,7 +301,7 @@ impl WeightSource for Synthetic {
             }
             _ => fan_in_scale,
         };
-        fill_together(&self.rng(Stream::Weight(id), 0), std_dev, &mut data);
+        par_fill(&self.rng(Stream::Weight(id), 0), std_dev, &mut data);
         if id == WeightId::Router {
             for (e, row) in data.chunks_mut(layer.hidden).enumerate() {
                 row[e] = 1.0;
@@ -338,9 +338,9 @@ fn fill(rng: &mut ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
 
 /// Parallel [`fill`] with the same values: each element takes one word of the generator, so any part can be filled
 /// independently.
-fn fill_together(rng: &ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
+fn par_fill(rng: &ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
     let begin = rng.get_word_pos();
-    in_parts(out, |first, part| {
+    par_chunks(out, |first, part| {
         let mut rng = rng.clone();
         rng.set_word_pos(begin + first as u128);
         fill(&mut rng, std_dev, part);
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn the_router_chooses_the_drawn_experts() {
+    fn router_selects_the_drawn_experts() {
         use RouterKind::*;
         for (kind, hidden, experts, k, hot) in [
             (Softmax, 64, 8, 2, (0.0, 0.0)),
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn chosen_logits_are_clear_of_the_others() {
+    fn chosen_logits_exceed_the_others_by_a_margin() {
         let s = make(RouterKind::Softmax, 256, 64, 4, (0.25, 0.7));
         let router = s.load(WeightId::Router).unwrap();
         let hidden_states = bf16(s.hidden_states(0..500));
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn hot_experts_get_their_share() {
+    fn hot_experts_receive_the_given_share() {
         let tokens = 20_000;
         let share = |s: &Synthetic, n_hot: usize| {
             let drawn: Vec<usize> = (0..tokens).flat_map(|t| s.drawn(t)).collect();
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn any_split_gives_the_same_tokens_and_each_weight_is_its_own() {
+    fn tokens_do_not_depend_on_the_split_and_weights_differ() {
         let s = make(RouterKind::Sigmoid, 32, 8, 2, (0.25, 0.7));
         assert_eq!(s.hidden_states(0..9), [s.hidden_states(0..4), s.hidden_states(4..9)].concat());
         assert_eq!(s.grad_output(0..9), [s.grad_output(0..1), s.grad_output(1..9)].concat());
@@ -465,13 +465,13 @@ mod tests {
         let ids = s.config().weights();
         let names: std::collections::BTreeSet<String> = ids.iter().map(|&id| s.name(id)).collect();
         assert_eq!(names.len(), ids.len());
-        let mut firsts = std::collections::BTreeSet::new();
+        let mut first_values = std::collections::BTreeSet::new();
         for id in ids {
             let weight = s.load(id).unwrap();
             assert_eq!(weight.len(), s.config().shape(id).iter().product::<usize>(), "{id:?}");
             assert_eq!(weight, s.load(id).unwrap(), "{id:?}");
             assert_ne!(weight, other.load(id).unwrap(), "{id:?}");
-            assert!(firsts.insert(weight[1].to_bits()), "{id:?} repeats another weight");
+            assert!(first_values.insert(weight[1].to_bits()), "{id:?} repeats another weight");
         }
         assert_eq!(s.name(WeightId::Expert(3, Proj::Gate)), "experts.3.gate_proj.weight");
         let text = s.load(WeightId::Expert(8, Proj::Up)).unwrap_err().to_string();
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_specifications_are_named() {
+    fn invalid_specifications_are_rejected() {
         let error = |hidden, experts, k, hot_ratio, hot_weight| {
             let layer = layer(hidden, RouterKind::Sigmoid.config(experts, k), experts);
             Synthetic::new(SyntheticSpec { layer, hot_ratio, hot_weight, seed: 0 }).unwrap_err().to_string()

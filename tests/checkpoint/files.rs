@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_claim_of_very_many_experts_is_refused_at_once() {
+fn too_many_experts_are_rejected_at_once() {
     let dir = checkpoint(MIXTRAL, |c| c["num_local_experts"] = json!(1u64 << 60));
     assert_refused(dir.path(), 1, &["config.json", "experts is 1152921504606846976"]);
     let dir = checkpoint(MIXTRAL, |c| c["num_local_experts"] = json!(1u64 << 20));
@@ -11,7 +11,7 @@ fn a_claim_of_very_many_experts_is_refused_at_once() {
 }
 
 #[test]
-fn malformed_safetensors_files_are_refused() {
+fn malformed_safetensors_files_are_rejected() {
     let dir = checkpoint(MIXTRAL, |_| ());
     let file = dir.path().join("model.safetensors");
     let whole = fs::read(&file).unwrap();
@@ -48,7 +48,7 @@ fn malformed_safetensors_files_are_refused() {
 
 /// Random headers, valid and slightly invalid, are accepted exactly if the `safetensors` library accepts them.
 #[test]
-fn headers_are_accepted_where_the_library_accepts_them() {
+fn header_checks_agree_with_the_safetensors_library() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
     let mut random = ChaCha8Rng::seed_from_u64(10);
@@ -108,7 +108,7 @@ fn headers_are_accepted_where_the_library_accepts_them() {
 }
 
 #[test]
-fn what_a_header_says_of_overlaps_gaps_and_duplicates_is_named() {
+fn overlaps_gaps_and_duplicates_in_a_header_are_reported() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
     let entry = |name: &str, from: usize, to: usize| {
@@ -132,7 +132,7 @@ fn what_a_header_says_of_overlaps_gaps_and_duplicates_is_named() {
 
 /// A header needs little more memory than its size, or is rejected.
 #[test]
-fn a_large_header_is_refused() {
+fn too_large_header_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
     let entries: Vec<String> =
@@ -146,7 +146,7 @@ fn a_large_header_is_refused() {
 }
 
 #[test]
-fn a_file_cut_short_after_it_was_opened_is_an_error_and_not_a_signal() {
+fn file_truncated_after_opening_is_an_error() {
     let dir = checkpoint(MIXTRAL, |_| ());
     let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
     let file = File::options().write(true).open(dir.path().join("model.safetensors")).unwrap();
@@ -162,7 +162,7 @@ fn write_input(path: &Path, hidden_states: Option<Tensor>, grad_output: Option<T
 }
 
 #[test]
-fn input_rows() {
+fn input_rows_are_read() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
     write_input(&path, Some(tensor("hidden_states", "BF16", &[20, 3])), Some(tensor("grad_output", "F32", &[20, 3])));
@@ -206,7 +206,7 @@ fn bad_inputs_are_named() {
 }
 
 #[test]
-fn a_number_that_is_not_finite_is_named_by_position() {
+fn non_finite_input_is_reported_by_position() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
     let with = |name, row: usize, column: usize, x: f32| {

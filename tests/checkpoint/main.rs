@@ -150,7 +150,7 @@ fn assert_line(error: &impl std::fmt::Display, parts: &[&str]) {
 const FAMILIES: [&str; 5] = [MIXTRAL, QWEN2, QWEN3, OLMOE, DEEPSEEK];
 
 #[test]
-fn every_weight_of_every_family_is_read_under_its_own_name() {
+fn every_weight_of_every_family_is_read_by_name() {
     for family in FAMILIES {
         for dtype in ["F32", "F64", "BF16", "F16"] {
             let dir = checkpoint(family, |_| ());
@@ -170,7 +170,7 @@ fn every_weight_of_every_family_is_read_under_its_own_name() {
 }
 
 #[test]
-fn the_names_on_disk_are_the_published_ones() {
+fn tensor_names_equal_the_published_ones() {
     let name = |family, id| {
         let dir = checkpoint(family, |_| ());
         Checkpoint::open(dir.path(), 1).unwrap().name(id)
@@ -182,7 +182,7 @@ fn the_names_on_disk_are_the_published_ones() {
 }
 
 #[test]
-fn a_large_tensor_in_bf16_is_read_whole() {
+fn large_bf16_tensor_is_read_completely() {
     // More than the reader converts at a time, and not a multiple of it.
     let dir = checkpoint(MIXTRAL, |c| c["hidden_size"] = json!(40_007));
     let mut written = weights(MIXTRAL, "BF16");
@@ -197,7 +197,7 @@ fn a_large_tensor_in_bf16_is_read_whole() {
 }
 
 #[test]
-fn defaults_are_those_of_the_model_classes() {
+fn defaults_equal_the_model_classes() {
     let router = |family, edit: fn(&mut Value)| {
         let dir = checkpoint(family, edit);
         Checkpoint::open(dir.path(), 1).unwrap().config().router.clone()
@@ -215,7 +215,7 @@ fn defaults_are_those_of_the_model_classes() {
 }
 
 #[test]
-fn null_is_what_the_model_classes_make_of_it() {
+fn null_is_read_as_by_the_model_classes() {
     let open =
         |family, edit: fn(&mut Value)| Checkpoint::open(checkpoint(family, edit).path(), 1).map(|c| c.config().clone());
     // `bool | None` in the class: null is read as false.
@@ -254,7 +254,7 @@ fn granite() -> Value {
 }
 
 #[test]
-fn experts_in_one_tensor_are_read_one_by_one() {
+fn fused_experts_are_read_one_by_one() {
     let dir = layer_of(granite(), "model.", GRANITE);
     let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
     let all = values("model.layers.1.block_sparse_moe.input_linear.weight", 5 * 20 * 6);
@@ -306,7 +306,7 @@ fn any_prefix_is_found() {
 }
 
 #[test]
-fn a_text_model_inside_another() {
+fn nested_text_model_is_found() {
     let text = json!({"model_type": "qwen3_vl_moe_text", "num_hidden_layers": 2, "hidden_size": 6, "moe_intermediate_size": 10,
                       "num_experts": 5, "num_experts_per_tok": 2});
     let tensors: &[(&str, &[usize])] = &[
@@ -345,7 +345,7 @@ fn a_text_model_inside_another() {
 }
 
 #[test]
-fn a_missing_tensor_is_named_with_the_layout_and_the_nearest_name() {
+fn missing_tensor_is_reported_with_layout_and_nearest_name() {
     let mut tensors = GRANITE.to_vec();
     tensors[2].0 = "block_sparse_moe.output_linaer.weight";
     let dir = layer_of(granite(), "model.", &tensors);
@@ -368,7 +368,7 @@ fn a_missing_tensor_is_named_with_the_layout_and_the_nearest_name() {
 }
 
 #[test]
-fn a_weight_that_is_not_finite_is_named_when_it_is_read() {
+fn non_finite_weight_is_reported_when_read() {
     let dir = layer_of(granite(), "model.", GRANITE);
     let path = dir.path().join("model.safetensors");
     let mut tensors: Vec<Tensor> =
@@ -386,7 +386,7 @@ fn a_weight_that_is_not_finite_is_named_when_it_is_read() {
 }
 
 #[test]
-fn layers_with_experts_are_those_of_the_model_classes() {
+fn layers_with_experts_equal_the_model_classes() {
     let dense = |edit: fn(&mut Value), layer: usize| {
         let mut fields = granite();
         edit(&mut fields);
@@ -425,7 +425,7 @@ fn layers_with_experts_are_those_of_the_model_classes() {
 }
 
 #[test]
-fn activations_by_name() {
+fn activations_are_read_by_name() {
     let known = [
         ("silu", Activation::Silu),
         ("gelu", Activation::Gelu),
@@ -444,7 +444,7 @@ fn activations_by_name() {
 }
 
 #[test]
-fn the_number_of_experts_has_two_names() {
+fn number_of_experts_has_two_names() {
     let rename = |c: &mut Value| {
         c["num_local_experts"] = c["num_experts"].take();
     };
@@ -536,7 +536,7 @@ fn config_errors_name_the_field() {
 }
 
 #[test]
-fn the_sparse_step_counts_as_the_model_class_does() {
+fn sparse_step_counts_as_in_the_model_class() {
     // Layer i has experts if i + 1 is a multiple of the step.
     let dir = checkpoint(QWEN3, |c| c["decoder_sparse_step"] = json!(2));
     Checkpoint::open(dir.path(), 1).unwrap();
@@ -544,7 +544,7 @@ fn the_sparse_step_counts_as_the_model_class_does() {
 }
 
 #[test]
-fn weights_of_another_shape_or_type_or_none_at_all_are_named() {
+fn wrong_or_missing_weights_are_reported() {
     let dir = checkpoint(MIXTRAL, |_| ());
     let file = dir.path().join("model.safetensors");
     let name = "model.layers.1.block_sparse_moe.experts.4.w2.weight";

@@ -27,7 +27,7 @@ fn fp8(edit: impl Fn(&mut Vec<Tensor>)) -> tempfile::TempDir {
 }
 
 #[test]
-fn matrices_in_fp8_are_multiplied_by_the_scales_of_their_blocks() {
+fn fp8_matrices_are_multiplied_by_block_scales() {
     let dir = fp8(|_| ());
     let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
     // 10 x 6: three rows of two blocks.

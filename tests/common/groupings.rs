@@ -4,9 +4,9 @@ use aristos::moe::placement::Split;
 use aristos::moe::{Groups, Placement};
 
 /// Groups by their members; expert `e` of group `g` is assigned to member `assign(g, e)`.
-pub fn groups(n: usize, members: &[&[usize]], experts: usize, deal: impl Fn(usize, usize) -> usize) -> Groups {
+pub fn groups(n: usize, members: &[&[usize]], experts: usize, assign: impl Fn(usize, usize) -> usize) -> Groups {
     let of = |(g, members): (usize, &&[usize])| {
-        let owners = (0..experts).map(|e| (deal(g, e) % members.len()) as u32).collect();
+        let owners = (0..experts).map(|e| (assign(g, e) % members.len()) as u32).collect();
         (members.to_vec(), Placement::from_owners(owners, members.len()))
     };
     Groups::new(n, members.iter().enumerate().map(of).collect()).unwrap()

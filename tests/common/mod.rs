@@ -9,10 +9,10 @@ use aristos::check::{self, Problem, Reference};
 use aristos::moe::kernels::Element;
 use aristos::moe::metrics::Traffic;
 use aristos::moe::placement::{Placement, block};
-use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
+use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use aristos::moe::{
     Activation, Dtype, Gradients, Layer, LayerConfig, LayerSpec, MlpConfig, MoeError, MoeLayer, Options, Routed,
-    RouterConfig, WeightId, WeightSource,
+    RouterConfig, SharedConfig, WeightId, WeightSource,
 };
 use aristos::shmem::{Segment, ShmTransport, Shmem, Transport};
 
@@ -34,6 +34,92 @@ pub fn mixtral(hidden: usize, intermediate: usize, n_experts: usize, top_k: usiz
 /// A synthetic source with uniform routing.
 pub fn synthetic(layer: LayerConfig, seed: u64) -> Synthetic {
     Synthetic::new(SyntheticSpec::new(layer, seed)).unwrap()
+}
+
+/// A source in which the first `ratio` of the experts get the share `weight` of the rows.
+pub fn hot(layer: &LayerConfig, ratio: f64, weight: f64) -> Synthetic {
+    let spec = with!(SyntheticSpec::new(layer.clone(), 5); hot_ratio = ratio, hot_weight = weight);
+    Synthetic::new(spec).unwrap()
+}
+
+/// Layers with every kind of router, activation, shared expert, capacity and loss, by name. `shared` is the
+/// intermediate size of the shared experts.
+pub fn variants(hidden: usize, intermediate: usize, shared: usize) -> Vec<(&'static str, LayerConfig)> {
+    let base = mixtral(hidden, intermediate, 7, 2);
+    let mut all = vec![("mixtral", base.clone())];
+    for (name, kind) in [("softmax", RouterKind::Softmax), ("sigmoid", RouterKind::Sigmoid)] {
+        all.push((name, with!(base.clone(); n_experts = 12, router = kind.config(12, 4))));
+    }
+    for (name, activation) in
+        [("gelu", Activation::Gelu), ("gelu tanh", Activation::GeluTanh), ("relu", Activation::Relu)]
+    {
+        let gated = activation == Activation::GeluTanh;
+        let expert = with!(MlpConfig::plain(intermediate, activation); gated = gated, bias = true);
+        all.push((name, with!(base.clone(); expert = expert)));
+    }
+    for (name, sigmoid_gate) in [("shared", false), ("shared gated", true)] {
+        let mlp = with!(base.expert; intermediate = shared, bias = sigmoid_gate);
+        all.push((name, with!(base.clone(); shared = Some(SharedConfig::new(mlp, sigmoid_gate)))));
+    }
+    all.push(("capacity", with!(base.clone(); capacity_factor = Some(0.8))));
+    all.push(("losses", with!(base.clone(); aux_loss_coef = 0.3, z_loss_coef = 0.1)));
+    let sigmoid = with!(base; n_experts = 12, router = RouterKind::Sigmoid.config(12, 4));
+    all.push(("sigmoid losses", with!(sigmoid; aux_loss_coef = 0.3, z_loss_coef = 0.1)));
+    all
+}
+
+/// Calls `check` with a source, the number of tokens, the number of PEs and a description, for small and odd sizes.
+pub fn few_tokens_and_few_experts(check: impl Fn(&Synthetic, usize, usize, &str)) {
+    for tokens in [0, 1, 2, 5] {
+        for n in [1, 2, 3, 4] {
+            check(&synthetic(mixtral(16, 8, 3, 2), 1), tokens, n, &format!("{tokens} tokens, {n} PEs"));
+        }
+    }
+    check(&synthetic(mixtral(16, 8, 1, 1), 1), 9, 3, "one expert");
+    check(&synthetic(mixtral(16, 8, 2, 2), 1), 9, 4, "PEs without experts");
+}
+
+/// A run of several steps.
+pub struct Case {
+    pub name: &'static str,
+    pub source: Synthetic,
+    /// One split of the tokens per step.
+    pub splits: Vec<Vec<Range<usize>>>,
+    pub options: Options,
+}
+
+/// Cases in which PEs run ahead, wait, or reuse memory. `idle` has the splits of the case with two experts, in which
+/// some PEs have neither tokens nor experts.
+pub fn ahead_cases(hidden: usize, intermediate: usize, options: &Options, idle: Vec<Vec<Range<usize>>>) -> Vec<Case> {
+    let layer = mixtral(hidden, intermediate, 5, 2);
+    let limited = with!(layer.clone(); aux_loss_coef = 0.1, capacity_factor = Some(0.9));
+    let options = || options.clone();
+    vec![
+        Case {
+            name: "PEs without tokens, other ones each step",
+            source: synthetic(layer, 7),
+            splits: vec![vec![0..9, 9..9, 9..12], vec![0..0, 0..12, 12..12], vec![0..0, 0..0, 0..0]],
+            options: options(),
+        },
+        Case {
+            name: "experts without tokens, all rows to one expert, through small windows in rounds",
+            source: hot(&mixtral(hidden, intermediate, 5, 1), 0.2, 1.0),
+            splits: vec![even(24, 3)],
+            options: with!(options(); budget_factor = 0.5),
+        },
+        Case {
+            name: "PEs with neither tokens nor experts run ahead",
+            source: hot(&mixtral(hidden, intermediate, 2, 1), 0.5, 1.0),
+            splits: idle,
+            options: options(),
+        },
+        Case {
+            name: "losses and a capacity",
+            source: synthetic(limited, 4),
+            splits: vec![even(13, 3)],
+            options: options(),
+        },
+    ]
 }
 
 /// Merged results of all PEs in one step.
@@ -241,14 +327,14 @@ pub fn reference_rounded(source: &Synthetic, tokens: usize, chosen: &[u32], roun
 
 /// Asserts that a step deviates from the reference by at most `tolerance`, norm-wise.
 pub fn assert_close(step: &Step, want: &Reference, tolerance: f64, what: &str) {
-    let near = |name: &str, got: &[f32], want: &[f64]| {
+    let assert_near = |name: &str, got: &[f32], want: &[f64]| {
         let deviation = check::compare(name, got, want);
         assert!(deviation.relative <= tolerance, "{what}: {deviation:?}");
     };
-    near("output", &step.output, &want.output);
-    near("grad_hidden_states", &step.grad_hidden_states, want.grad_hidden_states.as_ref().unwrap());
+    assert_near("output", &step.output, &want.output);
+    assert_near("grad_hidden_states", &step.grad_hidden_states, want.grad_hidden_states.as_ref().unwrap());
     assert_eq!(step.grads.keys().collect::<Vec<_>>(), want.grads.keys().collect::<Vec<_>>());
     for (id, want) in &want.grads {
-        near(&format!("{id:?}"), &step.grads[id], want);
+        assert_near(&format!("{id:?}"), &step.grads[id], want);
     }
 }

@@ -58,7 +58,7 @@ fn step<L: MoeLayer>(layer: &mut L, data: &Synthetic) -> Left {
 /// Replacing all weights of a layer equals making a new one from them, bit for bit, even if the router's weights then
 /// need more or fewer planes.
 #[test]
-fn weights_set_in_place_are_those_of_a_layer_made_anew() {
+fn set_weights_equal_those_of_a_new_layer() {
     let (before, after) = (synthetic(rich(), 3), synthetic(rich(), 4));
     for dtype in [Dtype::Bf16, Dtype::F16] {
         for hopper in [false, true] {
@@ -99,7 +99,7 @@ fn weights_set_in_place_are_those_of_a_layer_made_anew() {
 }
 
 #[test]
-fn weights_set_between_steps_take_no_memory() {
+fn setting_weights_allocates_no_memory() {
     // A small layer keeps the thousand steps short.
     let small = || mixtral(8, 8, 2, 1);
     let (source, other) = (synthetic(small(), 3), synthetic(small(), 4));
@@ -126,7 +126,7 @@ fn weights_set_between_steps_take_no_memory() {
 }
 
 #[test]
-fn weights_that_cannot_be_set_are_named() {
+fn invalid_weights_are_rejected() {
     let world = World { dtype: Dtype::F16, ..World::new() };
     let source = synthetic(mixtral(16, 8, 6, 2), 1);
     on_pes(world.pes(2), |gpu| {
@@ -158,7 +158,7 @@ fn weights_that_cannot_be_set_are_named() {
 
 /// Gradients accumulated over several backward passes are the sums of the separate ones, in their order.
 #[test]
-fn accumulated_gradients_are_the_sums() {
+fn accumulated_gradients_are_sums() {
     let source = synthetic(rich(), 3);
     let world = World::new();
     on_pes(world.pes(2), |gpu| {
@@ -183,11 +183,11 @@ fn accumulated_gradients_are_the_sums() {
             layer.recycle(saved);
             flat(layer.gradients().unwrap())
         };
-        let apart: Vec<_> = (0..3).map(|batch| pass(&mut layer, batch)).collect();
+        let separate: Vec<_> = (0..3).map(|batch| pass(&mut layer, batch)).collect();
         let sums = |batches: &[usize]| {
-            let mut sum = apart[batches[0]].clone();
+            let mut sum = separate[batches[0]].clone();
             for &batch in &batches[1..] {
-                let pairs = sum.iter_mut().flatten().zip(apart[batch].iter().flatten());
+                let pairs = sum.iter_mut().flatten().zip(separate[batch].iter().flatten());
                 pairs.for_each(|(sum, d)| *sum += d);
             }
             sum
@@ -195,9 +195,9 @@ fn accumulated_gradients_are_the_sums() {
         // Twice, so that the second run starts with existing sums.
         for _ in 0..2 {
             layer.set_accumulate(false).unwrap();
-            assert_eq!(pass(&mut layer, 0), apart[0], "overwritten");
+            assert_eq!(pass(&mut layer, 0), separate[0], "overwritten");
             layer.set_accumulate(true).unwrap();
-            assert_eq!(flat(layer.gradients().unwrap()), apart[0], "nothing is lost");
+            assert_eq!(flat(layer.gradients().unwrap()), separate[0], "nothing is lost");
             assert_eq!(pass(&mut layer, 1), sums(&[0, 1]));
             assert_eq!(pass(&mut layer, 2), sums(&[0, 1, 2]));
             assert_eq!(pass(&mut layer, 0), sums(&[0, 1, 2, 0]));
@@ -209,7 +209,7 @@ fn accumulated_gradients_are_the_sums() {
 /// Making the layer loads all kernels of a step, including the accumulating one: a caller may capture a step, during
 /// which drivers cannot load kernels. The emulator refuses to record a kernel that is not prepared.
 #[test]
-fn a_whole_step_that_accumulates_can_be_recorded() {
+fn accumulating_step_can_be_recorded() {
     let source = synthetic(rich(), 3);
     let world = World::new();
     on_pes(world.pes(1), |gpu| {
@@ -229,7 +229,7 @@ fn a_whole_step_that_accumulates_can_be_recorded() {
 
 /// Changing the mode between passes, even between forward and backward, changes no bit.
 #[test]
-fn the_mode_can_change_at_any_time() {
+fn mode_can_change_between_passes() {
     for source in [synthetic(rich(), 3), hot(&mixtral(32, 16, 8, 2), 0.25, 1.0)] {
         let mut world = World::new();
         world.options = with!(small_options(); chunk_rows = Some(3), budget_factor = 0.5);
@@ -256,7 +256,7 @@ fn the_mode_can_change_at_any_time() {
 
 /// A recorded layer follows changes of the mode and of the number of planes of its router's weights.
 #[test]
-fn a_recorded_layer_follows_changes() {
+fn recorded_layer_follows_changes() {
     let (before, after) = (synthetic(rich(), 3), synthetic(rich(), 4));
     let world = World::new();
     let source = OnePlane(&before);
@@ -288,7 +288,7 @@ fn a_recorded_layer_follows_changes() {
 
 /// A saved pass belongs to its layer, for one backward.
 #[test]
-fn a_pass_belongs_to_its_layer() {
+fn saved_pass_of_another_layer_is_rejected() {
     let source = synthetic(mixtral(16, 8, 6, 2), 1);
     let world = World::new();
     let gpu = world.pes(1).remove(0);
@@ -343,7 +343,7 @@ fn a_pass_belongs_to_its_layer() {
 }
 
 #[test]
-fn a_recorded_pass_is_the_last_of_its_layer_over_its_buffers() {
+fn invalid_recordings_are_rejected() {
     let source = synthetic(mixtral(16, 8, 6, 2), 1);
     let world = World::new();
     let gpu = world.pes(1).remove(0);
@@ -379,7 +379,7 @@ fn a_recorded_pass_is_the_last_of_its_layer_over_its_buffers() {
 }
 
 #[test]
-fn memory_of_another_device_is_refused() {
+fn memory_of_another_device_is_rejected() {
     let source = synthetic(mixtral(16, 8, 6, 2), 1);
     let world = World::new();
     let (gpu, elsewhere) = (world.pes(1).remove(0), world.pes(1).remove(0));

@@ -144,7 +144,7 @@ fn layers() -> Vec<(&'static str, LayerConfig)> {
 }
 
 #[test]
-fn groups_and_replicas_compute_what_they_do_on_the_cpu() {
+fn groups_and_replicas_match_the_cpu_layer() {
     let (layers, groupings) = (layers(), groupings(7));
     let all = (layers.len() * groupings.len() * 4) as u64;
     let sample = Sample::new(6, all);
@@ -178,7 +178,7 @@ fn groups_and_replicas_compute_what_they_do_on_the_cpu() {
 
 /// One PE has no expert, another many, and replicas share several segments of tokens.
 #[test]
-fn many_tokens_of_an_expert_with_replicas() {
+fn replicas_of_an_expert_with_many_tokens_match_the_cpu_layer() {
     let source = hot(&mixtral(16, 16, 6, 2), 0.2, 0.9);
     let uneven = groups(3, &[&[0, 1, 2]], 6, |_, e| usize::from(e > 1) * 2);
     let world = World::new();
@@ -190,7 +190,7 @@ fn many_tokens_of_an_expert_with_replicas() {
 
 /// With the caller's routing, gradients of experts are summed, and those of the router are zeros.
 #[test]
-fn a_callers_routing_with_replicas_and_groups() {
+fn callers_routing_with_replicas_and_groups() {
     let (config, n, k, h) = (mixtral(16, 16, 6, 2), 4, 2, 16);
     let source = synthetic(config.clone(), 8);
     let of = replicated(n, &groups(n, &[&[3, 0], &[1, 2]], 6, |_, e| e));
@@ -227,7 +227,7 @@ fn a_callers_routing_with_replicas_and_groups() {
 /// Detects groups that do not sum their gradients: here each group is a world of its own with its part of the tokens.
 #[test]
 #[should_panic(expected = "Expert(")]
-fn gradients_that_groups_do_not_sum_are_seen() {
+fn unsummed_gradients_are_detected() {
     let source = synthetic(mixtral(16, 16, 6, 2), 5);
     let (world, pair) = (World::new(), groups(2, &[&[0, 1]], 6, |_, e| e));
     let both = groups(4, &[&[0, 1], &[2, 3]], 6, |_, e| e);
@@ -243,7 +243,7 @@ fn gradients_that_groups_do_not_sum_are_seen() {
 
 /// Rows sent to another replica than planned are detected, although they change results only by rounding.
 #[test]
-fn rows_of_another_replica_are_seen() {
+fn rows_sent_to_the_wrong_replica_are_detected() {
     let source = synthetic(mixtral(16, 16, 7, 2), 5);
     let plain = groups(3, &[&[0, 1, 2]], 7, |_, e| e);
     let (right, world) = (replicated(3, &plain), World::new());
@@ -264,7 +264,7 @@ fn rows_of_another_replica_are_seen() {
 /// The error names a PE that omits its backward, by its number in the world, whether it is in another group or the
 /// same.
 #[test]
-fn a_silent_pe_of_any_group_is_named() {
+fn silent_pe_of_any_group_is_reported() {
     let source = synthetic(mixtral(16, 16, 6, 2), 5);
     let of = groups(4, &[&[0, 2], &[3, 1]], 6, |_, e| e);
     let mut world = World::new();
@@ -293,7 +293,7 @@ fn a_silent_pe_of_any_group_is_named() {
 }
 
 #[test]
-fn groups_of_another_world_are_refused() {
+fn groups_of_another_world_are_rejected() {
     let source = synthetic(mixtral(16, 16, 6, 2), 5);
     let world = World::new();
     let refused = |of: Groups, spec: LayerSpec| {

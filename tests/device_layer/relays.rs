@@ -16,17 +16,37 @@ fn world(hosts: &[usize]) -> World {
 }
 
 /// A single group of all PEs.
-fn group(n: usize, experts: usize, deal: impl Fn(usize, usize) -> usize) -> Groups {
-    groups(n, &[&(0..n).collect::<Vec<_>>()], experts, deal)
+fn group(n: usize, experts: usize, assign: impl Fn(usize, usize) -> usize) -> Groups {
+    groups(n, &[&(0..n).collect::<Vec<_>>()], experts, assign)
 }
 
-#[test]
-fn rows_that_cross_once_compute_what_they_do_on_the_cpu() {
+/// A plain layer, one with all kinds of gradients, and one with a capacity.
+fn layers() -> [LayerConfig; 3] {
     let base = mixtral(24, 24, 9, 3);
     let mlp = with!(base.expert; bias = true);
     let shared = Some(SharedConfig::new(with!(mlp; intermediate = 16), true));
     let everything = with!(base.clone(); expert = mlp, shared = shared, aux_loss_coef = 0.3, z_loss_coef = 0.1);
     let limited = with!(base.clone(); capacity_factor = Some(0.8));
+    [base, everything, limited]
+}
+
+/// Compares with the CPU layer in each case (name, layer, hosts, groups), with `tokens` tokens; the source of the first
+/// case has seed `seed`.
+fn check_cases<const N: usize>(cases: [(&str, &LayerConfig, Vec<usize>, Groups); N], seed: u64, tokens: usize) {
+    for (number, (name, config, hosts, of)) in cases.into_iter().enumerate() {
+        for (budget_factor, mode) in [(2.0, Mode::Pipelined), (0.3, Mode::Pipelined), (0.3, Mode::Bulk)] {
+            let mut world = world(&hosts).seed(number as u64).mode(mode);
+            world.options.budget_factor = budget_factor;
+            let source = synthetic(config.clone(), seed + number as u64);
+            let what = format!("{name}, {budget_factor} of the even share, {mode:?}");
+            assert_same_as_on_cpus(&world, &source, &of, tokens, &what);
+        }
+    }
+}
+
+#[test]
+fn relayed_rows_match_the_cpu_layer() {
+    let [base, everything, limited] = layers();
     let cases = [
         ("two of two", &base, vec![0, 0, 1, 1], group(4, 9, |_, e| e)),
         ("mixed numbers, everything that has gradients", &everything, vec![1, 0, 1, 0], group(4, 9, |_, e| e * e)),
@@ -34,26 +54,14 @@ fn rows_that_cross_once_compute_what_they_do_on_the_cpu() {
         ("a PE without experts", &everything, vec![0, 1, 1, 0, 1], group(5, 9, |_, e| 1 + e % 3)),
         ("replicas on both hosts", &base, vec![0, 1, 0, 1], replicated(4, &group(4, 9, |_, e| e))),
     ];
-    for (number, (name, config, hosts, of)) in cases.into_iter().enumerate() {
-        for (budget_factor, mode) in [(2.0, Mode::Pipelined), (0.3, Mode::Pipelined), (0.3, Mode::Bulk)] {
-            let mut world = world(&hosts).seed(number as u64).mode(mode);
-            world.options.budget_factor = budget_factor;
-            let source = synthetic(config.clone(), 5 + number as u64);
-            let what = format!("{name}, {budget_factor} of the even share, {mode:?}");
-            assert_same_as_on_cpus(&world, &source, &of, 61, &what);
-        }
-    }
+    check_cases(cases, 5, 61);
 }
 
 /// Several groups with relays among their own PEs: split over hosts equally and unequally, within a host, and a single
 /// PE.
 #[test]
-fn rows_of_groups_that_cross_once_compute_what_they_do_on_the_cpu() {
-    let base = mixtral(24, 24, 9, 3);
-    let mlp = with!(base.expert; bias = true);
-    let shared = Some(SharedConfig::new(with!(mlp; intermediate = 16), true));
-    let everything = with!(base.clone(); expert = mlp, shared = shared, aux_loss_coef = 0.3, z_loss_coef = 0.1);
-    let limited = with!(base.clone(); capacity_factor = Some(0.8));
+fn relayed_rows_of_groups_match_the_cpu_layer() {
+    let [base, everything, limited] = layers();
     let halves = groups(8, &[&[0, 2, 5, 7], &[6, 1, 4, 3]], 9, |_, e| e);
     let cases = [
         ("two and two, twice", &base, vec![0, 0, 0, 0, 1, 1, 1, 1], halves.clone()),
@@ -71,20 +79,12 @@ fn rows_of_groups_that_cross_once_compute_what_they_do_on_the_cpu() {
             groups(5, &[&[4, 1, 2], &[0, 3]], 9, |g, e| e * (g + 1)),
         ),
     ];
-    for (number, (name, config, hosts, of)) in cases.into_iter().enumerate() {
-        for (budget_factor, mode) in [(2.0, Mode::Pipelined), (0.3, Mode::Pipelined), (0.3, Mode::Bulk)] {
-            let mut world = world(&hosts).seed(number as u64).mode(mode);
-            world.options.budget_factor = budget_factor;
-            let source = synthetic(config.clone(), 7 + number as u64);
-            let what = format!("{name}, {budget_factor} of the even share, {mode:?}");
-            assert_same_as_on_cpus(&world, &source, &of, 83, &what);
-        }
-    }
+    check_cases(cases, 7, 83);
 }
 
 /// Network traffic decreases by the rows that cross once; sums between groups are unchanged.
 #[test]
-fn rows_of_groups_that_cross_once_are_fewer_bytes() {
+fn relays_reduce_the_bytes_of_groups() {
     let source = synthetic(mixtral(128, 8, 16, 8), 3);
     let of = groups(8, &[&[0, 2, 5, 7], &[6, 1, 4, 3]], 16, |_, e| e);
     let (once, mut each) = (world(&[0, 0, 0, 0, 1, 1, 1, 1]), world(&[0, 0, 0, 0, 1, 1, 1, 1]));
@@ -100,7 +100,7 @@ fn rows_of_groups_that_cross_once_are_fewer_bytes() {
 
 /// One row per host leaves a host instead of one per PE.
 #[test]
-fn fewer_rows_leave_a_host() {
+fn relays_reduce_the_rows_between_hosts() {
     let source = synthetic(mixtral(24, 24, 16, 8), 3);
     let rows = |world: &World| -> u64 {
         let done = on_pes(world.pes(4), |gpu| {
@@ -126,7 +126,7 @@ fn fewer_rows_leave_a_host() {
 }
 
 #[test]
-fn what_cannot_pass_rows_on_is_refused_in_a_line() {
+fn unsupported_relays_are_rejected() {
     let source = synthetic(mixtral(16, 16, 4, 2), 1);
     let mut apart = world(&[0, 0, 1, 1]);
     apart.reachable = Some((0..16).map(|i| u8::from(i % 5 == 0)).collect());

@@ -1,11 +1,11 @@
-"""Makes a parity case for every family with `transformers` itself: python make_families.py DIR
+"""Makes parity cases for every family with `transformers`: python make_families.py DIR
 
-As make_cases.py does for five of them, and in its form: a folder per case with a tiny model as save_pretrained writes it, the input,
-and what the model's own MoE block gives in f32. Every family has a case in its published layout and one in the model class's own
-(`save_original_format`), and one in bf16; DIR/cases.json lists them, and DIR/defaults.json has what the configuration classes
-make of every field that is absent or null.
+The format is that of make_cases.py: a folder per case with a tiny model as save_pretrained writes it, the input, and the
+results of the model's MoE block in f32. Every family has a case in its published layout, one in the model class's
+layout (`save_original_format`), and one in bf16. DIR/cases.json lists the cases. DIR/defaults.json has the value of every
+field that is absent or null in the configuration.
 
-The gradients' names, shapes and order are transformers' own: the model is saved once more with its gradients in the place of its weights.
+Names, shapes and order of gradients come from transformers: the model is saved once more with gradients as weights.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ def attention(x, name, block):
 
 @dataclasses.dataclass
 class Case:
-    """How one case is made. `family` is the model type; `fields` go beside SMALL."""
+    """A case. `family` is the model type; `fields` are added to SMALL."""
 
     family: str
     fields: dict = dataclasses.field(default_factory=dict)
@@ -281,11 +281,11 @@ def configure(family, fields):
 
 
 def wrap(case, text):
-    """The configuration of the model that has the text model as a part."""
+    """The configuration of the model that contains the text model."""
     cls = class_of_config(case.within)
-    usual = cls(text_config=text.to_dict()).vision_config
-    known = {f.name for f in dataclasses.fields(type(usual))}
-    vision = type(usual)(**({k: v for k, v in VISION.items() if k in known} | case.vision))
+    default = cls(text_config=text.to_dict()).vision_config
+    known = {f.name for f in dataclasses.fields(type(default))}
+    vision = type(default)(**({k: v for k, v in VISION.items() if k in known} | case.vision))
     config = cls(text_config=text.to_dict(), vision_config=vision.to_dict())
     config._experts_implementation = "eager"
     config.text_config._experts_implementation = "eager"
@@ -293,7 +293,7 @@ def wrap(case, text):
 
 
 def model_class(config, named):
-    """The model that generates text, or else the text model, from the family's own module."""
+    """The class of the model that generates text, or else of the text model, from the family's module."""
     module = inspect.getmodule(type(config)).__name__.replace("configuration_", "modeling_")
     module = __import__(module, fromlist=["x"])
     if named:
@@ -308,7 +308,7 @@ def model_class(config, named):
 
 
 class Block:
-    """A layer's MoE part: the router, the experts, and the shared expert where that is beside them."""
+    """The MoE block of a layer: the router, the experts, and the shared expert if it is outside the block."""
 
     def __init__(self, layer):
         names = ("block_sparse_moe", "feed_forward", "mixer", "ffn", "mlp")
@@ -348,7 +348,7 @@ class Block:
 
 
     def near(self, x, limits):
-        """For each token, whether gate or up of an expert or the shared one, or its activation, is near one of the limits."""
+        """Per token, whether gate, up or the activation of any of its experts is near a limit."""
         values = []
         with torch.no_grad():
             experts = self.moe.experts
@@ -388,7 +388,7 @@ def draw_weights(block, gen, case):
 
 
 def draw_tokens(block, gen, rounding, limits):
-    """Tokens around a common direction, none of whose choice of experts is near a tie."""
+    """Draws tokens around a common direction; no choice of experts is near a tie."""
     common = torch.randn(H, generator=gen)
 
     def draw(n):
@@ -415,7 +415,7 @@ FP8_NAMES = r"experts.*(gate|up|down)"
 
 
 def to_fp8(weight):
-    """Elements and scales of the last two dimensions' blocks; the scales are powers of two, so that this undoes from_fp8 exactly."""
+    """Elements and scales of blocks of the last two dimensions. Scales are powers of two, so from_fp8 inverts this exactly."""
     b0, b1 = FP8_BLOCK
     *lead, rows, columns = weight.shape
     blocks = weight.reshape(*lead, rows // b0, b0, columns // b1, b1)
@@ -430,7 +430,7 @@ def from_fp8(elements, scales):
 
 
 def to_mxfp4(weight, blocks, scales, key):
-    """Draws blocks and scales for a weight [experts, in, out], and gives what transformers makes of them."""
+    """Draws blocks and scales for a weight [experts, in, out], and returns the weight as transformers dequantises it."""
     experts, inner, out = weight.shape
     gen = torch.Generator().manual_seed(len(key))
     blocks[key] = torch.randint(0, 256, (experts, out, inner // 32, 16), generator=gen, dtype=torch.uint8)
@@ -439,7 +439,7 @@ def to_mxfp4(weight, blocks, scales, key):
 
 
 class Stored:
-    """Makes a block's experts what their quantised form on disk says, and the files of a saved model have that form."""
+    """Replaces a block's experts by their quantised values, and writes saved models in the quantised format."""
 
     def __init__(self, kind, block):
         self.kind, self.blocks, self.scales = kind, {}, {}
@@ -573,7 +573,7 @@ def lookup(config, path):
 
 
 def defaults(root, families):
-    """For each family the fields of its configuration class: what each is where it is absent, and whether it may be null."""
+    """Per family, the fields of its configuration class: the default of each, and whether it may be null."""
     out = {}
     for family in families:
         cls = class_of_config(family)

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_and_gradients_equal_candles_own() {
+    fn outputs_and_gradients_match_candle() {
         for pes in [1, 2] {
             let spec = spec(HIDDEN, INNER, EXPERTS, TOP_K, pes, TOKENS);
             let world = aristos::shmem::threads(pes, spec.heap_bytes().unwrap()).unwrap();
@@ -220,18 +220,18 @@ mod tests {
                         let (x, weights) = (var(all_x, rows, TOKENS), var(all_weights, rows, TOKENS));
                         let parameters = var(all_parameters, pe * local, local);
                         let experts = Experts::new(spec, shmem).unwrap();
-                        let mine = ids[rows * TOP_K..(rows + TOKENS) * TOP_K].to_vec();
-                        let output = experts.forward(&x, mine, &weights, &parameters).unwrap();
+                        let own = ids[rows * TOP_K..(rows + TOKENS) * TOP_K].to_vec();
+                        let output = experts.forward(&x, own, &weights, &parameters).unwrap();
                         assert!(error(&output, &wanted.narrow(0, rows, TOKENS).unwrap()).unwrap() < 1e-5);
                         let loss = (output * all_grad.narrow(0, rows, TOKENS).unwrap()).unwrap().sum_all().unwrap();
                         let got = loss.backward().unwrap();
-                        for (mine, all, start, len) in [
+                        for (own, all, start, len) in [
                             (&x, all_x, rows, TOKENS),
                             (&weights, all_weights, rows, TOKENS),
                             (&parameters, all_parameters, pe * local, local),
                         ] {
                             let wanted = gradients.get(all).unwrap().narrow(0, start, len).unwrap();
-                            assert!(error(got.get(mine).unwrap(), &wanted).unwrap() < 1e-5);
+                            assert!(error(got.get(own).unwrap(), &wanted).unwrap() < 1e-5);
                         }
                     });
                 }
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_said() {
+    fn wrong_shapes_are_rejected() {
         let spec = spec(HIDDEN, INNER, EXPERTS, TOP_K, 1, TOKENS);
         let shmem = aristos::shmem::threads(1, spec.heap_bytes().unwrap()).unwrap().remove(0);
         let experts = Experts::new(spec, shmem).unwrap();

@@ -23,13 +23,13 @@ struct Sum {
 }
 
 impl Sum {
-    fn of(&self, mine: &Tensor) -> Result<Tensor> {
+    fn of(&self, own: &Tensor) -> Result<Tensor> {
         let lock = || self.total.lock().expect("a PE panicked");
         {
             let mut total = lock();
             *total = Some(match total.take() {
-                Some(others) => (others + mine)?,
-                None => mine.clone(),
+                Some(others) => (others + own)?,
+                None => own.clone(),
             });
         }
         self.all.wait();

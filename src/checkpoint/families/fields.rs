@@ -13,9 +13,9 @@ pub(super) struct Field {
     names: [&'static str; 4],
     kind: Kind,
     /// Value of an absent field: the configuration class's default.
-    pub default: Known,
+    pub default: DefaultValue,
     /// Value that null means to the model class.
-    pub null: Known,
+    pub null: DefaultValue,
     /// Whether the field may be a list with a value per layer.
     per_layer: bool,
 }
@@ -30,49 +30,49 @@ enum Kind {
 
 /// A default value.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Known {
+pub(super) enum DefaultValue {
     /// Absence or null is an error.
-    Refused,
+    Required,
     /// No value, which is valid.
-    Nothing,
+    Null,
     Size(usize),
     Number(f64),
     Flag(bool),
     Text(&'static str),
 }
 
-impl Known {
-    /// As JSON; `None` for `Refused`.
+impl DefaultValue {
+    /// As JSON; `None` for `Required`.
     pub fn json(self) -> Option<Value> {
         match self {
-            Known::Refused => None,
-            Known::Nothing => Some(Value::Null),
-            Known::Size(n) => Some(n.into()),
-            Known::Number(x) => Some(x.into()),
-            Known::Flag(b) => Some(b.into()),
-            Known::Text(s) => Some(s.into()),
+            DefaultValue::Required => None,
+            DefaultValue::Null => Some(Value::Null),
+            DefaultValue::Size(n) => Some(n.into()),
+            DefaultValue::Number(x) => Some(x.into()),
+            DefaultValue::Flag(b) => Some(b.into()),
+            DefaultValue::Text(s) => Some(s.into()),
         }
     }
 }
 
-const fn field(name: &'static str, kind: Kind, default: Known) -> Field {
-    Field { names: [name, "", "", ""], kind, default, null: Known::Refused, per_layer: false }
+const fn field(name: &'static str, kind: Kind, default: DefaultValue) -> Field {
+    Field { names: [name, "", "", ""], kind, default, null: DefaultValue::Required, per_layer: false }
 }
 
 pub(super) const fn size(name: &'static str, default: usize) -> Field {
-    field(name, Kind::Size, Known::Size(default))
+    field(name, Kind::Size, DefaultValue::Size(default))
 }
 
 pub(super) const fn number(name: &'static str, default: f64) -> Field {
-    field(name, Kind::Number, Known::Number(default))
+    field(name, Kind::Number, DefaultValue::Number(default))
 }
 
 pub(super) const fn flag(name: &'static str, default: bool) -> Field {
-    field(name, Kind::Flag, Known::Flag(default))
+    field(name, Kind::Flag, DefaultValue::Flag(default))
 }
 
 pub(super) const fn text(name: &'static str, default: &'static str) -> Field {
-    field(name, Kind::Text, Known::Text(default))
+    field(name, Kind::Text, DefaultValue::Text(default))
 }
 
 impl Field {
@@ -88,32 +88,32 @@ impl Field {
 
     /// Absence is an error: the configuration class has no default, and the model class needs a value.
     pub const fn required(mut self) -> Field {
-        self.default = Known::Refused;
+        self.default = DefaultValue::Required;
         self
     }
 
     /// Absence or null means no value.
     pub const fn optional(mut self) -> Field {
-        self.default = Known::Nothing;
-        self.null = Known::Nothing;
+        self.default = DefaultValue::Null;
+        self.null = DefaultValue::Null;
         self
     }
 
     /// Null means no value.
     pub const fn nullable(mut self) -> Field {
-        self.null = Known::Nothing;
+        self.null = DefaultValue::Null;
         self
     }
 
     /// Null means false.
     pub const fn null_is_false(mut self) -> Field {
-        self.null = Known::Flag(false);
+        self.null = DefaultValue::Flag(false);
         self
     }
 
     /// Null means this number.
     pub const fn null_is(mut self, value: f64) -> Field {
-        self.null = Known::Number(value);
+        self.null = DefaultValue::Number(value);
         self
     }
 
@@ -123,7 +123,7 @@ impl Field {
         self
     }
 
-    /// Its name in the configuration class.
+    /// Name in the configuration class.
     pub fn name(&self) -> &'static str {
         self.names[0]
     }
@@ -142,7 +142,7 @@ impl Field {
 pub(super) struct Fields {
     pub path: PathBuf,
     /// Prefix of the fields in errors, such as `text_config.`, or empty.
-    pub within: String,
+    pub prefix: String,
     pub map: Map<String, Value>,
     pub layer: usize,
 }
@@ -150,7 +150,7 @@ pub(super) struct Fields {
 /// The value of a field: from the file with the name found, or a default.
 enum Found<'a> {
     Value(&'a Value, &'a str),
-    Known(Known),
+    Default(DefaultValue),
 }
 
 impl Fields {
@@ -162,7 +162,7 @@ impl Fields {
     }
 
     pub fn wrong(&self, name: &str, found: impl Into<String>, expected: &str) -> FileError {
-        let (file, field) = (self.path.clone(), format!("{}{name}", self.within));
+        let (file, field) = (self.path.clone(), format!("{}{name}", self.prefix));
         FileError::Field { file, field, found: found.into(), expected: expected.to_string() }
     }
 
@@ -189,11 +189,11 @@ impl Fields {
                 },
             }
         }
-        let known = if null.is_some() { field.null } else { field.default };
-        match (found, known) {
+        let default = if null.is_some() { field.null } else { field.default };
+        match (found, default) {
             (Some((value, name)), _) => Ok(Found::Value(value, name)),
-            (None, Known::Refused) => Err(self.unexpected(null.unwrap_or(field.name()), field.expected())),
-            (None, known) => Ok(Found::Known(known)),
+            (None, DefaultValue::Required) => Err(self.unexpected(null.unwrap_or(field.name()), field.expected())),
+            (None, default) => Ok(Found::Default(default)),
         }
     }
 
@@ -201,9 +201,9 @@ impl Fields {
         &'a self,
         field: &Field,
         parse: impl FnOnce(&'a Value) -> Option<T>,
-    ) -> Result<Result<T, Known>, FileError> {
+    ) -> Result<Result<T, DefaultValue>, FileError> {
         match self.find(field)? {
-            Found::Known(known) => Ok(Err(known)),
+            Found::Default(default) => Ok(Err(default)),
             Found::Value(mut value, name) => {
                 if let (true, Some(list)) = (field.per_layer, value.as_array()) {
                     let missing = || self.unexpected(name, "a value for each layer");
@@ -219,7 +219,7 @@ impl Fields {
         let value = self.read(field, |v| v.as_u64().and_then(|v| usize::try_from(v).ok()))?;
         Ok(match value {
             Ok(size) => Some(size),
-            Err(Known::Size(size)) => Some(size),
+            Err(DefaultValue::Size(size)) => Some(size),
             Err(_) => None,
         })
     }
@@ -232,7 +232,7 @@ impl Fields {
     pub fn number_or_none(&self, field: &Field) -> Result<Option<f64>, FileError> {
         Ok(match self.read(field, Value::as_f64)? {
             Ok(number) => Some(number),
-            Err(Known::Number(number)) => Some(number),
+            Err(DefaultValue::Number(number)) => Some(number),
             Err(_) => None,
         })
     }
@@ -244,13 +244,13 @@ impl Fields {
     pub fn flag(&self, field: &Field) -> Result<bool, FileError> {
         Ok(match self.read(field, Value::as_bool)? {
             Ok(flag) => flag,
-            Err(known) => known == Known::Flag(true),
+            Err(default) => default == DefaultValue::Flag(true),
         })
     }
 
     pub fn text(&self, field: &Field) -> Result<&str, FileError> {
         match self.read(field, Value::as_str)? {
-            Ok(text) | Err(Known::Text(text)) => Ok(text),
+            Ok(text) | Err(DefaultValue::Text(text)) => Ok(text),
             Err(_) => Err(self.unexpected(field.name(), field.expected())),
         }
     }

@@ -20,7 +20,7 @@ pub(super) use names::Layout;
 pub use read::ACTIVATIONS;
 pub(super) use read::{ReadConfig, read_config, read_model, read_transformer};
 
-/// A row of the table. [`Entry::USUAL`] has the values of most families.
+/// A row of the table. [`Entry::BASE`] has the values of most families.
 struct Entry {
     /// Of the text model.
     model_type: &'static str,
@@ -37,7 +37,7 @@ struct Entry {
     identity_experts: Option<Field>,
     /// Inner width of an expert.
     intermediate: Field,
-    activation: Act,
+    activation: ActivationRule,
     gated: bool,
     /// Whether experts have biases.
     bias: bool,
@@ -76,8 +76,7 @@ enum Only {
     Text(&'static str),
     Flag(bool),
     Size(usize),
-    /// Null.
-    Nothing,
+    Null,
 }
 
 /// The layers that have experts.
@@ -106,9 +105,9 @@ enum ExpertsIn {
 }
 
 #[derive(Clone, Copy)]
-enum Act {
-    By(Field),
-    Is(Activation),
+enum ActivationRule {
+    Field(Field),
+    Fixed(Activation),
 }
 
 #[derive(Clone, Copy)]
@@ -127,7 +126,7 @@ enum GluRule {
 enum Switch {
     On,
     Off,
-    By(Field),
+    Field(Field),
 }
 
 /// Inner width of the shared expert; 0 for none.
@@ -190,7 +189,7 @@ impl Router {
 
     /// Softmax, renormalised by the flag `norm_topk_prob`.
     const fn softmax_by(top_k: usize, default: bool) -> Router {
-        Router { renormalise: Switch::By(flag("norm_topk_prob", default)), ..Router::softmax(top_k) }
+        Router { renormalise: Switch::Field(flag("norm_topk_prob", default)), ..Router::softmax(top_k) }
     }
 
     /// Sigmoid with a bias in selection, renormalised.
@@ -201,7 +200,7 @@ impl Router {
     /// DeepSeek-V3's router: sigmoid with a bias and groups, renormalised by the flag `norm_topk_prob`, scaled.
     const fn deepseek(top_k: usize, groups: [usize; 2], scaling: f64) -> Router {
         Router {
-            renormalise: Switch::By(flag("norm_topk_prob", true)),
+            renormalise: Switch::Field(flag("norm_topk_prob", true)),
             scaling: Some(number("routed_scaling_factor", scaling)),
             groups: Some([size("n_group", groups[0]), size("topk_group", groups[1])]),
             ..Router::sigmoid(top_k)
@@ -210,18 +209,18 @@ impl Router {
 }
 
 impl Entry {
-    const USUAL: Entry = Entry {
+    const BASE: Entry = Entry {
         model_type: "",
         wrapper: None,
         aliases: &[],
-        layouts: &[names::EACH, names::FUSED],
+        layouts: &[names::SEPARATE, names::FUSED],
         layers: size("num_hidden_layers", 32),
         experts_in: ExpertsIn::All,
         hidden: size("hidden_size", 4096),
         experts: size("num_experts", 0).or("num_local_experts"),
         identity_experts: None,
         intermediate: size("moe_intermediate_size", 0),
-        activation: Act::By(text("hidden_act", "silu")),
+        activation: ActivationRule::Field(text("hidden_act", "silu")),
         gated: true,
         bias: false,
         glu: GluRule::Product,
@@ -251,7 +250,7 @@ impl Entry {
             ExpertsIn::Listed => all.push(INTERLEAVE),
             ExpertsIn::All | ExpertsIn::Types { .. } | ExpertsIn::Blocks => {}
         }
-        if let Act::By(field) = self.activation {
+        if let ActivationRule::Field(field) = self.activation {
             all.push(field);
         }
         match self.glu {
@@ -265,7 +264,7 @@ impl Entry {
             Shared::Product(a, b) => all.extend([a, b]),
         }
         for switch in [self.router.renormalise, self.router.bias] {
-            if let Switch::By(field) = switch {
+            if let Switch::Field(field) = switch {
                 all.push(field);
             }
         }

@@ -37,7 +37,7 @@ pub(in crate::checkpoint) struct Mlps {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) enum Packing {
     /// One tensor `[out, in]` per expert and projection.
-    Each,
+    Separate,
     /// Gate and up in one tensor, gate's rows first; all experts in one tensor, `[experts, 2 intermediate, hidden]` and
     /// `[experts, hidden, intermediate]`.
     Fused,
@@ -56,7 +56,7 @@ impl Packing {
     /// A description for documents and errors.
     fn describe(self) -> &'static str {
         match self {
-            Packing::Each => "a tensor per expert and projection",
+            Packing::Separate => "a tensor per expert and projection",
             Packing::Fused => "experts in one tensor, gate and up one after the other",
             Packing::FusedTransposed => "experts in one tensor, transposed, gate and up one after the other",
             Packing::InterleavedTransposed => "experts in one tensor, transposed, gate and up in turns",
@@ -87,7 +87,7 @@ impl Layout {
             WeightId::Shared(p) => (&self.shared, 0, self.shared.matrix(p)),
             WeightId::SharedBias(p) => (&self.shared, 0, self.shared.biases[proj_index(p)]),
         };
-        if mlps.packing == Packing::Each { name.replace("{e}", &expert.to_string()) } else { name.into() }
+        if mlps.packing == Packing::Separate { name.replace("{e}", &expert.to_string()) } else { name.into() }
     }
 
     /// Position of an expert's matrix in a tensor of MXFP4 blocks, which have whole rows: as in `tensor`, but
@@ -121,7 +121,7 @@ impl Layout {
 
 impl Mlps {
     /// No tensors.
-    pub const NONE: Mlps = Mlps { gate: "", up: "", down: "", biases: [""; 3], packing: Packing::Each };
+    pub const NONE: Mlps = Mlps { gate: "", up: "", down: "", biases: [""; 3], packing: Packing::Separate };
 
     /// A description of the packing.
     pub fn describe(&self) -> &'static str {
@@ -152,7 +152,7 @@ impl Mlps {
         let [rows, width] = mlp.shape(proj, hidden);
         let columns = if is_bias { 1 } else { width };
         let (number, experts) = expert.unwrap_or((0, 1));
-        if self.packing == Packing::Each {
+        if self.packing == Packing::Separate {
             return WeightPlace::whole(tensor, if is_bias { vec![rows] } else { vec![rows, columns] });
         }
         let size = [rows, columns];
@@ -166,8 +166,8 @@ impl Mlps {
         }
         let two = self.gate == self.up && proj != Proj::Down;
         let all_rows = if two { 2 * rows } else { rows };
-        let turns = self.packing.interleaved() && two;
-        let (offset, step) = match (two && proj == Proj::Up, turns) {
+        let interleaved = self.packing.interleaved() && two;
+        let (offset, step) = match (two && proj == Proj::Up, interleaved) {
             (true, true) => (1, 2),
             (false, true) => (0, 2),
             (true, false) => (rows, 1),
@@ -191,7 +191,7 @@ impl Mlps {
 }
 
 /// Names of MLPs with one tensor per expert and projection.
-macro_rules! each {
+macro_rules! separate {
     ($at:literal, $gate:literal, $up:literal, $down:literal) => {
         Mlps {
             gate: concat!($at, ".", $gate, ".weight"),
@@ -202,11 +202,11 @@ macro_rules! each {
                 concat!($at, ".", $up, ".bias"),
                 concat!($at, ".", $down, ".bias"),
             ],
-            packing: Packing::Each,
+            packing: Packing::Separate,
         }
     };
     ($at:literal) => {
-        each!($at, "gate_proj", "up_proj", "down_proj")
+        separate!($at, "gate_proj", "up_proj", "down_proj")
     };
 }
 
@@ -227,95 +227,98 @@ macro_rules! fused {
 }
 
 /// Names of most families, with one tensor per expert and projection.
-pub(super) const EACH: Layout = Layout {
+pub(super) const SEPARATE: Layout = Layout {
     layers: "layers",
     router: "mlp.gate.weight",
     logit_bias: "mlp.router.bias",
     router_bias: "mlp.gate.e_score_correction_bias",
     bias_row: false,
-    experts: each!("mlp.experts.{e}"),
-    shared: each!("mlp.shared_experts"),
+    experts: separate!("mlp.experts.{e}"),
+    shared: separate!("mlp.shared_experts"),
     shared_gate: "mlp.shared_expert_gate.weight",
 };
 
 /// Names of the model classes (`save_original_format=False`), which some families' checkpoints have.
 pub(super) const FUSED: Layout =
-    Layout { experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), ..EACH };
+    Layout { experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), ..SEPARATE };
 
 /// With a single shared expert, as in Qwen.
-pub(super) const EACH_ONE: Layout = Layout { shared: each!("mlp.shared_expert"), ..EACH };
-pub(super) const FUSED_ONE: Layout = Layout { shared: each!("mlp.shared_expert"), ..FUSED };
+pub(super) const SEPARATE_SHARED_EXPERT: Layout = Layout { shared: separate!("mlp.shared_expert"), ..SEPARATE };
+pub(super) const FUSED_SHARED_EXPERT: Layout = Layout { shared: separate!("mlp.shared_expert"), ..FUSED };
 
 /// Mixtral's names.
 pub(super) const BLOCK_SPARSE: Layout = Layout {
     router: "block_sparse_moe.gate.weight",
-    experts: each!("block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
+    experts: separate!("block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
     router_bias: "block_sparse_moe.e_score_correction_bias",
-    ..EACH
+    ..SEPARATE
 };
 pub(super) const KIMI: Layout = Layout {
     router_bias: "block_sparse_moe.gate.e_score_correction_bias",
-    shared: each!("block_sparse_moe.shared_experts"),
+    shared: separate!("block_sparse_moe.shared_experts"),
     ..BLOCK_SPARSE
 };
 /// MiniMax-M2 as saved by the model class: the bias belongs to the block.
 pub(super) const FUSED_BLOCK_BIAS: Layout = Layout { router_bias: "mlp.e_score_correction_bias", ..FUSED };
 pub(super) const PHI_FUSED: Layout = Layout { router: "mlp.router.weight", ..FUSED };
 
-pub(super) const AFMOE: Layout = Layout { router: "mlp.router.gate.weight", router_bias: "mlp.expert_bias", ..EACH };
+pub(super) const AFMOE: Layout =
+    Layout { router: "mlp.router.gate.weight", router_bias: "mlp.expert_bias", ..SEPARATE };
 pub(super) const AFMOE_FUSED: Layout = Layout { experts: FUSED.experts, ..AFMOE };
-pub(super) const HY_V3: Layout = Layout { shared: each!("mlp.shared_mlp"), ..AFMOE };
+pub(super) const HY_V3: Layout = Layout { shared: separate!("mlp.shared_mlp"), ..AFMOE };
 pub(super) const HY_V4: Layout =
-    Layout { shared: each!("mlp.shared_experts", "linear_gate", "up_proj", "down_proj"), ..FUSED };
+    Layout { shared: separate!("mlp.shared_experts", "linear_gate", "up_proj", "down_proj"), ..FUSED };
 pub(super) const ARIA: Layout = Layout {
     router: "mlp.router.weight",
     experts: fused!("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", FusedTransposed),
-    ..EACH
+    ..SEPARATE
 };
 pub(super) const ARIA_FUSED: Layout =
     Layout { experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj", FusedTransposed), ..ARIA };
-pub(super) const BAILING: Layout = Layout { router_bias: "mlp.gate.expert_bias", ..EACH };
-pub(super) const EXAONE: Layout = Layout { router_bias: "mlp.e_score_correction_bias", ..EACH };
-pub(super) const KOLIBRI: Layout = Layout { router_bias: "moe.router.expert_bias", ..EACH };
-pub(super) const LAGUNA: Layout = Layout { router_bias: "mlp.experts.e_score_correction_bias", ..EACH_ONE };
+pub(super) const BAILING: Layout = Layout { router_bias: "mlp.gate.expert_bias", ..SEPARATE };
+pub(super) const EXAONE: Layout = Layout { router_bias: "mlp.e_score_correction_bias", ..SEPARATE };
+pub(super) const KOLIBRI: Layout = Layout { router_bias: "moe.router.expert_bias", ..SEPARATE };
+pub(super) const LAGUNA: Layout =
+    Layout { router_bias: "mlp.experts.e_score_correction_bias", ..SEPARATE_SHARED_EXPERT };
 pub(super) const ERNIE: Layout =
-    Layout { router_bias: "mlp.moe_statics.e_score_correction_bias", bias_row: true, ..EACH };
+    Layout { router_bias: "mlp.moe_statics.e_score_correction_bias", bias_row: true, ..SEPARATE };
 pub(super) const ERNIE_FUSED: Layout =
     Layout { router_bias: "mlp.gate.moe_statics.e_score_correction_bias", experts: FUSED.experts, ..ERNIE };
-pub(super) const HUNYUAN: Layout = Layout { router: "mlp.gate.wg.weight", shared: each!("mlp.shared_mlp"), ..EACH };
+pub(super) const HUNYUAN: Layout =
+    Layout { router: "mlp.gate.wg.weight", shared: separate!("mlp.shared_mlp"), ..SEPARATE };
 pub(super) const HUNYUAN_FUSED: Layout = Layout { experts: FUSED.experts, ..HUNYUAN };
 pub(super) const LONGCAT: Layout =
-    Layout { router: "mlp.router.classifier.weight", router_bias: "mlp.router.e_score_correction_bias", ..EACH };
+    Layout { router: "mlp.router.classifier.weight", router_bias: "mlp.router.e_score_correction_bias", ..SEPARATE };
 pub(super) const DEEPSEEK_V4: Layout = Layout {
     router: "ffn.gate.weight",
     router_bias: "ffn.gate.bias",
-    experts: each!("ffn.experts.{e}", "w1", "w3", "w2"),
-    shared: each!("ffn.shared_experts", "w1", "w3", "w2"),
-    ..EACH
+    experts: separate!("ffn.experts.{e}", "w1", "w3", "w2"),
+    shared: separate!("ffn.shared_experts", "w1", "w3", "w2"),
+    ..SEPARATE
 };
 pub(super) const MISTRAL_LARGE_4: Layout = Layout {
     router: "gate.weight",
-    experts: each!("experts.{e}", "w1", "w3", "w2"),
-    shared: each!("shared_experts", "w1", "w3", "w2"),
-    ..EACH
+    experts: separate!("experts.{e}", "w1", "w3", "w2"),
+    shared: separate!("shared_experts", "w1", "w3", "w2"),
+    ..SEPARATE
 };
 /// As saved by the text model alone.
-pub(super) const MISTRAL_LARGE_4_TEXT: Layout = Layout { shared: each!("shared_experts"), ..MISTRAL_LARGE_4 };
+pub(super) const MISTRAL_LARGE_4_TEXT: Layout = Layout { shared: separate!("shared_experts"), ..MISTRAL_LARGE_4 };
 
 pub(super) const JAMBA: Layout =
-    Layout { router: "feed_forward.router.weight", experts: each!("feed_forward.experts.{e}"), ..EACH };
+    Layout { router: "feed_forward.router.weight", experts: separate!("feed_forward.experts.{e}"), ..SEPARATE };
 pub(super) const JAMBA_FUSED: Layout =
     Layout { experts: fused!("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"), ..JAMBA };
 pub(super) const LLAMA4: Layout = Layout {
     experts: fused!("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", FusedTransposed),
-    shared: each!("feed_forward.shared_expert"),
+    shared: separate!("feed_forward.shared_expert"),
     ..JAMBA
 };
 pub(super) const LFM2: Layout = Layout {
     router: "feed_forward.gate.weight",
     router_bias: "feed_forward.expert_bias",
-    experts: each!("feed_forward.experts.{e}", "w1", "w3", "w2"),
-    ..EACH
+    experts: separate!("feed_forward.experts.{e}", "w1", "w3", "w2"),
+    ..SEPARATE
 };
 pub(super) const LFM2_FUSED: Layout = Layout { experts: JAMBA_FUSED.experts, ..LFM2 };
 
@@ -324,7 +327,7 @@ pub(super) const GRANITE: Layout = Layout {
     router: "block_sparse_moe.router.layer.weight",
     experts: fused!("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     shared: fused!("shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"),
-    ..EACH
+    ..SEPARATE
 };
 pub(super) const GRANITE_FUSED: Layout = Layout {
     router: "block_sparse_moe.router.weight",
@@ -335,15 +338,16 @@ pub(super) const GRANITE_FUSED: Layout = Layout {
 pub(super) const GPT_OSS: Layout = Layout {
     router: "mlp.router.weight",
     experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj", InterleavedTransposed),
-    ..EACH
+    ..SEPARATE
 };
 pub(super) const PRIVACY_FILTER: Layout = Layout { experts: ARIA_FUSED.experts, ..GPT_OSS };
 pub(super) const MINIMAX_M3: Layout =
     Layout { shared: fused!("mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"), ..FUSED };
 /// As published.
-pub(super) const MINIMAX_M3_EACH: Layout = Layout { shared: each!("block_sparse_moe.shared_experts"), ..BLOCK_SPARSE };
+pub(super) const MINIMAX_M3_SEPARATE: Layout =
+    Layout { shared: separate!("block_sparse_moe.shared_experts"), ..BLOCK_SPARSE };
 /// Qwen3-VL's published checkpoints.
-pub(super) const QWEN3_VL: Layout = Layout { experts: ARIA_FUSED.experts, ..EACH };
+pub(super) const QWEN3_VL: Layout = Layout { experts: ARIA_FUSED.experts, ..SEPARATE };
 
 /// Step 3.7 as published: all experts in one tensor for each projection.
 pub(super) const STEP3: Layout = Layout {
@@ -354,16 +358,16 @@ pub(super) const STEP3: Layout = Layout {
         up: "moe.up_proj.weight",
         ..fused!("moe.gate_up_proj.weight", "moe.down_proj.weight")
     },
-    shared: each!("share_expert"),
-    ..EACH
+    shared: separate!("share_expert"),
+    ..SEPARATE
 };
 
 pub(super) const NEMOTRON: Layout = Layout {
     router: "mixer.gate.weight",
     router_bias: "mixer.gate.e_score_correction_bias",
-    experts: Mlps { gate: "", ..each!("mixer.experts.{e}") },
-    shared: Mlps { gate: "", ..each!("mixer.shared_experts") },
-    ..EACH
+    experts: Mlps { gate: "", ..separate!("mixer.experts.{e}") },
+    shared: Mlps { gate: "", ..separate!("mixer.shared_experts") },
+    ..SEPARATE
 };
 pub(super) const NEMOTRON_FUSED: Layout = Layout {
     experts: Mlps { gate: "", up: "mixer.experts.up_proj", ..fused!("", "mixer.experts.down_proj") },
@@ -380,5 +384,5 @@ pub(super) const DBRX: Layout = Layout {
         packing: Packing::Stacked,
         ..Mlps::NONE
     },
-    ..EACH
+    ..SEPARATE
 };

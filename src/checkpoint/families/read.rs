@@ -6,7 +6,8 @@ use serde_json::{Map, Value};
 
 use super::fields::{Field, Fields, flag, size};
 use super::{
-    Act, Entry, ExpertsIn, Family, GluRule, INTERLEAVE, Only, PERIOD, RANGE, Router, STEP, Shared, Switch, Wrapper,
+    ActivationRule, Entry, ExpertsIn, Family, GluRule, INTERLEAVE, Only, PERIOD, RANGE, Router, STEP, Shared, Switch,
+    Wrapper,
 };
 use crate::checkpoint::FileError;
 use crate::checkpoint::file::read_regular;
@@ -179,7 +180,7 @@ fn open_config(dir: &Path) -> Result<(Family, Fields, usize, Option<Value>), Fil
 
 /// Like [`open_config`], for the contents of the file.
 fn open_fields(path: PathBuf, map: Map<String, Value>) -> Result<(Family, Fields, usize, Option<Value>), FileError> {
-    let mut fields = Fields { path, within: String::new(), map, layer: 0 };
+    let mut fields = Fields { path, prefix: String::new(), map, layer: 0 };
     let model_type = match fields.get("model_type") {
         Some(Value::String(model_type)) => model_type.clone(),
         Some(Value::Null) | None => return Err(fields.wrong("model_type", "is missing", "a string")),
@@ -215,7 +216,7 @@ fn descend(fields: &mut Fields, wrapper: Wrapper, entry: &Entry) -> Result<(), F
             Some(other) => return Err(fields.wrong(name, format!("is {other}"), "an object")),
         };
         fields.map = inner;
-        fields.within += &format!("{name}.");
+        fields.prefix += &format!("{name}.");
     }
     match fields.get("model_type").and_then(Value::as_str) {
         Some(other) if other != entry.model_type && !entry.aliases.contains(&other) => {
@@ -269,8 +270,8 @@ impl Entry {
                     first.or_else(|| (!layer.is_multiple_of(every)).then(|| format!("moe_layer_freq is {every}")))
                 }
             },
-            ExpertsIn::Step(usual) => {
-                if fields.sizes("mlp_only_layers")?.unwrap_or_else(|| usual.to_vec()).contains(&layer) {
+            ExpertsIn::Step(dense) => {
+                if fields.sizes("mlp_only_layers")?.unwrap_or_else(|| dense.to_vec()).contains(&layer) {
                     return Ok(Some("it is one of mlp_only_layers".into()));
                 }
                 let step = fields.size(&STEP)?;
@@ -335,15 +336,15 @@ impl Entry {
                 Only::Text(s) => (is.is_none_or(|v| v == s), format!("{s:?}")),
                 Only::Flag(b) => (is.is_none_or(|v| v == b), b.to_string()),
                 Only::Size(n) => (is.is_none_or(|v| v == n), n.to_string()),
-                Only::Nothing => (is.is_none(), "null".into()),
+                Only::Null => (is.is_none(), "null".into()),
             };
             if !fits {
                 return Err(fields.unexpected(name, &expected));
             }
         }
         let activation = match self.activation {
-            Act::Is(activation) => activation,
-            Act::By(field) => activation(fields, &field)?,
+            ActivationRule::Fixed(activation) => activation,
+            ActivationRule::Field(field) => activation(fields, &field)?,
         };
         let mut expert = MlpConfig::gated(fields.size(&self.intermediate)?, activation);
         expert.gated = self.gated;
@@ -400,7 +401,7 @@ impl Entry {
         let switch = |switch| match switch {
             Switch::On => Ok(true),
             Switch::Off => Ok(false),
-            Switch::By(field) => fields.flag(&field),
+            Switch::Field(field) => fields.flag(&field),
         };
         let number = |field: &Option<Field>| field.as_ref().map(|field| fields.number(field)).transpose();
         let groups = match self.router.groups {

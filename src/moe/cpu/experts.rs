@@ -61,14 +61,14 @@ impl<E: Element> Mlp<E> {
         [gate, up, down]: [Option<Lent<E>>; 3],
         bias: [Vec<f32>; 3],
     ) -> Result<Self, MoeError> {
-        let lend = |proj: Proj, lent: Option<Lent<E>>| {
+        let borrow = |proj: Proj, lent: Option<Lent<E>>| {
             let wanted = config.projections().contains(&proj);
             let [out, inp] = config.shape(proj, hidden);
             let (got, expected) =
                 (lent.as_ref().map_or(0, |w| w.as_ref().as_ref().len()), if wanted { out * inp } else { 0 });
             if got != expected {
                 return Err(MoeError::Shape {
-                    what: format!("the lent {proj:?}").into(),
+                    what: format!("the borrowed {proj:?}").into(),
                     got,
                     expected: expected.to_string(),
                 });
@@ -86,9 +86,9 @@ impl<E: Element> Mlp<E> {
                 });
             }
         }
-        let gate = lend(Proj::Gate, gate)?;
-        let (Some(up), Some(down)) = (lend(Proj::Up, up)?, lend(Proj::Down, down)?) else {
-            return Err(MoeError::Shape { what: "the lent expert".into(), got: 0, expected: "up and down".into() });
+        let gate = borrow(Proj::Gate, gate)?;
+        let (Some(up), Some(down)) = (borrow(Proj::Up, up)?, borrow(Proj::Down, down)?) else {
+            return Err(MoeError::Shape { what: "the borrowed expert".into(), got: 0, expected: "up and down".into() });
         };
         Ok(Mlp { config, hidden, gate, up, down, bias, weigh_input: false })
     }
@@ -243,13 +243,13 @@ impl<E: Element> Batch<E> {
     pub fn swap_pass_memory(&mut self, other: &mut Batch<E>) {
         std::mem::swap(&mut self.out, &mut other.out);
         std::mem::swap(&mut self.d_weight, &mut other.d_weight);
-        for (mine, others) in [
+        for (own, others) in [
             (&mut self.g, &mut other.g),
             (&mut self.d_gate, &mut other.d_gate),
             (&mut self.d_up, &mut other.d_up),
             (&mut self.hw, &mut other.hw),
         ] {
-            std::mem::swap(mine, others);
+            std::mem::swap(own, others);
         }
     }
 
@@ -274,12 +274,18 @@ impl<E: Element> Batch<E> {
         if is_forward {
             self.weighed_input = mlp.weigh_input;
         }
-        let (mut x, mut out) = (cut(&mut self.x, h, tiles), cut(&mut self.out, h, tiles));
-        let (mut gate, mut up, mut act) =
-            (cut(&mut self.gate, i, tiles), cut(&mut self.up, i, tiles), cut(&mut self.h, i, tiles));
-        let (mut d_gate, mut d_up, mut hw) =
-            (cut(&mut self.d_gate, i, tiles), cut(&mut self.d_up, i, tiles), cut(&mut self.hw, i, tiles));
-        let mut d_weight = cut(&mut self.d_weight, 1, tiles);
+        let (mut x, mut out) = (split_tiles(&mut self.x, h, tiles), split_tiles(&mut self.out, h, tiles));
+        let (mut gate, mut up, mut act) = (
+            split_tiles(&mut self.gate, i, tiles),
+            split_tiles(&mut self.up, i, tiles),
+            split_tiles(&mut self.h, i, tiles),
+        );
+        let (mut d_gate, mut d_up, mut hw) = (
+            split_tiles(&mut self.d_gate, i, tiles),
+            split_tiles(&mut self.d_up, i, tiles),
+            split_tiles(&mut self.hw, i, tiles),
+        );
+        let mut d_weight = split_tiles(&mut self.d_weight, 1, tiles);
         let tile = |(k, tile): (usize, &Range<usize>)| BatchTile {
             rows: tile.len(),
             weight: &self.weight[tile.clone()],
@@ -422,7 +428,7 @@ impl<E: Element> BatchTile<'_, E> {
 }
 
 /// Splits `values`, rows of `width`, into the rows of `tiles`; an empty slice for a tile past the end.
-fn cut<'v, V>(values: &'v mut [V], width: usize, tiles: &[Range<usize>]) -> Vec<&'v mut [V]> {
+fn split_tiles<'v, V>(values: &'v mut [V], width: usize, tiles: &[Range<usize>]) -> Vec<&'v mut [V]> {
     let (mut rest, mut at) = (values, 0);
     let one = |tile: &Range<usize>| {
         let (before, rows) = ((tile.start - at) * width, tile.len() * width);
@@ -436,11 +442,11 @@ fn cut<'v, V>(values: &'v mut [V], width: usize, tiles: &[Range<usize>]) -> Vec<
 
 /// Runs `each` on all items, on this thread and on one more thread for each further scratch. Threads that cannot be
 /// started are left out.
-pub fn in_parallel<W: Send>(scratch: &mut [Scratch], work: Vec<W>, each: impl Fn(&mut Scratch, W) + Sync) {
+pub fn par_for_each<W: Send>(scratch: &mut [Scratch], work: Vec<W>, each: impl Fn(&mut Scratch, W) + Sync) {
     let pieces = work.len();
     let queue = Mutex::new(work.into_iter());
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
-    let take_turns = &|scratch: &mut Scratch| {
+    let run_items = &|scratch: &mut Scratch| {
         while let Some(piece) = next() {
             each(scratch, piece);
         }
@@ -449,9 +455,9 @@ pub fn in_parallel<W: Send>(scratch: &mut [Scratch], work: Vec<W>, each: impl Fn
     thread::scope(|scope| {
         for scratch in others.iter_mut().take(pieces.saturating_sub(1)) {
             // If a thread cannot be started, the others take its share.
-            let _ = thread::Builder::new().spawn_scoped(scope, move || take_turns(scratch));
+            let _ = thread::Builder::new().spawn_scoped(scope, move || run_items(scratch));
         }
-        take_turns(own);
+        run_items(own);
     });
 }
 
@@ -480,7 +486,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_are_even_and_cover() {
+    fn tiles_are_even_and_cover_all_rows() {
         for n in [0, 1, 255, 512, 530, 767, 769, 5000] {
             let all: Vec<_> = tiles(7..7 + n, 512).collect();
             assert_eq!(all.iter().map(|t| t.len()).sum::<usize>(), n);

@@ -9,7 +9,7 @@ use super::kernels::Element;
 use super::memory::LayerMemory;
 use super::replicas::{Exchange, OneGroup};
 use super::weights::Weights;
-use crate::moe::spec::metrics::{Observer, Phase, Recorder, Unobserved};
+use crate::moe::spec::metrics::{NoObserver, Observer, Phase, Recorder};
 use crate::moe::spec::{ConfigError, Gradients, LayerSpec, Layout, MoeError, WeightSource};
 use crate::shmem::{AsShmem, Shmem};
 
@@ -52,7 +52,7 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) forwards: u64,
     pub(super) credits_used: Vec<u64>,
     pub(super) stream_credits: Vec<u64>,
-    pub(super) spare: Vec<Saved<E>>,
+    pub(super) pool: Vec<Saved<E>>,
     /// By local expert: buffers that a batch needs only during a pass, shared by all passes.
     pub(super) pass_memory: Vec<Batch<E>>,
     pub(super) exchange: Option<X>,
@@ -60,7 +60,7 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) pass_bytes: [u64; 2],
     /// Experts of the next passes' tokens that replace the router's choices, `[tokens, top_k]`.
     pub(super) choices: Option<Vec<u32>>,
-    /// Pieces of moved experts so far, the same on all PEs.
+    /// Number of pieces of moved experts sent since the start, equal on all PEs.
     pub(super) pieces: u64,
 }
 
@@ -89,7 +89,7 @@ pub struct LayerBuilder<S, E, X = OneGroup> {
 impl<S: AsShmem, E: Element> Layer<S, E> {
     /// Starts a layer of `spec`; [`LayerBuilder::build`] completes it.
     pub fn builder(spec: LayerSpec) -> LayerBuilder<S, E> {
-        LayerBuilder { spec, observer: Box::new(Unobserved), exchange: None, types: PhantomData }
+        LayerBuilder { spec, observer: Box::new(NoObserver), exchange: None, types: PhantomData }
     }
 }
 
@@ -182,7 +182,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             forwards: 0,
             credits_used: vec![0; n],
             stream_credits,
-            spare: Vec::new(),
+            pool: Vec::new(),
             pass_memory: Vec::new(),
             exchange,
             pass_bytes: [0; 2],
@@ -214,20 +214,20 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     ///
     /// Returns an error if a peer does not join.
     pub fn free(self) -> Result<S, MoeError> {
-        self.meet("to free the layer")?;
+        self.group_barrier("to free the layer")?;
         self.memory.free(self.pe());
         Ok(self.shmem)
     }
 
     /// A barrier of the group. `what` completes the message of a timeout.
-    pub(super) fn meet(&self, what: &'static str) -> Result<(), MoeError> {
+    pub(super) fn group_barrier(&self, what: &'static str) -> Result<(), MoeError> {
         let shmem = self.pe();
         shmem
             .barrier_all(self.spec.options.deadline())
             .map_err(|timeout| MoeError::wait(shmem, timeout.index, what, self.recorder.phase(), timeout))
     }
 
-    /// Bytes put to other PEs so far, including gradient sums.
+    /// Bytes put to other PEs since the start, including gradient sums.
     pub fn bytes_put(&self) -> u64 {
         self.all_bytes_put()[0]
     }

@@ -13,7 +13,7 @@ pub struct LayerMemory {
     signals: Sym<u64>,
     moved: Sym<f32>,
     moved_signal: Sym<u64>,
-    parts: Sym<u8>,
+    partials: Sym<u8>,
 }
 
 impl LayerMemory {
@@ -31,7 +31,7 @@ impl LayerMemory {
             signals: shmem.alloc(layout.signal_words())?,
             moved: shmem.alloc(layout.move_len)?,
             moved_signal: shmem.alloc(1)?,
-            parts: shmem.alloc(layout.all_part_bytes())?,
+            partials: shmem.alloc(layout.all_partial_bytes())?,
             layout,
         })
     }
@@ -44,7 +44,7 @@ impl LayerMemory {
 
     /// Frees the objects (collective).
     pub fn free<T: Transport>(&self, shmem: &Shmem<T>) {
-        shmem.free(self.parts);
+        shmem.free(self.partials);
         shmem.free(self.moved_signal);
         shmem.free(self.moved);
         shmem.free(self.signals);
@@ -119,9 +119,9 @@ impl LayerMemory {
     }
 
     /// At a relay: buffer for the partial results of sibling number `sibling` for the rows of source number `served`.
-    pub fn parts(&self, served: usize, sibling: usize) -> Sym<u8> {
-        let at = (served * self.layout.siblings + sibling) * self.layout.part_bytes;
-        self.parts.slice(at..at + self.layout.part_bytes)
+    pub fn partials(&self, served: usize, sibling: usize) -> Sym<u8> {
+        let at = (served * self.layout.siblings + sibling) * self.layout.partial_bytes;
+        self.partials.slice(at..at + self.layout.partial_bytes)
     }
 
     fn stream_word(&self, served: usize, sibling: usize, index: usize) -> Sym<u64> {

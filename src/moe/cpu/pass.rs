@@ -6,13 +6,13 @@ use super::engine::{Direction, Engine, ExpertGradients, PassProgress, Saved, Sav
 use super::experts::{Batch, Mlp};
 use super::kernels::{self, Element};
 use super::layer::{Layer, LayerGradients};
-use super::relay::Relay;
+use super::relay::RelayMap;
 use super::replicas::Exchange;
 use super::router::{self, Routing};
 use crate::moe::spec::metrics::{PassOutcome, Phase};
 use crate::moe::spec::{
-    ExpertState, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Options, Routed,
-    TakeGradients, WeightId,
+    ExpertState, GradientSink, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Options,
+    Routed, WeightId,
 };
 use crate::shmem::AsShmem;
 
@@ -94,7 +94,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
         grad_weights: &mut [f32],
     ) -> Result<(), MoeError> {
         self.with_own_experts(|layer, experts| {
-            layer.check_lent(experts)?;
+            layer.check_borrowed(experts)?;
             layer.backward_pass(experts, saved, x, grad_output, grad_input, Some(grad_weights), None)
         })
     }
@@ -137,7 +137,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
 
     fn recycle(&mut self, saved: Saved<E>) {
         if saved.layer == self.id {
-            self.spare.push(saved);
+            self.pool.push(saved);
         }
     }
 
@@ -201,7 +201,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     }
 
     fn barrier(&mut self) -> Result<(), MoeError> {
-        self.meet("at a barrier")
+        self.group_barrier("at a barrier")
     }
 }
 
@@ -212,7 +212,7 @@ pub struct LentGradients<'a> {
     /// Gradients of the routing weights, `[T, K]`.
     pub weights: &'a mut [f32],
     /// Receives the gradients of each expert.
-    pub experts: &'a mut TakeGradients<'a>,
+    pub experts: &'a mut GradientSink<'a>,
 }
 
 impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
@@ -230,7 +230,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         weights: &[f32],
         output: &mut [f32],
     ) -> Result<Saved<E>, MoeError> {
-        self.check_lent(experts)?;
+        self.check_borrowed(experts)?;
         let pairs = self.tokens(x, output)? * self.spec.config.router.top_k;
         expect_len("ids", ids.len(), pairs)?;
         expect_len("weights", weights.len(), pairs)?;
@@ -252,12 +252,12 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_output: &[E],
         gradients: LentGradients<'_>,
     ) -> Result<(), MoeError> {
-        self.check_lent(experts)?;
-        let LentGradients { input, weights, experts: take } = gradients;
-        self.backward_pass(experts, saved, x, grad_output, input, Some(weights), Some(take))
+        self.check_borrowed(experts)?;
+        let LentGradients { input, weights, experts: sink } = gradients;
+        self.backward_pass(experts, saved, x, grad_output, input, Some(weights), Some(sink))
     }
 
-    fn check_lent(&self, experts: &[Mlp<E>]) -> Result<(), MoeError> {
+    fn check_borrowed(&self, experts: &[Mlp<E>]) -> Result<(), MoeError> {
         expect_len("the local experts", experts.len(), self.spec.placement.experts(self.pe().my_pe()).len())?;
         let LayerConfig { hidden, expert, .. } = &self.spec.config;
         if experts.iter().any(|mlp| mlp.config() != expert || mlp.hidden() != *hidden) {
@@ -303,7 +303,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let bytes_before = self.all_bytes_put();
         self.passes += 1;
         self.forwards += 1;
-        let mut saved = self.spare.pop().unwrap_or_default();
+        let mut saved = self.pool.pop().unwrap_or_default();
         saved.layer = self.id;
         saved.stage = SavedStage::Forward;
         saved.external = external.is_some();
@@ -324,8 +324,8 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             };
         }
         saved.routes = router::routes(&saved.routing, &self.spec.placement, me, config.router.top_k);
-        let relay = self.relay();
-        saved.announced = relay.map_or(Vec::new(), |relay| relay.merge(&mut saved.routes, &self.spec.placement));
+        let relay_map = self.relay_map();
+        saved.announced = relay_map.map_or(Vec::new(), |relay| relay.merge(&mut saved.routes, &self.spec.placement));
 
         output.fill(0.0);
         self.run_pass(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default(), None)?;
@@ -411,7 +411,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_output: &[E],
         grad_input: &mut [f32],
         grad_weights: Option<&mut [f32]>,
-        take: Option<&mut TakeGradients<'_>>,
+        sink: Option<&mut GradientSink<'_>>,
     ) -> Result<(), MoeError> {
         let what = if grad_weights.is_some() { EXTERNAL } else { OWN_ROUTER };
         self.check_saved(saved, what, grad_weights.is_some())?;
@@ -432,7 +432,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             _ => (&mut *all, false),
         };
         let bytes_before = self.all_bytes_put();
-        let done = self.backward_into(experts, saved, x, grad_output, grad_input, grad_weights, into, take);
+        let done = self.backward_into(experts, saved, x, grad_output, grad_input, grad_weights, into, sink);
         if let (Some(last), true) = (last, add && done.is_ok()) {
             all.add(last);
         }
@@ -452,7 +452,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_input: &mut [f32],
         grad_weights: Option<&mut [f32]>,
         grads: &mut Gradients,
-        take: Option<&mut TakeGradients<'_>>,
+        sink: Option<&mut GradientSink<'_>>,
     ) -> Result<(), MoeError> {
         self.recorder.enter(Phase::Router);
         self.passes += 1;
@@ -461,7 +461,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             grad_weights.fill(0.0);
             grads.replicated().for_each(|grad| grad.fill(0.0));
             let direction = Direction::Backward;
-            return self.run_pass(direction, experts, saved, grad_output, grad_input, grad_weights, grads, take);
+            return self.run_pass(direction, experts, saved, grad_output, grad_input, grad_weights, grads, sink);
         }
         if self.weights.shared.is_some() {
             saved.shared.g.clear();
@@ -521,18 +521,18 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         output: &mut [f32],
         d_weights: &mut [f32],
         grads: &mut Gradients,
-        take: Option<&mut TakeGradients<'_>>,
+        sink: Option<&mut GradientSink<'_>>,
     ) -> Result<(), MoeError> {
         self.pass_memory.resize_with(experts.len(), Batch::default);
         let batches = saved.batches.iter_mut().zip(&mut self.pass_memory);
         batches.for_each(|(batch, memory)| batch.swap_pass_memory(memory));
-        let relay = self.relay();
+        let relay_map = self.relay_map();
         let mut exchange = self.exchange.as_mut().filter(|_| direction == Direction::Backward);
         if let Some(exchange) = &mut exchange {
             exchange.begin();
         }
         let done = Engine {
-            relay,
+            relay_map,
             stream_credits: &mut self.stream_credits,
             shmem: self.shmem.as_shmem(),
             memory: &self.memory,
@@ -551,9 +551,9 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             input,
             output,
             d_weights,
-            expert_grads: match take {
-                Some(take) => ExpertGradients::Taken(take),
-                None => ExpertGradients::Kept(&mut grads.experts),
+            expert_grads: match sink {
+                Some(sink) => ExpertGradients::Sink(sink),
+                None => ExpertGradients::Own(&mut grads.experts),
             },
             shared_grads: &mut grads.shared,
             exchange: exchange.map(|exchange| exchange as _),
@@ -573,9 +573,9 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     }
 
     /// The relays, if rows cross to another host once.
-    fn relay(&self) -> Option<Relay> {
+    fn relay_map(&self) -> Option<RelayMap> {
         let LayerSpec { options, placement, .. } = &self.spec;
-        options.hosts.relays().then(|| Relay::new(&options.hosts, placement, self.pe().my_pe()))
+        options.hosts.relays().then(|| RelayMap::new(&options.hosts, placement, self.pe().my_pe()))
     }
 
     fn reduce(&mut self, grads: &mut Gradients) -> Result<(), MoeError> {

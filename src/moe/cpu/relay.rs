@@ -15,10 +15,10 @@ pub struct Announced {
 }
 
 /// Which PE relays whose rows to whom, from one PE's point of view.
-pub struct Relay {
+pub struct RelayMap {
     me: usize,
     /// By target: the PE that receives this PE's rows for it first.
-    pub home: Vec<usize>,
+    pub relay: Vec<usize>,
     /// By source: set if another PE of this host relays the source's rows to this PE, as (relay, index of the source
     /// among the relay's sources, index of this PE among the relay's siblings).
     pub via: Vec<Option<(usize, usize, usize)>>,
@@ -27,12 +27,12 @@ pub struct Relay {
     pub served: Vec<Option<usize>>,
     pub members: Vec<usize>,
     /// Experts of this host are numbered by PE. Member `i` has `firsts[i]..firsts[i + 1]`.
-    pub firsts: Vec<u32>,
+    pub first_experts: Vec<u32>,
 }
 
-impl Relay {
+impl RelayMap {
     /// The point of view of PE `me`.
-    pub fn new(hosts: &Hosts, placement: &Placement, me: usize) -> Relay {
+    pub fn new(hosts: &Hosts, placement: &Placement, me: usize) -> RelayMap {
         let n = hosts.n_pes();
         let members: Vec<usize> = hosts.members(me).collect();
         let mut served = vec![None; n];
@@ -40,16 +40,16 @@ impl Relay {
             hosts.served(me).into_iter().enumerate().for_each(|(number, source)| served[source] = Some(number));
         }
         let via = (0..n).map(|source| {
-            let home = Some(hosts.home(source, me)).filter(|home| *home != me)?;
-            let number = hosts.served(home).iter().position(|served| *served == source)?;
-            Some((home, number, sibling(&members, home, me)))
+            let relay = Some(hosts.relay(source, me)).filter(|relay| *relay != me)?;
+            let number = hosts.served(relay).iter().position(|served| *served == source)?;
+            Some((relay, number, sibling(&members, relay, me)))
         });
-        Relay {
+        RelayMap {
             me,
-            home: (0..n).map(|target| hosts.home(me, target)).collect(),
+            relay: (0..n).map(|target| hosts.relay(me, target)).collect(),
             via: via.collect(),
             served,
-            firsts: firsts(&members, placement),
+            first_experts: first_experts(&members, placement),
             members,
         }
     }
@@ -61,7 +61,7 @@ impl Relay {
 
     /// Numbers of a member's experts on this host.
     pub fn experts(&self, member: usize) -> Range<u32> {
-        self.firsts[member]..self.firsts[member + 1]
+        self.first_experts[member]..self.first_experts[member + 1]
     }
 
     /// Numbers of this PE's experts on this host.
@@ -83,13 +83,13 @@ impl Relay {
             counts: routes.counts(placement.experts(pe).len()),
         });
         let announced = announced.collect();
-        for home in 0..routes.len() {
-            let targets: Vec<usize> = (0..routes.len()).filter(|target| self.home[*target] == home).collect();
+        for relay in 0..routes.len() {
+            let targets: Vec<usize> = (0..routes.len()).filter(|target| self.relay[*target] == relay).collect();
             if targets.len() > 1 {
-                let firsts = firsts(&targets, placement);
+                let first_experts = first_experts(&targets, placement);
                 let of: Vec<Routes> = targets.iter().map(|target| std::mem::take(&mut routes[*target])).collect();
                 targets.iter().for_each(|target| routes[*target].slot_start.push(0));
-                routes[home] = merged(&of, &firsts);
+                routes[relay] = merged(&of, &first_experts);
             }
         }
         announced
@@ -97,23 +97,23 @@ impl Relay {
 }
 
 /// Index of `pe` among the members other than `relay`.
-fn sibling(members: &[usize], home: usize, pe: usize) -> usize {
-    members.iter().filter(|member| **member != home).position(|member| *member == pe).unwrap_or(0)
+fn sibling(members: &[usize], relay: usize, pe: usize) -> usize {
+    members.iter().filter(|member| **member != relay).position(|member| *member == pe).unwrap_or(0)
 }
 
 /// Numbers the experts of `pes` consecutively; `pes[i]` has `firsts[i]..firsts[i + 1]`.
-fn firsts(pes: &[usize], placement: &Placement) -> Vec<u32> {
+fn first_experts(pes: &[usize], placement: &Placement) -> Vec<u32> {
     let mut first = 0;
-    let mut firsts = vec![0];
+    let mut first_experts = vec![0];
     for &pe in pes {
         first += placement.experts(pe).len() as u32;
-        firsts.push(first);
+        first_experts.push(first);
     }
-    firsts
+    first_experts
 }
 
 /// Merges the routes to several PEs, as if one PE had all their experts.
-fn merged(of: &[Routes], firsts: &[u32]) -> Routes {
+fn merged(of: &[Routes], first_experts: &[u32]) -> Routes {
     let mut rows: Vec<(u32, usize, usize)> = Vec::new();
     for (k, routes) in of.iter().enumerate() {
         rows.extend(routes.tokens.iter().enumerate().map(|(row, token)| (*token, k, row)));
@@ -126,7 +126,8 @@ fn merged(of: &[Routes], firsts: &[u32]) -> Routes {
             all.slot_start.push(all.slots.len() as u32);
         }
         let begin = all.slots.len();
-        all.slots.extend(of[k].row(row).iter().map(|slot| RouteSlot { expert: firsts[k] + slot.expert, ..*slot }));
+        all.slots
+            .extend(of[k].row(row).iter().map(|slot| RouteSlot { expert: first_experts[k] + slot.expert, ..*slot }));
         all.slots[begin..].sort_unstable_by_key(|slot| slot.expert);
         if let Some(end) = all.slot_start.last_mut() {
             *end = all.slots.len() as u32;
@@ -138,13 +139,13 @@ fn merged(of: &[Routes], firsts: &[u32]) -> Routes {
 
 /// Slots of one source's rows on all PEs of this host, as their relay stores them.
 #[derive(Debug, Default)]
-pub struct Passed {
+pub struct RelayedSlots {
     /// Row `j` has `slots[slot_start[j]..slot_start[j + 1]]`: (expert's number on this host, weight), ascending.
     pub slot_start: Vec<u32>,
     pub slots: Vec<(u32, f32)>,
 }
 
-impl Passed {
+impl RelayedSlots {
     pub fn row(&self, j: usize) -> &[(u32, f32)] {
         &self.slots[self.slot_start[j] as usize..self.slot_start[j + 1] as usize]
     }
@@ -171,7 +172,7 @@ pub struct Stream {
     pub returns: Vec<u32>,
     /// By row of the source: its index in `returns`, or `NONE` if the PE has no slot of the row. Empty until all rows
     /// have arrived.
-    pub place: Vec<u32>,
+    pub position: Vec<u32>,
     /// `slots_before[i]`: slots of the first `i` rows of `returns`.
     pub slots_before: Vec<u32>,
 }
@@ -186,26 +187,26 @@ impl Stream {
 
     /// Called once the first `arrived` rows of the source have arrived, if no later row has an expert below `until`:
     /// appends the rows whose position is final. `u32::MAX` marks the end; it also fills `returns`.
-    pub fn extend(&mut self, passed: &Passed, experts: Range<u32>, come: usize, until: u32) {
+    pub fn extend(&mut self, relayed: &RelayedSlots, experts: Range<u32>, arrived: usize, until: u32) {
         if until == self.until {
             return;
         }
-        let first = |row: u32| passed.slots_of(row as usize, experts.clone()).first().map(|slot| slot.0);
-        let mut new: Vec<(u32, u32)> = (0..come as u32).filter_map(|row| Some((first(row)?, row))).collect();
+        let first = |row: u32| relayed.slots_of(row as usize, experts.clone()).first().map(|slot| slot.0);
+        let mut new: Vec<(u32, u32)> = (0..arrived as u32).filter_map(|row| Some((first(row)?, row))).collect();
         new.retain(|(first, _)| (self.until..until).contains(first));
         new.sort_unstable();
         self.rows.extend(new.into_iter().map(|(_, row)| row));
         self.until = until;
         if until == u32::MAX {
-            let last = |row: u32| passed.slots_of(row as usize, experts.clone()).last().map_or(0, |slot| slot.0);
+            let last = |row: u32| relayed.slots_of(row as usize, experts.clone()).last().map_or(0, |slot| slot.0);
             self.returns = self.rows.clone();
             self.returns.sort_by_key(|row| last(*row));
-            self.place = vec![NONE; come];
+            self.position = vec![NONE; arrived];
             self.slots_before = vec![0];
             let mut before = 0;
-            for (place, &row) in self.returns.iter().enumerate() {
-                self.place[row as usize] = place as u32;
-                before += passed.slots_of(row as usize, experts.clone()).len() as u32;
+            for (position, &row) in self.returns.iter().enumerate() {
+                self.position[row as usize] = position as u32;
+                before += relayed.slots_of(row as usize, experts.clone()).len() as u32;
                 self.slots_before.push(before);
             }
         }

@@ -28,12 +28,12 @@ pub trait Exchange {
     /// Sums `data` over all PEs, in the order of PEs.
     fn sum(&self, data: &mut [f32], deadline: Instant) -> Result<(), MoeError>;
     /// The loads of all PEs' tokens, by PE.
-    fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError>;
+    fn loads(&self, own: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError>;
     /// The counts of all PEs, by PE, and this PE's index among them.
-    fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
+    fn counts(&self, own: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
     /// Switches to the placement of `groups` (collective over all PEs).
     fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError>;
-    /// Bytes put to other PEs so far, and those of them that went over a network.
+    /// Bytes put to other PEs since the start, and those of them that went over a network.
     fn bytes_put(&self) -> [u64; 2];
 }
 
@@ -81,11 +81,11 @@ impl Exchange for OneGroup {
 
 /// Progress of the sum of one expert's gradients.
 #[derive(Clone, Default)]
-struct Sum {
+struct SumState {
     ready: bool,
     summed: bool,
     /// By other holder: whether its sum has been copied.
-    taken: Vec<bool>,
+    received: Vec<bool>,
 }
 
 /// Sums expert gradients over replicas; one PE's part.
@@ -98,7 +98,7 @@ struct Sum {
 /// contribution; a sum is read before its receiver sends the next contribution, which the next sum needs.
 pub struct Replicas<W> {
     world: W,
-    experts: Vec<Summed>,
+    experts: Vec<ReplicatedExpert>,
     /// Elements of one expert's gradients.
     len: usize,
     /// By local expert, K - 1 slots each: contributions to this PE's part, and the sums of the other parts.
@@ -107,22 +107,22 @@ pub struct Replicas<W> {
     /// By local expert and slot: the pass whose contribution, or whose sum, has arrived.
     signals: Sym<u64>,
     pass: u64,
-    state: Vec<Sum>,
+    state: Vec<SumState>,
     buffer: Vec<f32>,
     part: Vec<f32>,
 }
 
 /// A local expert and its replicas.
-struct Summed {
+struct ReplicatedExpert {
     /// The PEs that hold it, including this one, in the order of groups.
     holders: Vec<usize>,
     /// This PE's index in `holders`.
     me: usize,
     /// By holder: its first slot for this expert.
-    rooms: Vec<Room>,
+    slot_offsets: Vec<SlotOffset>,
 }
 
-impl Summed {
+impl ReplicatedExpert {
     /// Indices of the other holders, starting after this PE.
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (k, me) = (self.holders.len(), self.me);
@@ -133,7 +133,7 @@ impl Summed {
 /// Position of a PE's slots for one expert: the first element in `contributions` and `sums`, and the first word in
 /// `signals`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Room {
+struct SlotOffset {
     element: usize,
     word: usize,
 }
@@ -168,7 +168,7 @@ impl<W: AsShmem> Replicas<W> {
     ) -> Result<Self, ShmemError> {
         let shmem = world.as_shmem();
         let len = config.expert_elements();
-        let (experts, size) = summed(shmem.my_pe(), len, &groups);
+        let (experts, size) = replicated_experts(shmem.my_pe(), len, &groups);
         let size = size_for(len, size, &groups, slots);
         Ok(Replicas {
             len,
@@ -176,7 +176,7 @@ impl<W: AsShmem> Replicas<W> {
             sums: shmem.alloc(size.element)?,
             signals: shmem.alloc(size.word)?,
             pass: 0,
-            state: vec![Sum::default(); experts.len()],
+            state: vec![SumState::default(); experts.len()],
             experts,
             buffer: Vec::new(),
             part: Vec::new(),
@@ -195,37 +195,37 @@ impl<W: AsShmem> Replicas<W> {
     }
 
     /// Slot and signal, at holder `at` of local expert `local`, of messages from holder `from`.
-    fn place(&self, kind: MessageKind, local: usize, from: usize, at: usize) -> (Sym<f32>, Sym<u64>) {
-        let Summed { holders, rooms, .. } = &self.experts[local];
+    fn slot(&self, kind: MessageKind, local: usize, from: usize, at: usize) -> (Sym<f32>, Sym<u64>) {
+        let ReplicatedExpert { holders, slot_offsets, .. } = &self.experts[local];
         let others = holders.len() - 1;
         let index = from - usize::from(from > at);
-        let places = match kind {
+        let buffer = match kind {
             MessageKind::Contribution => self.contributions,
             MessageKind::Sum => self.sums,
         };
         let part_len = part_len(self.len, holders.len());
-        let element = rooms[at].element + index * part_len;
-        let word = rooms[at].word + kind as usize * others + index;
-        (places.slice(element..element + part_len), self.signals.at(word))
+        let element = slot_offsets[at].element + index * part_len;
+        let word = slot_offsets[at].word + kind as usize * others + index;
+        (buffer.slice(element..element + part_len), self.signals.at(word))
     }
 
     /// Puts `data` to holder `to` of local expert `local`.
     fn send(&mut self, kind: MessageKind, local: usize, data: &[f32], to: usize) {
-        let Summed { me, holders, .. } = &self.experts[local];
-        let (place, signal) = self.place(kind, local, *me, to);
-        self.shmem().put_signal(place, data, signal, self.pass, SignalOp::Set, holders[to]);
+        let ReplicatedExpert { me, holders, .. } = &self.experts[local];
+        let (slot, signal) = self.slot(kind, local, *me, to);
+        self.shmem().put_signal(slot, data, signal, self.pass, SignalOp::Set, holders[to]);
     }
 
     /// Waits that would let expert `local` make progress, each with the PE it depends on.
-    fn awaited(&self, local: usize) -> impl Iterator<Item = (Wait, usize)> + '_ {
+    fn pending_waits(&self, local: usize) -> impl Iterator<Item = (Wait, usize)> + '_ {
         let (state, expert) = (&self.state[local], &self.experts[local]);
         expert.others().enumerate().filter_map(move |(i, from)| {
-            let kind = match (state.summed, state.taken[i]) {
+            let kind = match (state.summed, state.received[i]) {
                 (_, true) => None,
                 (false, _) => Some(MessageKind::Contribution),
                 (true, false) => Some(MessageKind::Sum),
             }?;
-            let (_, signal) = self.place(kind, local, from, expert.me);
+            let (_, signal) = self.slot(kind, local, from, expert.me);
             Some((Wait { signal, cmp: Cmp::Ge, value: self.pass }, expert.holders[from]))
         })
     }
@@ -235,28 +235,28 @@ impl<W: AsShmem> Replicas<W> {
     }
 
     /// Once all contributions have arrived: sums this PE's part of expert `local`, sends the sum and returns true.
-    fn add_up(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
-        let here = |wait: (Wait, usize)| self.shmem().test(wait.0);
-        if !self.state[local].ready || self.state[local].summed || !self.awaited(local).all(here) {
+    fn reduce(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
+        let arrived = |wait: (Wait, usize)| self.shmem().test(wait.0);
+        if !self.state[local].ready || self.state[local].summed || !self.pending_waits(local).all(arrived) {
             return false;
         }
         let pe = self.shmem().my_pe();
         let (k, me) = (self.experts[local].holders.len(), self.experts[local].me);
-        let mine = self.part(local, me);
+        let own = self.part(local, me);
         let mut sum = std::mem::take(&mut self.buffer);
         let mut part = std::mem::take(&mut self.part);
         sum.clear();
-        sum.resize(mine.len(), 0.0);
-        part.resize(mine.len(), 0.0);
+        sum.resize(own.len(), 0.0);
+        part.resize(own.len(), 0.0);
         for holder in 0..k {
             if holder == me {
-                copy_out(grads, mine.start, &mut part);
+                copy_out(grads, own.start, &mut part);
             } else {
-                self.shmem().get(&mut part, self.place(MessageKind::Contribution, local, holder, me).0, pe);
+                self.shmem().get(&mut part, self.slot(MessageKind::Contribution, local, holder, me).0, pe);
             }
             sum.iter_mut().zip(&part).for_each(|(sum, x)| *sum += x);
         }
-        copy_in(grads, mine.start, &sum);
+        copy_in(grads, own.start, &sum);
         self.state[local].summed = true;
         for to in self.experts[local].others() {
             self.send(MessageKind::Sum, local, &sum, to);
@@ -266,22 +266,22 @@ impl<W: AsShmem> Replicas<W> {
     }
 
     /// Copies the sums of expert `local` that have arrived. Returns false if there were none.
-    fn take(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
+    fn receive_sums(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
         let mut any = false;
         if !self.state[local].summed {
             return any;
         }
         let mut part = std::mem::take(&mut self.part);
         for (i, from) in self.experts[local].others().enumerate() {
-            let (place, signal) = self.place(MessageKind::Sum, local, from, self.experts[local].me);
-            if self.state[local].taken[i] || !self.shmem().test(Wait { signal, cmp: Cmp::Ge, value: self.pass }) {
+            let (slot, signal) = self.slot(MessageKind::Sum, local, from, self.experts[local].me);
+            if self.state[local].received[i] || !self.shmem().test(Wait { signal, cmp: Cmp::Ge, value: self.pass }) {
                 continue;
             }
             let range = self.part(local, from);
             part.resize(range.len(), 0.0);
-            self.shmem().get(&mut part, place, self.shmem().my_pe());
+            self.shmem().get(&mut part, slot, self.shmem().my_pe());
             copy_in(grads, range.start, &part);
-            self.state[local].taken[i] = true;
+            self.state[local].received[i] = true;
             any = true;
         }
         self.part = part;
@@ -289,7 +289,7 @@ impl<W: AsShmem> Replicas<W> {
     }
 
     fn is_done(&self) -> bool {
-        self.state.iter().all(|state| state.summed && state.taken.iter().all(|&taken| taken))
+        self.state.iter().all(|state| state.summed && state.received.iter().all(|&received| received))
     }
 }
 
@@ -298,8 +298,8 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         self.pass += 1;
         for (state, expert) in self.state.iter_mut().zip(&self.experts) {
             // An expert with a single holder needs no sum.
-            let alone = expert.holders.len() == 1;
-            *state = Sum { ready: alone, summed: alone, taken: vec![false; expert.holders.len() - 1] };
+            let single = expert.holders.len() == 1;
+            *state = SumState { ready: single, summed: single, received: vec![false; expert.holders.len() - 1] };
         }
     }
 
@@ -318,8 +318,8 @@ impl<W: AsShmem> Exchange for Replicas<W> {
     fn poll(&mut self, grads: &mut [MlpGradients]) -> bool {
         let mut any = false;
         for (local, grads) in grads.iter_mut().enumerate() {
-            any |= self.add_up(local, grads);
-            any |= self.take(local, grads);
+            any |= self.reduce(local, grads);
+            any |= self.receive_sums(local, grads);
         }
         any
     }
@@ -329,8 +329,9 @@ impl<W: AsShmem> Exchange for Replicas<W> {
             if self.poll(grads) {
                 continue;
             }
-            let awaited = (0..self.experts.len()).flat_map(|local| self.awaited(local));
-            let (waits, holders): (Vec<_>, Vec<_>) = awaited.filter(|(wait, _)| !self.shmem().test(*wait)).unzip();
+            let pending_waits = (0..self.experts.len()).flat_map(|local| self.pending_waits(local));
+            let (waits, holders): (Vec<_>, Vec<_>) =
+                pending_waits.filter(|(wait, _)| !self.shmem().test(*wait)).unzip();
             if waits.is_empty() {
                 continue; // arrived in the meantime
             }
@@ -347,11 +348,11 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         sum.map_err(|timeout| self.error("its gradients of replicated weights", timeout))
     }
 
-    fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError> {
-        let e = mine.routed.len();
-        let mut words = vec![mine.tokens, mine.z_sum.to_bits()];
-        words.extend(&mine.routed);
-        words.extend(mine.prob_sums.iter().map(|sum| sum.to_bits()));
+    fn loads(&self, own: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError> {
+        let e = own.routed.len();
+        let mut words = vec![own.tokens, own.z_sum.to_bits()];
+        words.extend(&own.routed);
+        words.extend(own.prob_sums.iter().map(|sum| sum.to_bits()));
         let mut all = vec![0; words.len() * self.shmem().n_pes()];
         let gathered = self.shmem().all_gather(self.shmem().world(), &words, &mut all, deadline);
         gathered.map_err(|timeout| self.error("its sums for the losses", timeout))?;
@@ -364,20 +365,20 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         Ok(all.chunks_exact(words.len()).map(load).collect())
     }
 
-    fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError> {
-        let mut all = vec![0; mine.len() * self.shmem().n_pes()];
-        let gathered = self.shmem().all_gather(self.shmem().world(), mine, &mut all, deadline);
+    fn counts(&self, own: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError> {
+        let mut all = vec![0; own.len() * self.shmem().n_pes()];
+        let gathered = self.shmem().all_gather(self.shmem().world(), own, &mut all, deadline);
         gathered.map_err(|timeout| self.error("its counts for the capacity", timeout))?;
-        Ok((all.chunks_exact(mine.len()).map(<[u32]>::to_vec).collect(), self.shmem().my_pe()))
+        Ok((all.chunks_exact(own.len()).map(<[u32]>::to_vec).collect(), self.shmem().my_pe()))
     }
 
     fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError> {
-        let (experts, size) = summed(self.shmem().my_pe(), self.len, groups);
+        let (experts, size) = replicated_experts(self.shmem().my_pe(), self.len, groups);
         if size.element > self.sums.len() || size.word > self.signals.len() {
             let why = "the exchange between replicas was made without room for it (`Replicas::with_slots`)".into();
             return Err(MoeError::Usage { what: "move experts", why });
         }
-        self.state = vec![Sum::default(); experts.len()];
+        self.state = vec![SumState::default(); experts.len()];
         self.experts = experts;
         // Slots now belong to other experts, so all PEs synchronise first. Signal words keep their pass numbers, which
         // only increase.
@@ -396,30 +397,31 @@ impl<W: AsShmem> Exchange for Replicas<W> {
 /// Heap bytes that [`Replicas::with_slots`] allocates.
 pub fn replica_bytes(config: &LayerConfig, groups: &Groups, slots: Option<usize>) -> usize {
     let len = config.expert_elements();
-    let (_, size) = rooms(len, groups, &groups.holders());
-    let Room { element, word } = size_for(len, size, groups, slots);
+    let (_, size) = slot_offsets(len, groups, &groups.holders());
+    let SlotOffset { element, word } = size_for(len, size, groups, slots);
     2 * (element * size_of::<f32>()).next_multiple_of(64) + (word * size_of::<u64>()).next_multiple_of(64)
 }
 
 /// The experts of PE `me` with their slots, and the end of the slots on the PE that has most of them.
-fn summed(me: usize, len: usize, groups: &Groups) -> (Vec<Summed>, Room) {
+fn replicated_experts(me: usize, len: usize, groups: &Groups) -> (Vec<ReplicatedExpert>, SlotOffset) {
     let all = groups.holders();
-    let (rooms, size) = rooms(len, groups, &all);
+    let (slot_offsets, size) = slot_offsets(len, groups, &all);
     let of = |&expert: &usize| {
         let holders = all[expert].clone();
-        let room = |pe: &usize| rooms[*pe][groups.experts(*pe).binary_search(&expert).expect("a holder has it")];
-        let place = holders.iter().position(|pe| *pe == me).expect("this PE holds its experts");
-        Summed { rooms: holders.iter().map(room).collect(), me: place, holders }
+        let offset =
+            |pe: &usize| slot_offsets[*pe][groups.experts(*pe).binary_search(&expert).expect("a holder has it")];
+        let index = holders.iter().position(|pe| *pe == me).expect("this PE holds its experts");
+        ReplicatedExpert { slot_offsets: holders.iter().map(offset).collect(), me: index, holders }
     };
     (groups.experts(me).iter().map(of).collect(), size)
 }
 
 /// Slots for these groups, or with `slots`, for any placement of that many experts per PE: K holders have K - 1 slots
 /// each of a K-th, rounded up.
-fn size_for(len: usize, now: Room, groups: &Groups, slots: Option<usize>) -> Room {
+fn size_for(len: usize, now: SlotOffset, groups: &Groups, slots: Option<usize>) -> SlotOffset {
     let Some(slots) = slots else { return now };
     let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
-    Room { element: slots * (len + pes), word: 2 * slots * (pes - 1) }
+    SlotOffset { element: slots * (len + pes), word: 2 * slots * (pes - 1) }
 }
 
 /// Elements of the largest of the `holders` parts of a gradient.
@@ -428,32 +430,32 @@ fn part_len(len: usize, holders: usize) -> usize {
 }
 
 /// By PE and local expert, the first slot; and the end of the slots on the PE that has most of them.
-fn rooms(len: usize, groups: &Groups, holders: &[Vec<usize>]) -> (Vec<Vec<Room>>, Room) {
-    let mut most = Room::default();
+fn slot_offsets(len: usize, groups: &Groups, holders: &[Vec<usize>]) -> (Vec<Vec<SlotOffset>>, SlotOffset) {
+    let mut largest = SlotOffset::default();
     let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
     let of_pe = |pe: usize| {
-        let mut next = Room::default();
-        let mut rooms = Vec::new();
+        let mut next = SlotOffset::default();
+        let mut slot_offsets = Vec::new();
         for &expert in groups.experts(pe) {
-            rooms.push(next);
+            slot_offsets.push(next);
             let k = holders[expert].len();
             next.element += (k - 1) * part_len(len, k);
             next.word += 2 * (k - 1);
         }
-        most = Room { element: most.element.max(next.element), word: most.word.max(next.word) };
-        rooms
+        largest = SlotOffset { element: largest.element.max(next.element), word: largest.word.max(next.word) };
+        slot_offsets
     };
-    let rooms = (0..pes).map(of_pe).collect();
-    (rooms, most)
+    let slot_offsets = (0..pes).map(of_pe).collect();
+    (slot_offsets, largest)
 }
 
 /// Copies the gradients' elements from `start` on, numbered through matrices and then biases, to `to`.
 fn copy_out(grads: &MlpGradients, mut start: usize, mut to: &mut [f32]) {
     for values in grads.matrix.iter().chain(&grads.bias) {
-        let here = values.get(start..).unwrap_or_default();
-        let n = here.len().min(to.len());
+        let part = values.get(start..).unwrap_or_default();
+        let n = part.len().min(to.len());
         let (head, tail) = to.split_at_mut(n);
-        head.copy_from_slice(&here[..n]);
+        head.copy_from_slice(&part[..n]);
         to = tail;
         start = start.saturating_sub(values.len());
     }
@@ -464,10 +466,10 @@ fn copy_out(grads: &MlpGradients, mut start: usize, mut to: &mut [f32]) {
 fn copy_in(grads: &mut MlpGradients, mut start: usize, mut from: &[f32]) {
     for values in grads.matrix.iter_mut().chain(&mut grads.bias) {
         let len = values.len();
-        let here = values.get_mut(start..).unwrap_or_default();
-        let n = here.len().min(from.len());
+        let part = values.get_mut(start..).unwrap_or_default();
+        let n = part.len().min(from.len());
         let (head, tail) = from.split_at(n);
-        here[..n].copy_from_slice(head);
+        part[..n].copy_from_slice(head);
         from = tail;
         start = start.saturating_sub(len);
     }
@@ -479,7 +481,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_of_gradients_go_out_and_in() {
+    fn gradient_slices_round_trip() {
         let numbered = |first: usize, n: usize| (first..first + n).map(|i| i as f32).collect::<Vec<_>>();
         let grads = MlpGradients {
             matrix: [numbered(0, 4), numbered(4, 3), numbered(7, 5)],

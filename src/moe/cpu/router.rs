@@ -84,7 +84,7 @@ pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>, g
                 for slot in chosen.iter_mut() {
                     let best = argmax(&selection);
                     *slot = best as u32;
-                    selection[best] = TAKEN;
+                    selection[best] = EXCLUDED;
                 }
             }
         }
@@ -98,7 +98,7 @@ pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>, g
 }
 
 /// Below every score in the total order of f32, so that a chosen or masked expert is not chosen again.
-const TAKEN: f32 = f32::from_bits(u32::MAX);
+const EXCLUDED: f32 = f32::from_bits(u32::MAX);
 
 /// Index of the largest element in the total order (defined for NaN), ties to the smaller index.
 fn argmax(x: &[f32]) -> usize {
@@ -120,11 +120,11 @@ fn mask_groups(selection: &mut [f32], limit: GroupLimit, score: GroupScore, scor
     let mut eligible = vec![false; limit.n_groups];
     for _ in 0..limit.top_groups {
         let best = argmax(scores);
-        scores[best] = TAKEN;
+        scores[best] = EXCLUDED;
         eligible[best] = true;
     }
     for (group, _) in selection.chunks_exact_mut(size).zip(eligible).filter(|(_, eligible)| !eligible) {
-        group.fill(TAKEN);
+        group.fill(EXCLUDED);
     }
 }
 
@@ -175,17 +175,17 @@ fn mix(mixer: SparseMixer, logits: &[f32]) -> [Mixed; 2] {
     [first, second]
 }
 
-fn mix_one(mixer: SparseMixer, logits: &[f32], taken: Option<usize>) -> Mixed {
+fn mix_one(mixer: SparseMixer, logits: &[f32], excluded: Option<usize>) -> Mixed {
     let mut left = logits.to_vec();
-    if let Some(taken) = taken {
-        left[taken] = TAKEN;
+    if let Some(excluded) = excluded {
+        left[excluded] = EXCLUDED;
     }
     let expert = argmax(&left);
     let best = logits[expert];
-    let far = |l: f32| (best - l) / l.abs().max(best) > 2.0 * mixer.jitter;
-    let near = |e: usize, l: f32| Some(e) != taken && !far(l);
+    let is_outside = |l: f32| (best - l) / l.abs().max(best) > 2.0 * mixer.jitter;
+    let is_inside = |e: usize, l: f32| Some(e) != excluded && !is_outside(l);
     let mut shares: Vec<f32> =
-        logits.iter().enumerate().map(|(e, &l)| if near(e, l) { (l - best).exp() } else { 0.0 }).collect();
+        logits.iter().enumerate().map(|(e, &l)| if is_inside(e, l) { (l - best).exp() } else { 0.0 }).collect();
     let sum: f32 = shares.iter().sum();
     shares.iter_mut().for_each(|s| *s /= sum);
     Mixed { expert, weight: shares[expert], shares }
@@ -227,11 +227,11 @@ impl Routing {
         self.count(n_experts, |_| true)
     }
 
-    fn count(&self, n_experts: usize, counts_too: impl Fn(usize) -> bool) -> Vec<u32> {
+    fn count(&self, n_experts: usize, is_counted: impl Fn(usize) -> bool) -> Vec<u32> {
         let mut counts = vec![0; n_experts];
         for (choice, &c) in self.chosen.iter().enumerate() {
             // Skips `NO_EXPERT` and identity experts.
-            if let (Some(count), true) = (counts.get_mut(c as usize), counts_too(choice)) {
+            if let (Some(count), true) = (counts.get_mut(c as usize), is_counted(choice)) {
                 *count += 1;
             }
         }
@@ -429,7 +429,7 @@ pub fn routes(routing: &Routing, placement: &Placement, source: usize, top_k: us
         true => routing.count(placement.n_experts(), |choice| routing.is_kept(choice)),
         false => Vec::new(),
     };
-    let mut deal = placement.deal(source, |e| u64::from(pairs[e]));
+    let mut assigner = placement.replica_assigner(source, |e| u64::from(pairs[e]));
     for (token, chosen) in routing.chosen.chunks_exact(top_k).enumerate() {
         // Slots of a row are in expert order, whatever the caller's order, because that is the order of summation.
         columns.sort_unstable_by_key(|&column| chosen[column]);
@@ -439,7 +439,7 @@ pub fn routes(routing: &Routing, placement: &Placement, source: usize, top_k: us
             if expert as usize >= placement.n_experts() || !routing.is_kept(choice) {
                 continue;
             }
-            let (pe, local) = deal.next(expert as usize);
+            let (pe, local) = assigner.next(expert as usize);
             let to = &mut all[pe];
             if to.tokens.last() != Some(&(token as u32)) {
                 to.tokens.push(token as u32);

@@ -24,7 +24,7 @@ pub use tiles::{GemmPath, Tile};
 pub use weights::to_elements;
 
 use relays::Relays;
-use shape::{MAX_ROUTER_PARTS, ShapeOf, place};
+use shape::{MAX_ROUTER_PARTS, ShapeOf, lay_out};
 use sums::sums;
 use weights::DeviceWeights;
 
@@ -59,7 +59,7 @@ pub struct DeviceLayer<'g> {
     weights: DeviceWeights<'g>,
     symmetric: SymmetricBuffer<'g>,
     trace: bool,
-    spare: Vec<DeviceSaved<'g>>,
+    pool: Vec<DeviceSaved<'g>>,
 }
 
 impl<'g> DeviceLayer<'g> {
@@ -95,7 +95,7 @@ impl<'g> DeviceLayer<'g> {
         // blocks, and largest with the maximum number of planes of the router's weights.
         let probe = shape_of.shape(&limits, 2)?;
         let mut weights = DeviceWeights::new(gpu, &spec, me, source, path)?;
-        let (probed, _) = place(&probe, &weights.tables, 0, 0)?;
+        let (probed, _) = lay_out(&probe, &weights.tables, 0, 0)?;
         let infix = shape_of.tile(&limits)?.infix();
         let names = Kernel::ALL.map(|kernel| kernel.on(infix, probe.dtype));
         let mut blocks = u32::MAX;
@@ -119,7 +119,7 @@ impl<'g> DeviceLayer<'g> {
         }
         shape_of.router_parts = weights.router_parts;
         let shape = shape_of.shape(&limits, blocks)?;
-        let (sizes, _) = place(&shape, &weights.tables, 0, 0)?;
+        let (sizes, _) = lay_out(&shape, &weights.tables, 0, 0)?;
 
         let symmetric = SymmetricBuffer::new(gpu, shape_of.symmetric_bytes(&limits, blocks)?)?;
         symmetric.zero(sizes.signals, sizes.signal_bytes)?;
@@ -129,7 +129,7 @@ impl<'g> DeviceLayer<'g> {
             weights.set_sums(gpu, &sums(&shape, &groups))?;
         }
         let id = LAYERS.fetch_add(1, Ordering::Relaxed);
-        let (version, trace, spare) = (0, false, Vec::new());
+        let (version, trace, pool) = (0, false, Vec::new());
         let mut layer = DeviceLayer {
             gpu,
             spec,
@@ -144,7 +144,7 @@ impl<'g> DeviceLayer<'g> {
             weights,
             symmetric,
             trace,
-            spare,
+            pool,
         };
         layer.reserve(1)?;
         // No PE may signal before the signal words of all PEs are zero.
@@ -159,9 +159,9 @@ impl<'g> DeviceLayer<'g> {
     ///
     /// Returns an error if allocation fails.
     pub fn reserve(&mut self, forwards: usize) -> Result<(), MoeError> {
-        while self.spare.len() < forwards {
+        while self.pool.len() < forwards {
             let state = DeviceSaved::new(self)?;
-            self.spare.push(state);
+            self.pool.push(state);
         }
         Ok(())
     }

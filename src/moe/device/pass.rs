@@ -11,7 +11,7 @@ use crate::moe::metrics::PassOutcome;
 use crate::moe::spec::{Gradients, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId};
 
 /// The kernels of a pass in launch order, grouped by the phase that their time counts towards.
-pub(super) struct Stages {
+pub(super) struct PassKernels {
     /// Router and plan.
     before: &'static [Kernel],
     /// The persistent kernel.
@@ -22,11 +22,11 @@ pub(super) struct Stages {
     reduce: &'static [Kernel],
 }
 
-const FORWARD: Stages =
-    Stages { before: &[Kernel::Route, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
+const FORWARD: PassKernels =
+    PassKernels { before: &[Kernel::Route, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
 /// With losses and several groups.
-const FORWARD_WITH_LOSSES: Stages = Stages { reduce: &[Kernel::SumLosses], ..FORWARD };
-const BACKWARD: Stages = Stages {
+const FORWARD_WITH_LOSSES: PassKernels = PassKernels { reduce: &[Kernel::SumLosses], ..FORWARD };
+const BACKWARD: PassKernels = PassKernels {
     before: &[],
     layer: Kernel::Backward,
     after: &[Kernel::RouteBackward, Kernel::RouterGradients],
@@ -34,18 +34,18 @@ const BACKWARD: Stages = Stages {
 };
 
 /// With the caller's routing, router and shared expert are not used, so only gradients of experts are summed over PEs.
-const EXPERTS: Stages =
-    Stages { before: &[Kernel::TakeRouting, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
-const EXPERTS_BACKWARD: Stages = Stages { before: &[], layer: Kernel::Backward, after: &[], reduce: &[] };
-const EXPERTS_BACKWARD_SUMMED: Stages = Stages { reduce: &[Kernel::AllReduce], ..EXPERTS_BACKWARD };
+const EXPERTS: PassKernels =
+    PassKernels { before: &[Kernel::TakeRouting, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
+const EXPERTS_BACKWARD: PassKernels = PassKernels { before: &[], layer: Kernel::Backward, after: &[], reduce: &[] };
+const EXPERTS_BACKWARD_SUMMED: PassKernels = PassKernels { reduce: &[Kernel::AllReduce], ..EXPERTS_BACKWARD };
 
 /// Events of a pass: its start, start and end of the persistent kernel, start of the sums over PEs, and its end.
 const MARKS: [usize; 5] = [0, 1, 2, 3, 4];
 
 /// A pass whose arguments are checked against the layer.
-pub(super) struct Checked {
+pub(super) struct CheckedPass {
     pub(super) pass: Pass,
-    pub(super) stages: &'static Stages,
+    pub(super) stages: &'static PassKernels,
     pub(super) by: RoutedBy,
 }
 
@@ -60,7 +60,7 @@ struct Expect {
 
 impl<'g> DeviceLayer<'g> {
     /// Checks the arguments of a forward pass.
-    pub(super) fn check_forward(&self, x: &Buffer<'g>, output: &Buffer<'g>) -> Result<Checked, MoeError> {
+    pub(super) fn check_forward(&self, x: &Buffer<'g>, output: &Buffer<'g>) -> Result<CheckedPass, MoeError> {
         if self.spec.config.router.external {
             let why = "the layer has no router: the caller routes, by experts".into();
             return Err(MoeError::Usage { what: "run forward", why });
@@ -70,7 +70,7 @@ impl<'g> DeviceLayer<'g> {
         let pass = Pass { x: x.address(), output: output.address(), ..self.pass(tokens) };
         let gathers_losses = self.spec.config.has_losses() && self.groups.len() > 1;
         let stages = if gathers_losses { &FORWARD_WITH_LOSSES } else { &FORWARD };
-        Ok(Checked { pass, stages, by: RoutedBy::Layer })
+        Ok(CheckedPass { pass, stages, by: RoutedBy::Layer })
     }
 
     /// Checks the arguments of the backward of a forward pass with `tokens` tokens.
@@ -80,14 +80,14 @@ impl<'g> DeviceLayer<'g> {
         x: &Buffer<'g>,
         grad_output: &Buffer<'g>,
         grad_input: &Buffer<'g>,
-    ) -> Result<Checked, MoeError> {
+    ) -> Result<CheckedPass, MoeError> {
         self.check_training("run backward")?;
         self.check_rows("hidden_states", x, tokens, self.spec.dtype.bytes())?;
         self.check_rows("grad_output", grad_output, tokens, self.spec.dtype.bytes())?;
         self.check_rows("grad_hidden_states", grad_input, tokens, size_of::<f32>())?;
         let (x, grad_output, output) = (x.address(), grad_output.address(), grad_input.address());
         let pass = Pass { x, grad_output, output, ..self.pass(tokens) };
-        Ok(Checked { pass, stages: &BACKWARD, by: RoutedBy::Layer })
+        Ok(CheckedPass { pass, stages: &BACKWARD, by: RoutedBy::Layer })
     }
 
     /// Checks the arguments of a forward pass with the caller's routing.
@@ -97,14 +97,14 @@ impl<'g> DeviceLayer<'g> {
         ids: &Buffer<'g>,
         weights: &Buffer<'g>,
         output: &Buffer<'g>,
-    ) -> Result<Checked, MoeError> {
+    ) -> Result<CheckedPass, MoeError> {
         let tokens = self.check_tokens(x)?;
         self.check_choices("ids", ids, tokens)?;
         self.check_choices("weights", weights, tokens)?;
         self.check_rows("output", output, tokens, size_of::<f32>())?;
         let (x, ids, weights, output) = (x.address(), ids.address(), weights.address(), output.address());
         let pass = Pass { x, ids, weights, output, ..self.pass(tokens) };
-        Ok(Checked { pass, stages: &EXPERTS, by: RoutedBy::Caller })
+        Ok(CheckedPass { pass, stages: &EXPERTS, by: RoutedBy::Caller })
     }
 
     /// Checks the arguments of the backward of such a pass.
@@ -115,12 +115,12 @@ impl<'g> DeviceLayer<'g> {
         grad_output: &Buffer<'g>,
         grad_input: &Buffer<'g>,
         grad_weights: &Buffer<'g>,
-    ) -> Result<Checked, MoeError> {
+    ) -> Result<CheckedPass, MoeError> {
         self.check_choices("grad_weights", grad_weights, tokens)?;
-        let Checked { pass, .. } = self.check_backward(tokens, x, grad_output, grad_input)?;
+        let CheckedPass { pass, .. } = self.check_backward(tokens, x, grad_output, grad_input)?;
         let pass = Pass { grad_weights: grad_weights.address(), ..pass };
         let stages = if self.shape.summed == 1 { &EXPERTS_BACKWARD_SUMMED } else { &EXPERTS_BACKWARD };
-        Ok(Checked { pass, stages, by: RoutedBy::Caller })
+        Ok(CheckedPass { pass, stages, by: RoutedBy::Caller })
     }
 
     fn check_training(&self, what: &'static str) -> Result<(), MoeError> {
@@ -170,12 +170,12 @@ impl<'g> DeviceLayer<'g> {
     }
 
     /// Returns the state for a forward pass: a spare one, or a new one.
-    pub(super) fn take_state(&mut self) -> Result<DeviceSaved<'g>, MoeError> {
-        self.spare.pop().map_or_else(|| DeviceSaved::new(self), Ok)
+    pub(super) fn acquire_state(&mut self) -> Result<DeviceSaved<'g>, MoeError> {
+        self.pool.pop().map_or_else(|| DeviceSaved::new(self), Ok)
     }
 
     /// Launches the kernels of a pass, with events between the phases.
-    fn run(&self, saved: &DeviceSaved<'g>, Checked { pass, stages, .. }: &Checked) -> Result<(), MoeError> {
+    fn run(&self, saved: &DeviceSaved<'g>, CheckedPass { pass, stages, .. }: &CheckedPass) -> Result<(), MoeError> {
         self.gpu.mark(MARKS[0])?;
         self.launch(saved, pass, stages.before)?;
         self.gpu.mark(MARKS[1])?;
@@ -188,8 +188,8 @@ impl<'g> DeviceLayer<'g> {
     }
 
     /// Launches the kernels of a pass without events.
-    pub(super) fn launch_all(&self, saved: &DeviceSaved<'g>, checked: &Checked) -> Result<(), GpuError> {
-        let Checked { pass, stages, .. } = checked;
+    pub(super) fn launch_all(&self, saved: &DeviceSaved<'g>, checked: &CheckedPass) -> Result<(), GpuError> {
+        let CheckedPass { pass, stages, .. } = checked;
         self.launch(saved, pass, stages.before)?;
         self.launch(saved, pass, &[stages.layer])?;
         self.launch(saved, pass, stages.after)?;
@@ -197,7 +197,7 @@ impl<'g> DeviceLayer<'g> {
     }
 
     /// Runs `launch`, which launches a whole pass. Its time counts as the persistent kernel's.
-    pub(super) fn run_as_one(&self, launch: impl FnOnce() -> Result<(), GpuError>) -> Result<(), MoeError> {
+    pub(super) fn run_single_launch(&self, launch: impl FnOnce() -> Result<(), GpuError>) -> Result<(), MoeError> {
         self.gpu.mark(MARKS[0])?;
         self.gpu.mark(MARKS[1])?;
         launch()?;
@@ -226,8 +226,8 @@ impl<'g> DeviceLayer<'g> {
 
 impl<'g> DeviceLayer<'g> {
     /// Runs a forward pass on a state of the layer's own.
-    fn run_forward(&mut self, checked: &Checked) -> Result<DeviceSaved<'g>, MoeError> {
-        let mut saved = self.take_state()?;
+    fn run_forward(&mut self, checked: &CheckedPass) -> Result<DeviceSaved<'g>, MoeError> {
+        let mut saved = self.acquire_state()?;
         saved.refresh(self)?;
         saved.begin(checked.pass.tokens as usize, checked.by);
         self.run(&saved, checked)?;
@@ -235,7 +235,7 @@ impl<'g> DeviceLayer<'g> {
     }
 
     /// Runs a backward after `saved` and the arguments have been checked.
-    fn run_backward(&mut self, saved: &mut DeviceSaved<'g>, checked: &Checked) -> Result<(), MoeError> {
+    fn run_backward(&mut self, saved: &mut DeviceSaved<'g>, checked: &CheckedPass) -> Result<(), MoeError> {
         saved.refresh(self)?;
         saved.begin_backward();
         self.before_backward(checked.by)?;
@@ -257,12 +257,12 @@ impl<'g> DeviceLayer<'g> {
     }
 
     /// Call after a change of `shape`: updates the layer's description in all spare states.
-    fn change(&mut self) -> Result<(), MoeError> {
+    fn update_descriptions(&mut self) -> Result<(), MoeError> {
         self.version += 1;
         // Updating now keeps the next pass, which other PEs may wait for, short.
-        let mut spare = std::mem::take(&mut self.spare);
-        let done = spare.iter_mut().try_for_each(|saved| saved.refresh(self));
-        self.spare = spare;
+        let mut pool = std::mem::take(&mut self.pool);
+        let done = pool.iter_mut().try_for_each(|saved| saved.refresh(self));
+        self.pool = pool;
         done
     }
 }
@@ -411,8 +411,8 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
 
     fn recycle(&mut self, saved: DeviceSaved<'g>) {
         // A state of another layer is only freed.
-        if saved.is_of(self) {
-            self.spare.push(saved);
+        if saved.belongs_to(self) {
+            self.pool.push(saved);
         }
     }
 
@@ -441,7 +441,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
         // `router_parts` never decreases. Unneeded planes are zeros, which do not change any bit of the results.
         if self.weights.router_parts > self.shape.router_parts {
             self.shape.router_parts = self.weights.router_parts;
-            self.change()?;
+            self.update_descriptions()?;
         }
         Ok(())
     }
@@ -450,7 +450,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
         if mode != self.spec.options.mode {
             self.spec.options.mode = mode;
             self.shape.bulk = (mode == Mode::Bulk).into();
-            self.change()?;
+            self.update_descriptions()?;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Passes that are recorded once and replayed; on a CUDA device, as graphs.
 
-use super::pass::Checked;
+use super::pass::CheckedPass;
 use super::saved::RoutedBy;
 use super::{DeviceLayer, DeviceSaved};
 use crate::gpu::params::Pass;
@@ -17,7 +17,7 @@ use crate::moe::spec::{Gradients, LayerSpec, Mode, MoeError, MoeLayer, Routed, W
 pub struct RecordedLayer<'a, 'g> {
     layer: &'a mut DeviceLayer<'g>,
     saved: DeviceSaved<'g>,
-    /// Forward passes so far.
+    /// Number of forward passes started.
     forwards: u64,
     forward: Option<PassRecording<'g>>,
     backward: Option<PassRecording<'g>>,
@@ -44,12 +44,12 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
     ///
     /// Returns an error if allocation fails.
     pub fn new(layer: &'a mut DeviceLayer<'g>) -> Result<Self, MoeError> {
-        let saved = layer.take_state()?;
+        let saved = layer.acquire_state()?;
         Ok(RecordedLayer { layer, saved, forwards: 0, forward: None, backward: None })
     }
 
     /// Records a pass if needed, and checks that it equals the recorded one.
-    fn record(&mut self, checked: &Checked, backward: bool) -> Result<(), MoeError> {
+    fn record(&mut self, checked: &CheckedPass, backward: bool) -> Result<(), MoeError> {
         self.saved.refresh(self.layer)?;
         let (layer, saved) = (&*self.layer, &self.saved);
         let recorded = if backward { &mut self.backward } else { &mut self.forward };
@@ -73,7 +73,7 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
         // SAFETY: the recording has launches of this layer's kernels on `self.saved`, which lives as long as the
         // recording and has the recorded version. The addresses in the recorded pass equal those of the checked pass,
         // whose buffers the caller borrows to this call.
-        self.layer.run_as_one(|| unsafe { recorded.recording.replay() })
+        self.layer.run_single_launch(|| unsafe { recorded.recording.replay() })
     }
 
     /// Returns an error unless `saved` is the last forward pass.
@@ -86,7 +86,7 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
         Err(MoeError::Usage { what, why: why.into() })
     }
 
-    fn run_forward(&mut self, checked: Checked) -> Result<RecordedPass, MoeError> {
+    fn run_forward(&mut self, checked: CheckedPass) -> Result<RecordedPass, MoeError> {
         self.record(&checked, false)?;
         self.saved.begin(checked.pass.tokens as usize, checked.by);
         self.forwards += 1;
@@ -94,7 +94,7 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
         Ok(RecordedPass { layer: self.layer.id, forward: self.forwards })
     }
 
-    fn run_backward(&mut self, checked: &Checked) -> Result<(), MoeError> {
+    fn run_backward(&mut self, checked: &CheckedPass) -> Result<(), MoeError> {
         self.record(checked, true)?;
         self.saved.begin_backward();
         self.layer.before_backward(checked.by)?;

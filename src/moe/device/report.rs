@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_names_the_pe_and_what_it_waited_for() {
+    fn timeout_report_names_the_pe_and_the_signal() {
         let record = |kind, what| ErrorRecord { kind, pe: 2, what, phase: 5, expected: 7, seen: 3, index: 1 };
         let options = Options { wait_limit: Duration::from_secs(2), ..Options::default() };
         let error = |record: ErrorRecord| error(&record, 1, &[1, 3, 2], &options);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn phases_add_up_to_the_pass() {
+    fn phase_times_sum_to_the_pass() {
         let ms = Duration::from_millis;
         let stats = PassStats { phase_block_ns: [1000, 0, 10, 20, 10, 0, 0], ..PassStats::default() };
         let times = DevicePassTimes { router: ms(1), layer: ms(8), all_reduce: ms(2) };

@@ -47,7 +47,7 @@ impl DeviceOptions {
             spec.validate(n_pes)?;
             return Ok(Groups::one(spec.placement.clone()));
         };
-        let planned = n_of(groups);
+        let planned = total_pes(groups);
         if planned != n_pes {
             return Err(config_error("the groups' number of PEs", planned, &n_pes.to_string()));
         }
@@ -60,14 +60,14 @@ impl DeviceOptions {
         if hosts != 0 && hosts != n_pes {
             return Err(config_error("the hosts' number of PEs", hosts, &n_pes.to_string()));
         }
-        if self.hosts_in(groups, group, &spec.options) != spec.options.hosts {
+        if self.hosts_of_group(groups, group, &spec.options) != spec.options.hosts {
             return Err(config_error("the hosts", format!("others than group {group} has"), "the group's"));
         }
         Ok(groups.clone())
     }
 
     /// The hosts of a group's PEs, for a layer with `options`.
-    fn hosts_in(&self, groups: &Groups, group: usize, options: &Options) -> Hosts {
+    fn hosts_of_group(&self, groups: &Groups, group: usize, options: &Options) -> Hosts {
         match self.hosts.n_pes() {
             0 => options.hosts.clone(),
             _ => self.hosts.of(groups.members(group)),
@@ -76,7 +76,7 @@ impl DeviceOptions {
 }
 
 /// Number of PEs in all groups.
-fn n_of(groups: &Groups) -> usize {
+fn total_pes(groups: &Groups) -> usize {
     (0..groups.len()).map(|group| groups.members(group).len()).sum()
 }
 
@@ -175,7 +175,7 @@ impl ShapeOf<'_> {
     pub fn shape(&self, limits: &DeviceLimits, blocks: u32) -> Result<LayerShape, MoeError> {
         let (group, me) = self.groups.place(self.my_pe);
         let mut spec = self.spec.clone().placement(self.groups.placement(group).clone());
-        spec.options.hosts = self.device.hosts_in(self.groups, group, &spec.options);
+        spec.options.hosts = self.device.hosts_of_group(self.groups, group, &spec.options);
         let LayerSpec { config, placement, options, dtype, max_tokens, training, .. } = &spec;
         check(config, *dtype, options)?;
         if self.groups.len() > 1 && options.hosts.relays() && self.device.hosts.n_pes() == 0 {
@@ -204,7 +204,7 @@ impl ShapeOf<'_> {
             my_pe: me as u32,
             n_pes: placement.n_pes() as u32,
             world_pe: self.my_pe as u32,
-            n_world: n_of(self.groups) as u32,
+            n_world: total_pes(self.groups) as u32,
             hidden: config.hidden as u32,
             intermediate: config.expert.intermediate as u32,
             shared_intermediate: shared.intermediate as u32,
@@ -270,15 +270,15 @@ impl ShapeOf<'_> {
     pub(super) fn tile(&self, limits: &DeviceLimits) -> Result<&'static TileKernels, MoeError> {
         let path = self.path(limits);
         let found = match self.device.tile {
-            Some(asked) => TileKernels::of(path).find(|kernels| kernels.tile() == asked),
+            Some(requested) => TileKernels::of(path).find(|kernels| kernels.tile() == requested),
             None => self.problem(limits).tile(path, limits),
         };
         found.ok_or_else(|| {
             let all: Vec<String> = TileKernels::of(path).map(|kernels| kernels.tile().to_string()).collect();
-            let asked = self.device.tile.map_or_else(String::new, |tile| tile.to_string());
+            let requested = self.device.tile.map_or_else(String::new, |tile| tile.to_string());
             config_error(
                 "the tile",
-                asked,
+                requested,
                 &format!("{}, which there are kernels for ({})", all.join(" or "), path.name()),
             )
         })
@@ -307,7 +307,7 @@ impl ShapeOf<'_> {
             // All PEs of a group need the same.
             let Some(&my_pe) = self.groups.members(group).first() else { continue };
             let shape = ShapeOf { my_pe, ..*self }.shape(limits, blocks)?;
-            most = most.max(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes);
+            most = most.max(lay_out(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes);
         }
         Ok(most)
     }
@@ -396,7 +396,7 @@ pub fn sum_steps(shape: &LayerShape, parts: u32, replicated: bool) -> u32 {
 /// # Errors
 ///
 /// Returns an error that names the invalid field of the shape.
-pub fn place(
+pub fn lay_out(
     shape: &LayerShape,
     tables: &Tables,
     local: u64,
@@ -431,7 +431,7 @@ mod tests {
 
     /// DeepSeek-V3's layer for training on 16 PEs, four per host, with 4096 tokens each.
     #[test]
-    fn symmetric_memory_is_the_windows_the_returns_and_two_waves() {
+    fn symmetric_memory_is_windows_returns_and_two_waves() {
         let config = LayerConfig::new(7168, 256, RouterConfig::softmax(8), MlpConfig::gated(2048, Activation::Silu));
         let spec = LayerSpec::new(config, 16, 4096).dtype(Dtype::Bf16).training(true);
         let limits = DeviceLimits::a100();
@@ -441,9 +441,9 @@ mod tests {
             let (spec, device, groups) = (&spec, &device, &groups);
             let shape_of = ShapeOf { spec, device, groups, my_pe: 0, all_reachable, router_parts: 3 };
             let shape = shape_of.shape(&limits, 108).unwrap();
-            (place(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes, shape)
+            (lay_out(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes, shape)
         };
-        let ((near, shape), (far, _)) = (bytes(true), bytes(false));
+        let ((local_bytes, shape), (remote_bytes, _)) = (bytes(true), bytes(false));
         let (chunk, window) = (u64::from(shape.chunk_rows), u64::from(shape.window_chunks));
         // A sent row has one word and up to 8 slots of two words; a returned row has 8 weight gradients.
         let (sent, returned) = (chunk * (2 * 7168 + 4 + 8 * 8), chunk * (2 * 7168 + 4 * 8));
@@ -451,12 +451,12 @@ mod tests {
         let rows = 15 * window * sent + returns * returned;
         let stages = 2 * window * (sent + returned);
         let small = 64 << 20; // signals, headers, pieces of gradients of replicated weights
-        assert!(near >= rows && near <= rows + small, "{near} bytes, {rows} of rows");
+        assert!(local_bytes >= rows && local_bytes <= rows + small, "{local_bytes} bytes, {rows} of rows");
         assert!(
-            far >= rows + stages && far <= rows + stages + 2 * small,
-            "{far} bytes, {rows} of rows, {stages} of stages"
+            remote_bytes >= rows + stages && remote_bytes <= rows + stages + 2 * small,
+            "{remote_bytes} bytes, {rows} of rows, {stages} of stages"
         );
-        assert!(far <= 1 << 30, "{far} bytes");
+        assert!(remote_bytes <= 1 << 30, "{remote_bytes} bytes");
 
         // With relays: windows for three PEs of the host and three sources of other hosts, results of seven PEs, and
         // four buffers of partial results.
@@ -464,13 +464,17 @@ mod tests {
         spec.options.hosts = Hosts::new((0..16).map(|pe| pe / 4).collect());
         let shape_of =
             ShapeOf { spec: &spec, device: &device, groups: &groups, my_pe: 0, all_reachable: false, router_parts: 3 };
-        let once = place(&shape_of.shape(&limits, 108).unwrap(), &Tables::default(), 0, 0).unwrap().0.symmetric_bytes;
+        let relayed_bytes =
+            lay_out(&shape_of.shape(&limits, 108).unwrap(), &Tables::default(), 0, 0).unwrap().0.symmetric_bytes;
         let rows = 6 * window * sent + 7 * (4096 / chunk) * returned + stages + 3 * 3 * 4 * chunk * (2 * 7168 + 4 * 8);
-        assert!(once >= rows && once <= rows + 2 * small && once < far, "{once} bytes, {rows} of rows, {far} without");
+        assert!(
+            relayed_bytes >= rows && relayed_bytes <= rows + 2 * small && relayed_bytes < remote_bytes,
+            "{relayed_bytes} bytes, {rows} of rows, {remote_bytes} without"
+        );
     }
 
     #[test]
-    fn what_only_a_cpu_computes_is_refused_in_a_line() {
+    fn cpu_only_features_are_rejected() {
         let base = LayerConfig::new(16, 4, RouterConfig::softmax(2), MlpConfig::gated(8, Activation::Silu));
         check(&base, Dtype::Bf16, &Options::default()).unwrap();
         type Change = fn(&mut LayerConfig);

@@ -1,7 +1,7 @@
 //! The states of passes, each checked against its layer.
 
 use super::saved::{DeviceSaved, RoutedBy};
-use super::shape::place;
+use super::shape::lay_out;
 use super::weights::TENSOR_MAP_BOX;
 use super::{DeviceLayer, MoeError};
 use crate::gpu::{Buffer, TensorMap};
@@ -11,7 +11,7 @@ impl<'g> DeviceSaved<'g> {
     pub(super) fn new(layer: &DeviceLayer<'g>) -> Result<Self, MoeError> {
         let local = Buffer::new(layer.gpu, layer.sizes.local_bytes)?;
         let (info, description) =
-            place(&layer.shape, &layer.weights.tables, local.address(), layer.symmetric.address())?;
+            lay_out(&layer.shape, &layer.weights.tables, local.address(), layer.symmetric.address())?;
         local.zero(info.local_zero - local.address(), info.local_zero_bytes)?;
         for array in info.slot_arrays.iter().filter(|array| array.at != 0) {
             let map = layer.gpu.tensor_map(TensorMap {
@@ -39,13 +39,13 @@ impl<'g> DeviceSaved<'g> {
     }
 
     /// Whether the state is of this layer.
-    pub(super) fn is_of(&self, layer: &DeviceLayer<'g>) -> bool {
+    pub(super) fn belongs_to(&self, layer: &DeviceLayer<'g>) -> bool {
         self.layer == layer.id
     }
 
     /// Returns an error unless the state is of this layer.
     pub(super) fn check(&self, layer: &DeviceLayer<'g>, what: &'static str) -> Result<(), MoeError> {
-        match self.is_of(layer) {
+        match self.belongs_to(layer) {
             true => Ok(()),
             false => Err(MoeError::Usage { what, why: "the forward pass was another layer's".into() }),
         }
@@ -55,7 +55,7 @@ impl<'g> DeviceSaved<'g> {
     pub(super) fn refresh(&mut self, layer: &DeviceLayer<'g>) -> Result<(), MoeError> {
         if self.version != layer.version {
             let (info, description) =
-                place(&layer.shape, &layer.weights.tables, self.local.address(), layer.symmetric.address())?;
+                lay_out(&layer.shape, &layer.weights.tables, self.local.address(), layer.symmetric.address())?;
             // Changes of the layer do not change sizes, so the state's memory fits the new description.
             assert_eq!((info.local_bytes, info.layer_bytes), (self.info.local_bytes, self.info.layer_bytes));
             self.description.write(0, &description)?;

@@ -18,7 +18,7 @@ pub enum GemmPath {
 }
 
 impl GemmPath {
-    /// Its name in reports.
+    /// Name in reports.
     pub fn name(self) -> &'static str {
         match self {
             GemmPath::Ampere => "ampere",
@@ -125,7 +125,7 @@ struct Rates {
 }
 
 /// Clocks between the last product of a tile and the first of the next: epilogue, scheduling, first copies.
-const BETWEEN: f64 = 6000.0;
+const TILE_OVERHEAD: f64 = 6000.0;
 
 /// A measured problem and its fastest tile: path, multiprocessors, hidden, intermediate, experts per PE, rows per
 /// expert, tile.
@@ -166,7 +166,7 @@ impl Problem {
         let multiplied = (self.rows + m / 4.0).max(m / 2.0) / down;
         let product = |columns: f64, of_tile: f64, sum: f64| {
             let waves = (self.experts * down * (columns / of_tile).ceil() / self.multiprocessors).ceil();
-            waves * multiplied * n * sum / rates.pairs * slowdown + (waves / blocks).ceil() * BETWEEN
+            waves * multiplied * n * sum / rates.pairs * slowdown + (waves / blocks).ceil() * TILE_OVERHEAD
         };
         let of_tile = if self.gated { n / 2.0 } else { n };
         let weights = self.experts * self.hidden * self.intermediate * if self.gated { 6.0 } else { 4.0 };
@@ -177,9 +177,9 @@ impl Problem {
     /// Distance of two problems: the largest |log2| of the ratios of their sizes.
     fn distance(&self, measured: &Measured) -> f64 {
         let &(_, multiprocessors, hidden, intermediate, experts, rows, _) = measured;
-        let theirs = [multiprocessors, hidden, intermediate, experts, rows].map(f64::from);
-        let ours = [self.multiprocessors, self.hidden, self.intermediate, self.experts, self.rows];
-        ours.iter().zip(theirs).map(|(a, b)| (a.max(1.0) / b.max(1.0)).log2().abs()).fold(0.0, f64::max)
+        let measured = [multiprocessors, hidden, intermediate, experts, rows].map(f64::from);
+        let sizes = [self.multiprocessors, self.hidden, self.intermediate, self.experts, self.rows];
+        sizes.iter().zip(measured).map(|(a, b)| (a.max(1.0) / b.max(1.0)).log2().abs()).fold(0.0, f64::max)
     }
 
     /// The tile of the nearest measured problem, if all sizes are within a factor of two. Otherwise the tile of one
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn small_tiles_where_large_ones_are_fewer_than_multiprocessors() {
+    fn small_tiles_if_large_tiles_are_fewer_than_multiprocessors() {
         let problem = |experts, rows, hidden, intermediate| problem(108.0, [experts, rows, hidden, intermediate]);
         let tile = |problem| tile(GemmPath::Ampere, problem);
         // One of Mixtral's experts on each of 8 PEs: the second GEMM has 16 tiles per row of tiles; a decoding step has
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn narrow_tiles_where_wide_ones_leave_multiprocessors_without() {
+    fn narrow_tiles_if_wide_tiles_leave_multiprocessors_idle() {
         let problem = |experts, rows, hidden, intermediate| problem(132.0, [experts, rows, hidden, intermediate]);
         let tile = |problem| tile(GemmPath::Hopper, problem);
         // One of Mixtral's experts on each of 8 PEs, for few tokens: the second GEMM has only 16 wide tiles per row of
@@ -255,20 +255,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_measured_never_takes_a_tile_of_several_blocks() {
+    fn unmeasured_architectures_use_tiles_of_one_block() {
         assert!(TileKernels::of(GemmPath::Hopper).any(|tile| tile.cluster > 1));
         for experts in [1.0, 8.0, 64.0] {
             for rows in [1.0, 64.0, 300.0, 4096.0, 65536.0] {
                 for (hidden, intermediate) in [(2048.0, 768.0), (4096.0, 14336.0), (7168.0, 2048.0)] {
-                    let taken = tile(GemmPath::Hopper, problem(132.0, [experts, rows, hidden, intermediate]));
-                    assert!(["128x256", "128x128"].contains(&&*taken), "{taken}");
+                    let chosen = tile(GemmPath::Hopper, problem(132.0, [experts, rows, hidden, intermediate]));
+                    assert!(["128x256", "128x128"].contains(&&*chosen), "{chosen}");
                 }
             }
         }
     }
 
     #[test]
-    fn tiles_are_read_as_they_are_printed() {
+    fn tile_text_round_trips() {
         for path in [GemmPath::Ampere, GemmPath::Hopper] {
             let mut infixes: Vec<&str> = TileKernels::of(path).map(TileKernels::infix).collect();
             for kernels in TileKernels::of(path) {
@@ -278,8 +278,8 @@ mod tests {
             infixes.dedup();
             assert_eq!(infixes.len(), TileKernels::of(path).count());
         }
-        for wrong in ["", "64", "64x", "x128", "64,128", "64x128x2", "-64x128"] {
-            assert!(wrong.parse::<Tile>().is_err(), "{wrong}");
+        for invalid in ["", "64", "64x", "x128", "64,128", "64x128x2", "-64x128"] {
+            assert!(invalid.parse::<Tile>().is_err(), "{invalid}");
         }
     }
 }

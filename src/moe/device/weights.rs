@@ -10,7 +10,7 @@ use super::sums::Sums;
 use super::tiles::GemmPath;
 use crate::gpu::params::{self, Kernel, Tables};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
-use crate::moe::parts::in_parts;
+use crate::moe::parallel::par_chunks;
 use crate::moe::spec::{
     Dtype, Gradients, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightError,
     WeightId, WeightSource, proj_index,
@@ -54,7 +54,7 @@ fn put_elements(values: &[f32], dtype: Dtype, name: &str, elements: &mut Vec<u16
     };
     elements.resize(values.len(), 0);
     let first_too_large = AtomicUsize::new(usize::MAX);
-    in_parts(elements, |first, part| {
+    par_chunks(elements, |first, part| {
         for (at, (e, &x)) in (first..).zip(part.iter_mut().zip(&values[first..])) {
             *e = round(x);
             if x.is_finite() && !to_f32(*e, dtype).is_finite() {
@@ -116,27 +116,27 @@ impl Planes {
 
 /// Byte offsets of the matrices and biases of an MLP in a buffer.
 #[derive(Clone, Copy, Default)]
-struct MlpPlaces {
+struct MlpOffsets {
     matrix: [Option<u64>; 3],
     bias: [Option<u64>; 3],
 }
 
-impl MlpPlaces {
+impl MlpOffsets {
     fn new(bump: &mut Bump, mlp: &MlpConfig, hidden: usize, element_bytes: usize) -> Self {
-        let mut places = MlpPlaces::default();
+        let mut offsets = MlpOffsets::default();
         for &proj in mlp.projections() {
             let [out, inp] = mlp.shape(proj, hidden);
-            places.matrix[proj_index(proj)] = Some(bump.take(out * inp * element_bytes));
+            offsets.matrix[proj_index(proj)] = Some(bump.take(out * inp * element_bytes));
             if mlp.bias {
-                places.bias[proj_index(proj)] = Some(bump.take(out * size_of::<f32>()));
+                offsets.bias[proj_index(proj)] = Some(bump.take(out * size_of::<f32>()));
             }
         }
-        places
+        offsets
     }
 
     /// Addresses in the order of the kernels' structs; 0 for a missing one.
     fn addresses(&self, base: u64) -> [u64; 6] {
-        let at = |place: Option<u64>| place.map_or(0, |place| base + place);
+        let at = |location: Option<u64>| location.map_or(0, |location| base + location);
         let ([g, u, d], [gb, ub, db]) = (self.matrix, self.bias);
         [g, u, d, gb, ub, db].map(at)
     }
@@ -154,7 +154,7 @@ pub struct DeviceWeights<'g> {
     pub gradients: Option<DeviceGradients<'g>>,
     /// Matrices and biases of the local experts, then of the shared expert, at the offsets in `offsets`.
     mlps: Buffer<'g>,
-    places: Vec<MlpPlaces>,
+    offsets: Vec<MlpOffsets>,
     /// [`MAX_ROUTER_PARTS`] planes, and their sums in f32; `None` if the caller routes.
     router: Option<[Buffer<'g>; 2]>,
     router_bias: Option<Buffer<'g>>,
@@ -167,7 +167,7 @@ pub struct DeviceWeights<'g> {
 }
 
 /// Position of a weight on the device.
-enum Place<'a, 'g> {
+enum WeightLocation<'a, 'g> {
     /// In the layer's element type, at this byte offset.
     Elements(&'a Buffer<'g>, u64),
     /// In f32, at this byte offset.
@@ -206,17 +206,17 @@ impl<'g> DeviceWeights<'g> {
         let (hidden, dtype) = (config.hidden, *dtype);
         let held = mlps(config, placement, me);
         let mut bump = Bump::default();
-        let places: Vec<_> =
-            held.iter().map(|(_, mlp)| MlpPlaces::new(&mut bump, mlp, hidden, dtype.bytes())).collect();
+        let offsets: Vec<_> =
+            held.iter().map(|(_, mlp)| MlpOffsets::new(&mut bump, mlp, hidden, dtype.bytes())).collect();
         let weights = Buffer::new(gpu, bump.used)?;
         let load = |id| load(source, config, id);
-        for ((which, mlp), places) in held.iter().zip(&places) {
+        for ((which, mlp), offsets) in held.iter().zip(&offsets) {
             for &proj in mlp.projections() {
                 let (matrix, bias) = which.ids(proj);
-                if let Some(at) = places.matrix[proj_index(proj)] {
+                if let Some(at) = offsets.matrix[proj_index(proj)] {
                     weights.write(at, &to_elements(&load(matrix)?, dtype, &source.name(matrix))?)?;
                 }
-                if let Some(at) = places.bias[proj_index(proj)] {
+                if let Some(at) = offsets.bias[proj_index(proj)] {
                     weights.write(at, &load(bias)?)?;
                 }
             }
@@ -250,7 +250,7 @@ impl<'g> DeviceWeights<'g> {
             router_parts: planes.parts.max(1),
             gradients,
             mlps: weights,
-            places,
+            offsets,
             router,
             router_bias,
             shared_gate,
@@ -258,8 +258,8 @@ impl<'g> DeviceWeights<'g> {
             elements: Vec::new(),
             planes,
         };
-        made.set_places(gpu, placement, &Relays::new(placement, &spec.options.hosts), me)?;
-        let mut addresses: Vec<[u64; 6]> = made.places.iter().map(|p| p.addresses(made.mlps.address())).collect();
+        made.set_experts(gpu, placement, &Relays::new(placement, &spec.options.hosts), me)?;
+        let mut addresses: Vec<[u64; 6]> = made.offsets.iter().map(|p| p.addresses(made.mlps.address())).collect();
         addresses.resize(placement.experts(me).len() + 1, [0; 6]);
         made.tables.weights = made.keep(gpu, &addresses)?;
         if path == GemmPath::Hopper {
@@ -268,7 +268,7 @@ impl<'g> DeviceWeights<'g> {
         }
         if let Some(gradients) = &made.gradients {
             let base = gradients.buffer.address();
-            let mut of: Vec<[u64; 6]> = gradients.places.iter().map(|p| p.addresses(base)).collect();
+            let mut of: Vec<[u64; 6]> = gradients.offsets.iter().map(|p| p.addresses(base)).collect();
             of.resize(addresses.len(), [0; 6]);
             made.tables.grad_router = base + gradients.router;
             made.tables.grad_shared_gate = gradients.shared_gate.map_or(0, |at| base + at);
@@ -277,19 +277,19 @@ impl<'g> DeviceWeights<'g> {
         Ok(made)
     }
 
-    /// Sets the tables of expert slots, replicas' shares and relays.
-    fn set_places(
+    /// Sets the tables of physical experts, replicas' shares and relays.
+    fn set_experts(
         &mut self,
         gpu: &'g dyn Gpu,
         placement: &Placement,
         relays: &Relays,
         me: usize,
     ) -> Result<(), GpuError> {
-        let (first_place, place_pe) = relays.place_tables(me);
+        let (first_place, place_pe) = relays.physical_tables(me);
         let (mut first_holder, mut holder_place, mut holder_until) = (vec![0u32], Vec::new(), Vec::new());
         for expert in 0..placement.n_experts() {
             for (pe, local, until) in placement.shares(expert, me) {
-                holder_place.push(relays.place(me, &first_place, pe, local));
+                holder_place.push(relays.physical(me, &first_place, pe, local));
                 holder_until.push(until);
             }
             first_holder.push(holder_place.len() as u32);
@@ -331,13 +331,14 @@ impl<'g> DeviceWeights<'g> {
         if let Some(pe) = relays.members(me).iter().find(|&&pe| peers[pe] == 0) {
             let (mine, other) = (gpu.my_pe(), members[*pe]);
             let why = format!("the device of PE {mine} does not reach the memory of PE {other}'s, on the same host");
-            return Err(GpuError::failed("pass rows on within a host", why));
+            return Err(GpuError::failed("forward rows within a host", why));
         }
         let lists = |linked: &dyn Fn(usize) -> bool| -> Vec<u32> {
-            let far: Vec<usize> = (1..n).map(|i| (me + i) % n).filter(|&pe| peers[pe] == 0 && linked(pe)).collect();
-            let number = |pe: usize| far.iter().position(|&one| one == pe).unwrap_or(0);
-            let listed = far.iter().copied().chain(vec![0; n - far.len()]);
-            std::iter::once(far.len()).chain(listed).chain((0..n).map(number)).map(|v| v as u32).collect()
+            let inter_node: Vec<usize> =
+                (1..n).map(|i| (me + i) % n).filter(|&pe| peers[pe] == 0 && linked(pe)).collect();
+            let number = |pe: usize| inter_node.iter().position(|&one| one == pe).unwrap_or(0);
+            let listed = inter_node.iter().copied().chain(vec![0; n - inter_node.len()]);
+            std::iter::once(inter_node.len()).chain(listed).chain((0..n).map(number)).map(|v| v as u32).collect()
         };
         self.tables.far = self.keep(gpu, &lists(&|pe| relays.links(me, pe).0))?;
         self.tables.far_back = self.keep(gpu, &lists(&|pe| relays.links(me, pe).1))?;
@@ -353,55 +354,55 @@ impl<'g> DeviceWeights<'g> {
     }
 
     /// The position of a weight, after checking its length.
-    fn place(
+    fn locate(
         &self,
         spec: &LayerSpec,
         me: usize,
         id: WeightId,
         len: usize,
         what: &'static str,
-    ) -> Result<Place<'_, 'g>, MoeError> {
+    ) -> Result<WeightLocation<'_, 'g>, MoeError> {
         let (config, placement) = (&spec.config, &spec.placement);
-        let routed = |e| placement.local_on(e, me).and_then(|local| self.places.get(local));
+        let routed = |e| placement.local_on(e, me).and_then(|local| self.offsets.get(local));
         // The shared expert follows the local experts.
-        let shared = self.places.get(placement.experts(me).len());
-        let place = match id {
-            WeightId::Router => self.router.as_ref().map(Place::Router),
+        let shared = self.offsets.get(placement.experts(me).len());
+        let location = match id {
+            WeightId::Router => self.router.as_ref().map(WeightLocation::Router),
             // `check` rejects a layer that has one.
             WeightId::LogitBias => None,
-            WeightId::RouterBias => self.router_bias.as_ref().map(|buffer| Place::Values(buffer, 0)),
-            WeightId::SharedGate => self.shared_gate.as_ref().map(|buffer| Place::Values(buffer, 0)),
+            WeightId::RouterBias => self.router_bias.as_ref().map(|buffer| WeightLocation::Values(buffer, 0)),
+            WeightId::SharedGate => self.shared_gate.as_ref().map(|buffer| WeightLocation::Values(buffer, 0)),
             WeightId::Expert(e, p) => {
-                routed(e).and_then(|places| places.matrix[proj_index(p)]).map(|at| self.matrix(at))
+                routed(e).and_then(|offsets| offsets.matrix[proj_index(p)]).map(|at| self.matrix(at))
             }
-            WeightId::Shared(p) => shared.and_then(|places| places.matrix[proj_index(p)]).map(|at| self.matrix(at)),
+            WeightId::Shared(p) => shared.and_then(|offsets| offsets.matrix[proj_index(p)]).map(|at| self.matrix(at)),
             WeightId::ExpertBias(e, p) => {
-                routed(e).and_then(|places| places.bias[proj_index(p)]).map(|at| self.bias(at))
+                routed(e).and_then(|offsets| offsets.bias[proj_index(p)]).map(|at| self.bias(at))
             }
-            WeightId::SharedBias(p) => shared.and_then(|places| places.bias[proj_index(p)]).map(|at| self.bias(at)),
+            WeightId::SharedBias(p) => shared.and_then(|offsets| offsets.bias[proj_index(p)]).map(|at| self.bias(at)),
         };
-        let place = place.ok_or_else(|| MoeError::Usage { what, why: format!("PE {me} holds no {id:?}") })?;
+        let location = location.ok_or_else(|| MoeError::Usage { what, why: format!("PE {me} holds no {id:?}") })?;
         let expected: usize = config.shape(id).iter().product();
         if len != expected {
             return Err(MoeError::Shape { what: format!("{id:?}").into(), got: len, expected: expected.to_string() });
         }
-        Ok(place)
+        Ok(location)
     }
 
-    fn matrix(&self, at: u64) -> Place<'_, 'g> {
-        Place::Elements(&self.mlps, at)
+    fn matrix(&self, at: u64) -> WeightLocation<'_, 'g> {
+        WeightLocation::Elements(&self.mlps, at)
     }
 
-    fn bias(&self, at: u64) -> Place<'_, 'g> {
-        Place::Values(&self.mlps, at)
+    fn bias(&self, at: u64) -> WeightLocation<'_, 'g> {
+        WeightLocation::Values(&self.mlps, at)
     }
 
     /// Reads a weight, as f32.
     pub fn read(&self, spec: &LayerSpec, me: usize, id: WeightId, into: &mut [f32]) -> Result<(), MoeError> {
-        match self.place(spec, me, id, into.len(), "read a weight")? {
-            Place::Router([_, router]) => router.read(0, into)?,
-            Place::Values(buffer, at) => buffer.read(at, into)?,
-            Place::Elements(buffer, at) => {
+        match self.locate(spec, me, id, into.len(), "read a weight")? {
+            WeightLocation::Router([_, router]) => router.read(0, into)?,
+            WeightLocation::Values(buffer, at) => buffer.read(at, into)?,
+            WeightLocation::Elements(buffer, at) => {
                 // The 16-bit elements are read into the second half of `into` and widened from its start, so that no
                 // element is overwritten before it is read.
                 let len = into.len();
@@ -421,13 +422,13 @@ impl<'g> DeviceWeights<'g> {
         let name = || format!("{id:?}");
         // Moved out because the position borrows `self`.
         let (mut elements, mut planes) = (std::mem::take(&mut self.elements), std::mem::take(&mut self.planes));
-        let written = self.place(spec, me, id, values.len(), "set a weight").and_then(|place| match place {
-            Place::Values(buffer, at) => Ok(buffer.write(at, values)?),
-            Place::Elements(buffer, at) => {
+        let written = self.locate(spec, me, id, values.len(), "set a weight").and_then(|location| match location {
+            WeightLocation::Values(buffer, at) => Ok(buffer.write(at, values)?),
+            WeightLocation::Elements(buffer, at) => {
                 put_elements(values, spec.dtype, &name(), &mut elements)?;
                 Ok(buffer.write(at, &elements)?)
             }
-            Place::Router([on_device, router]) => {
+            WeightLocation::Router([on_device, router]) => {
                 planes.split(values, spec.dtype, &name())?;
                 on_device.write(0, &planes.planes)?;
                 Ok(router.write(0, values)?)
@@ -455,7 +456,7 @@ pub struct DeviceGradients<'g> {
     /// Whether the layer's gradients are in `sum`.
     summed: bool,
     /// Of the local experts, then of the shared expert.
-    places: Vec<MlpPlaces>,
+    offsets: Vec<MlpOffsets>,
     router: u64,
     shared_gate: Option<u64>,
     /// Host copy.
@@ -469,12 +470,12 @@ impl<'g> DeviceGradients<'g> {
         let router = bump.take(config.router_rows() * config.hidden * bytes);
         let gated = config.shared.is_some_and(|s| s.sigmoid_gate);
         let shared_gate = gated.then(|| bump.take(config.hidden * bytes));
-        let place = |bump: &mut Bump, mlp: &MlpConfig| MlpPlaces::new(bump, mlp, config.hidden, bytes);
-        let shared = config.shared.map(|shared| place(&mut bump, &shared.mlp));
+        let location = |bump: &mut Bump, mlp: &MlpConfig| MlpOffsets::new(bump, mlp, config.hidden, bytes);
+        let shared = config.shared.map(|shared| location(&mut bump, &shared.mlp));
         let replicated_bytes = bump.used;
         let routed = mlps.iter().filter(|(which, _)| *which != MlpId::Shared);
-        let mut places: Vec<_> = routed.map(|(_, mlp)| place(&mut bump, mlp)).collect();
-        places.extend(shared);
+        let mut offsets: Vec<_> = routed.map(|(_, mlp)| location(&mut bump, mlp)).collect();
+        offsets.extend(shared);
         let buffer = Buffer::new(gpu, bump.used)?;
         buffer.zero(0, buffer.bytes())?;
         Ok(DeviceGradients {
@@ -484,7 +485,7 @@ impl<'g> DeviceGradients<'g> {
             sum: None,
             accumulate: false,
             summed: false,
-            places,
+            offsets,
             router,
             shared_gate,
             read: Gradients::default(),
@@ -550,18 +551,18 @@ impl<'g> DeviceGradients<'g> {
             buffer.read(at, &mut all.shared_gate)?;
         }
         let shared = spec.config.shared.is_some().then_some(&mut all.shared);
-        for (places, grads) in self.places.iter().zip(all.experts.iter_mut().chain(shared)) {
-            places.read(buffer, grads)?;
+        for (offsets, grads) in self.offsets.iter().zip(all.experts.iter_mut().chain(shared)) {
+            offsets.read(buffer, grads)?;
         }
         Ok(all)
     }
 }
 
-impl MlpPlaces {
+impl MlpOffsets {
     fn read(&self, buffer: &Buffer<'_>, grads: &mut MlpGradients) -> Result<(), GpuError> {
         let pairs = self.matrix.iter().zip(&mut grads.matrix).chain(self.bias.iter().zip(&mut grads.bias));
-        for (place, values) in pairs {
-            if let Some(at) = place {
+        for (location, values) in pairs {
+            if let Some(at) = location {
                 buffer.read(*at, values)?;
             }
         }
@@ -604,7 +605,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn planes_add_up_to_24_bits_and_are_as_few_as_can_be() {
+    fn weights_split_into_the_fewest_planes_for_24_bits() {
         // Several splits into the same vectors.
         let mut split = Planes::default();
         for (values, dtype, parts) in [
@@ -625,7 +626,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_too_large_is_named() {
+    fn too_large_value_is_reported() {
         assert_eq!(to_elements(&[1.0, 65504.0], Dtype::F16, "w").unwrap()[1], f16::MAX.to_bits());
         let error = to_elements(&[1.0, 70000.0], Dtype::F16, "experts.0.up").unwrap_err();
         assert_eq!(error.to_string(), "experts.0.up: element 1 is 70000, too large for f16");

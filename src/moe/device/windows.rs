@@ -46,8 +46,8 @@ fn even_rows(spec: &LayerSpec) -> usize {
     // Probability that none of a token's k experts is at the destination.
     let none: f64 =
         (0..config.router.top_k.min(experts)).map(|i| (1.0 - most / (experts - i) as f64).max(0.0)).product();
-    let (tokens, there) = (*max_tokens as f64, 1.0 - none);
-    let rows = tokens * there + DEVIATIONS * (tokens * there * none).sqrt();
+    let (tokens, present) = (*max_tokens as f64, 1.0 - none);
+    let rows = tokens * present + DEVIATIONS * (tokens * present * none).sqrt();
     (rows.ceil() as usize).min(*max_tokens)
 }
 
@@ -57,7 +57,7 @@ mod tests {
     use crate::gpu::DeviceLimits;
     use crate::gpu::params::{LayerShape, Tables};
     use crate::moe::device::DeviceOptions;
-    use crate::moe::device::shape::{ShapeOf, place};
+    use crate::moe::device::shape::{ShapeOf, lay_out};
     use crate::moe::spec::{Activation, Dtype, Groups, Hosts, LayerConfig, MlpConfig, RouterConfig};
 
     /// Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3: hidden and intermediate sizes, experts, top-k.
@@ -76,11 +76,11 @@ mod tests {
         let (device, groups) = (&device, &groups);
         let shape_of = ShapeOf { spec, device, groups, my_pe: 0, all_reachable: false, router_parts: 3 };
         let shape = shape_of.shape(&DeviceLimits::a100(), 108).unwrap();
-        (shape, place(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes)
+        (shape, lay_out(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes)
     }
 
     /// A random number below `n`, from the upper half of a linear congruential generator.
-    fn below(state: &mut u64, n: usize) -> usize {
+    fn random_below(state: &mut u64, n: usize) -> usize {
         *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((*state >> 33) as usize * n) >> 31
     }
@@ -92,7 +92,7 @@ mod tests {
         for _ in 0..TOKENS {
             let mut chosen: Vec<usize> = Vec::new();
             while chosen.len() < k {
-                let expert = below(state, experts);
+                let expert = random_below(state, experts);
                 if !chosen.contains(&expert) {
                     chosen.push(expert);
                 }
@@ -106,18 +106,18 @@ mod tests {
     }
 
     /// Fences of a phase: one per `window` messages, in the order chunk 0 of all network peers, then chunk 1.
-    fn fences(far: &[usize], window: usize) -> usize {
-        let most = far.iter().copied().max().unwrap_or(0);
-        let sent = |number: &usize| number / far.len() < far[number % far.len()];
-        let mut waves: Vec<usize> = (0..most * far.len()).filter(sent).map(|number| number / window).collect();
+    fn fences(remote: &[usize], window: usize) -> usize {
+        let most = remote.iter().copied().max().unwrap_or(0);
+        let sent = |number: &usize| number / remote.len() < remote[number % remote.len()];
+        let mut waves: Vec<usize> = (0..most * remote.len()).filter(sent).map(|number| number / window).collect();
         waves.dedup();
         waves.len()
     }
 
     #[test]
-    fn even_routing_has_a_fence_for_each_far_peer_at_most() {
+    fn even_routing_has_at_most_one_fence_per_inter_node_peer() {
         let mut random = 1;
-        let mut looked_at = 0;
+        let mut checked = 0;
         for model in MODELS {
             let (.., experts, k) = model;
             for n in [2usize, 4, 8, 16, 32, 64] {
@@ -130,20 +130,23 @@ mod tests {
                 for _ in 0..4 {
                     let all = chunks(&mut random, experts, k, shape.chunk_rows as usize, &|e| e * n / experts);
                     for of_host in [1, 4] {
-                        let far = &all[of_host.min(n)..n];
-                        let (got, peers) = (fences(far, window), far.len());
+                        let remote = &all[of_host.min(n)..n];
+                        let (got, peers) = (fences(remote, window), remote.len());
                         assert!(got <= peers, "{model:?} on {n}, {of_host} a host: {got} fences to {peers} peers");
-                        assert!(far.iter().all(|chunks| *chunks <= window), "{model:?} on {n}: a place is used again");
-                        looked_at += usize::from(peers > 0);
+                        assert!(
+                            remote.iter().all(|chunks| *chunks <= window),
+                            "{model:?} on {n}: a slot is used again"
+                        );
+                        checked += usize::from(peers > 0);
                     }
                 }
             }
         }
-        assert!(looked_at > 80);
+        assert!(checked > 80);
     }
 
     #[test]
-    fn rows_once_per_host_have_a_fence_for_each_pe_of_other_hosts_at_most() {
+    fn relayed_rows_have_at_most_one_fence_per_inter_node_pe() {
         let mut random = 1;
         for model in MODELS {
             let (.., experts, k) = model;
@@ -164,7 +167,7 @@ mod tests {
 
     /// Even routing needs fewer slots here, so the window follows the budget.
     #[test]
-    fn a_window_grows_with_the_budget() {
+    fn window_grows_with_the_budget() {
         let spec_of = |model, n| {
             let mut spec = spec_of(model, n);
             spec.options.chunk_rows = Some(256);

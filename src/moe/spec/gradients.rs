@@ -122,7 +122,7 @@ pub struct MlpGradientsMut<'a> {
 
 /// Receives the gradients of borrowed experts. Called once per expert with its local index and a function, which writes
 /// the gradients to the buffers that it is given.
-pub type TakeGradients<'a> = dyn FnMut(usize, &mut dyn FnMut(MlpGradientsMut<'_>)) + 'a;
+pub type GradientSink<'a> = dyn FnMut(usize, &mut dyn FnMut(MlpGradientsMut<'_>)) + 'a;
 
 /// Index of a projection in arrays of three.
 pub fn proj_index(proj: Proj) -> usize {

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_that_cannot_be_are_named() {
+    fn invalid_groups_are_rejected() {
         let even = |pes| Placement::even(4, pes);
         let new = |groups| Groups::new(3, groups).map(|_| ()).unwrap_err();
         assert_eq!(new(vec![(vec![0, 1], even(2))]), "PE 2 is in no group");
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn every_pe_has_its_place() {
+    fn every_pe_has_a_group_and_a_number_in_it() {
         let groups = vec![(vec![3, 0], Placement::from_owners(vec![0, 1, 1], 2)), (vec![1, 2], Placement::even(3, 2))];
         let groups = Groups::new(4, groups).unwrap();
         assert_eq!((groups.place(0), groups.place(2)), ((0, 1), (1, 1)));

@@ -35,7 +35,7 @@ impl Hosts {
     /// The PE that receives the rows of `source` for `target` first: `target` itself on the same host, otherwise the
     /// relay of `source` on the target's host. The PEs of a host are assigned to the relays of another host
     /// round-robin.
-    pub fn home(&self, source: usize, target: usize) -> usize {
+    pub fn relay(&self, source: usize, target: usize) -> usize {
         if self.0[source] == self.0[target] {
             return target;
         }
@@ -45,9 +45,9 @@ impl Hosts {
     }
 
     /// The PEs of other hosts for which `relay` is the relay on its host, ascending.
-    pub fn served(&self, home: usize) -> Vec<usize> {
-        let others = (0..self.n_pes()).filter(|source| self.0[*source] != self.0[home]);
-        others.filter(|source| self.home(*source, home) == home).collect()
+    pub fn served(&self, relay: usize) -> Vec<usize> {
+        let others = (0..self.n_pes()).filter(|source| self.0[*source] != self.0[relay]);
+        others.filter(|source| self.relay(*source, relay) == relay).collect()
     }
 
     /// Number of hosts.
@@ -71,12 +71,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn homes_are_taken_in_turn() {
+    fn relays_are_assigned_round_robin() {
         let hosts = Hosts::new(vec![7, 2, 7, 2, 7]);
         assert_eq!(hosts.members(4).collect::<Vec<_>>(), [0, 2, 4]);
-        assert_eq!([0, 2, 4].map(|source| hosts.home(source, 1)), [1, 3, 1]);
-        assert_eq!([1, 3].map(|source| hosts.home(source, 4)), [0, 2]);
-        assert_eq!(hosts.home(0, 4), 4);
+        assert_eq!([0, 2, 4].map(|source| hosts.relay(source, 1)), [1, 3, 1]);
+        assert_eq!([1, 3].map(|source| hosts.relay(source, 4)), [0, 2]);
+        assert_eq!(hosts.relay(0, 4), 4);
         assert_eq!(
             (0..5).map(|pe| hosts.served(pe)).collect::<Vec<_>>(),
             [vec![1], vec![0, 4], vec![3], vec![2], vec![]]
@@ -86,7 +86,7 @@ mod tests {
         assert!(hosts.relays());
         // In this group PE 4 is the second member of its host.
         let group = hosts.of(&[1, 2, 4]);
-        assert_eq!((group.home(0, 2), group.home(1, 0), group.served(1)), (1, 0, vec![0]));
+        assert_eq!((group.relay(0, 2), group.relay(1, 0), group.served(1)), (1, 0, vec![0]));
         assert!(group.relays() && !hosts.of(&[0, 2]).relays() && Hosts::default().of(&[1, 2]) == Hosts::default());
         assert!(!Hosts::new(vec![0, 1, 2]).relays() && !Hosts::new(vec![3, 3]).relays() && !Hosts::default().relays());
     }

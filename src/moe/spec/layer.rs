@@ -217,7 +217,7 @@ pub trait MoeLayer {
     /// Returns an error if allocation fails.
     fn ids(&self, ids: &[i32]) -> Result<Self::IdsBuf, MoeError>;
 
-    /// Copies values to `into`, of the same length, after all passes called so far.
+    /// Copies values to `into`, of the same length, after all passes called before.
     ///
     /// # Errors
     ///

@@ -49,7 +49,7 @@ pub struct Layout {
     /// With relays: the maximum number of sources that one PE relays for. Otherwise 0.
     pub served: usize,
     /// With relays: bytes of one sibling's partial results for the rows of one source.
-    pub part_bytes: usize,
+    pub partial_bytes: usize,
 }
 
 /// Elements per piece of a moving expert: 1 MiB.
@@ -117,7 +117,7 @@ impl Layout {
             move_len: slots.map_or(0, |_| MOVE_LEN),
             siblings: members.saturating_sub(1),
             served: if relays { options.hosts.most_served() } else { 0 },
-            part_bytes: max_tokens * row_bytes + max_tokens * max_slots_per_row * 4,
+            partial_bytes: max_tokens * row_bytes + max_tokens * max_slots_per_row * 4,
         })
     }
 
@@ -138,8 +138,8 @@ impl Layout {
     }
 
     /// Bytes of the partial results that a relay receives.
-    pub(in crate::moe) fn all_part_bytes(&self) -> usize {
-        self.served * self.siblings * self.part_bytes
+    pub(in crate::moe) fn all_partial_bytes(&self) -> usize {
+        self.served * self.siblings * self.partial_bytes
     }
 
     /// Total bytes, with every object rounded up to the heap's alignment.
@@ -151,7 +151,7 @@ impl Layout {
             + aligned(self.peers * self.capacity_words * 4)
             + aligned(self.signal_words() * 8)
             + aligned(self.move_len * 4)
-            + aligned(self.all_part_bytes())
+            + aligned(self.all_partial_bytes())
             + aligned(8)
             + 8 * 64
     }
@@ -164,7 +164,7 @@ mod tests {
     use crate::moe::synthetic::RouterKind;
 
     #[test]
-    fn chunks_are_fewer_rows_in_a_small_window() {
+    fn chunks_are_smaller_in_a_small_window() {
         let config = LayerConfig::new(1, 8, RouterKind::Softmax.config(8, 2), MlpConfig::plain(1, Activation::Relu));
         let of = |tokens, pes, chunk_rows| {
             let options = Options { chunk_rows, ..Options::default() };
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn rounds_that_would_reach_into_the_number_of_the_pass_are_refused() {
+    fn too_many_rounds_for_the_signal_format_are_rejected() {
         let expert = MlpConfig::plain(1, Activation::Relu);
         let config = LayerConfig::new(1, 2, RouterKind::Softmax.config(2, 1), expert);
         // Windows of one row: as many refills as tokens.

@@ -60,7 +60,7 @@ impl Phase {
         }
     }
 
-    /// Its index in [`Phase::ALL`].
+    /// Index in [`Phase::ALL`].
     pub const fn code(self) -> usize {
         self as usize
     }
@@ -169,9 +169,9 @@ pub trait Observer: Send {
 }
 
 /// An observer that ignores all calls.
-pub struct Unobserved;
+pub struct NoObserver;
 
-impl Observer for Unobserved {
+impl Observer for NoObserver {
     fn phase(&self, _: Phase) {}
 }
 

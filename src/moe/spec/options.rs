@@ -21,7 +21,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Its name in reports.
+    /// Name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Dtype::F32 => "f32",
@@ -148,8 +148,8 @@ impl Options {
     /// Deadline of a wait that starts now.
     pub(crate) fn deadline(&self) -> Instant {
         /// For a limit that an [`Instant`] cannot hold: a century.
-        const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+        const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
         let now = Instant::now();
-        now.checked_add(self.wait_limit).unwrap_or_else(|| now + FAR)
+        now.checked_add(self.wait_limit).unwrap_or_else(|| now + CENTURY)
     }
 }

@@ -10,7 +10,7 @@ use std::ops::Range;
 pub struct WeightPlace {
     /// The tensor's name.
     pub tensor: String,
-    /// Its shape in the file.
+    /// Shape in the file.
     pub shape: Vec<usize>,
     /// Rows and columns of the weight.
     pub size: [usize; 2],
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn interleaved_and_transposed_weights_come_apart_and_together() {
+    fn interleaved_and_transposed_weights_round_trip() {
         // [2 experts, 3 in, 2 x 2 out] with gate and up interleaved: expert 1's up, as [out, in].
         let part = 12..24;
         let up = WeightPlace {

@@ -22,7 +22,7 @@ pub struct Placement {
     local: Vec<u32>,
     by_pe: Vec<Vec<usize>>,
     /// By expert with replicas.
-    splits: BTreeMap<usize, Cuts>,
+    splits: BTreeMap<usize, ReplicaShares>,
 }
 
 /// An expert with replicas: its holders, and each source's shares.
@@ -38,7 +38,7 @@ pub struct Split {
 
 /// A [`Split`] in integers, so that it is the same on every machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Cuts {
+struct ReplicaShares {
     /// By holder: the PE, and the expert's local number there.
     holders: Vec<(usize, usize)>,
     /// `[n_pes, holders]`: cumulative shares in [`WHOLE`]ths.
@@ -141,7 +141,7 @@ impl Placement {
             }
             self.owner[*e] = holders[0] as u32;
             let holders = holders.iter().map(|&pe| (pe, 0)).collect();
-            if self.splits.insert(*e, Cuts { holders, until }).is_some() {
+            if self.splits.insert(*e, ReplicaShares { holders, until }).is_some() {
                 return Err(format!("expert {e} has two splits, expected one"));
             }
         }
@@ -151,8 +151,8 @@ impl Placement {
         for (e, local) in local.iter_mut().enumerate() {
             *local = number(e, owner[e] as usize) as u32;
         }
-        for (&e, cuts) in splits {
-            cuts.holders.iter_mut().for_each(|(pe, local)| *local = number(e, *pe));
+        for (&e, replicas) in splits {
+            replicas.holders.iter_mut().for_each(|(pe, local)| *local = number(e, *pe));
         }
         Ok(self)
     }
@@ -174,14 +174,16 @@ impl Placement {
 
     /// The PEs that hold expert `e`, ascending; the first is its owner.
     pub fn holders(&self, e: usize) -> Vec<usize> {
-        self.splits.get(&e).map_or_else(|| vec![self.owner(e)], |cuts| cuts.holders.iter().map(|(pe, _)| *pe).collect())
+        self.splits
+            .get(&e)
+            .map_or_else(|| vec![self.owner(e)], |replicas| replicas.holders.iter().map(|(pe, _)| *pe).collect())
     }
 
     /// The holders of expert `e`, ascending, as (PE, local number, cumulative share of `source`'s pairs in 2^32ths).
     pub(in crate::moe) fn shares(&self, e: usize, source: usize) -> Vec<(usize, usize, u64)> {
         match self.splits.get(&e) {
             None => vec![(self.owner(e), self.local(e), WHOLE)],
-            Some(Cuts { holders, until }) => {
+            Some(ReplicaShares { holders, until }) => {
                 holders.iter().zip(&until[source]).map(|(&(pe, local), &until)| (pe, local, until)).collect()
             }
         }
@@ -193,7 +195,7 @@ impl Placement {
     }
 
     /// Assigns the pairs of `source`'s tokens to holders; `pairs(e)` is the number of its pairs with expert `e`.
-    pub(in crate::moe) fn deal(&self, source: usize, pairs: impl Fn(usize) -> u64) -> Deal<'_> {
+    pub(in crate::moe) fn replica_assigner(&self, source: usize, pairs: impl Fn(usize) -> u64) -> ReplicaAssigner<'_> {
         let mut replicated = BTreeMap::new();
         for &e in self.splits.keys() {
             // An offset below one pair. Without it all sources would round alike, and one holder would get every
@@ -202,9 +204,9 @@ impl Placement {
             let n = pairs(e).min(u64::from(u32::MAX));
             let shares = self.shares(e, source).into_iter();
             let holders = shares.map(|(pe, local, until)| (pe, local, (n * until + offset) / WHOLE)).collect();
-            replicated.insert(e, Dealt { holders, dealt: 0 });
+            replicated.insert(e, Assignment { holders, assigned: 0 });
         }
-        Deal { placement: self, replicated }
+        ReplicaAssigner { placement: self, replicated }
     }
 
     /// The experts of `pe`, ascending.
@@ -234,23 +236,23 @@ impl Placement {
 }
 
 /// Assigns a source's pairs to holders, one after the other.
-pub(in crate::moe) struct Deal<'p> {
+pub(in crate::moe) struct ReplicaAssigner<'p> {
     placement: &'p Placement,
-    replicated: BTreeMap<usize, Dealt>,
+    replicated: BTreeMap<usize, Assignment>,
 }
 
-struct Dealt {
+struct Assignment {
     /// By holder: the PE, the expert's local number there, and the end of its pairs in the source's order.
     holders: Vec<(usize, usize, u64)>,
-    dealt: u64,
+    assigned: u64,
 }
 
-impl Deal<'_> {
+impl ReplicaAssigner<'_> {
     /// The PE that gets the next pair with expert `e`, and the expert's local number there.
     pub fn next(&mut self, e: usize) -> (usize, usize) {
         let Some(of) = self.replicated.get_mut(&e) else { return (self.placement.owner(e), self.placement.local(e)) };
-        let holder = of.holders.partition_point(|(.., until)| *until <= of.dealt);
-        of.dealt += 1;
+        let holder = of.holders.partition_point(|(.., until)| *until <= of.assigned);
+        of.assigned += 1;
         let (pe, local, _) = of.holders[holder.min(of.holders.len() - 1)];
         (pe, local)
     }
@@ -269,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_cover_everything_once() {
+    fn blocks_cover_each_expert_once() {
         for n in [0, 1, 5, 8, 13] {
             for p in 1..=9 {
                 let all: Vec<usize> = (0..p).flat_map(|pe| block(n, p, pe)).collect();
@@ -279,14 +281,14 @@ mod tests {
     }
 
     #[test]
-    fn more_pes_than_experts_leaves_pes_without() {
+    fn some_pes_have_no_experts_if_there_are_more_pes() {
         let p = Placement::even(2, 3);
         assert_eq!((p.experts(0), p.experts(1), p.experts(2)), (&[0][..], &[1][..], &[][..]));
         assert_eq!((p.hosts(), p.max_local()), (2, 1));
     }
 
     #[test]
-    fn pairs_are_dealt_as_the_shares_say_whatever_their_number() {
+    fn assignments_follow_the_shares_for_any_count() {
         let n_pes = 16;
         // A third to each holder, but PE 0 keeps its own pairs.
         let mut shares = vec![vec![1.0 / 3.0; 3]; n_pes];
@@ -301,22 +303,22 @@ mod tests {
         for pairs in [0u64, 1, 2, 3, 100] {
             let mut got = [0u64; 3];
             for source in 1..n_pes {
-                let mut deal = placement.deal(source, |_| pairs);
-                let to: Vec<usize> = (0..pairs).map(|_| deal.next(1).0).collect();
+                let mut assigner = placement.replica_assigner(source, |_| pairs);
+                let to: Vec<usize> = (0..pairs).map(|_| assigner.next(1).0).collect();
                 assert!(to.is_sorted(), "{to:?}");
                 to.iter().for_each(|pe| got[[0, 2, 5].iter().position(|holder| holder == pe).unwrap()] += 1);
-                assert_eq!(deal.next(3), (3, 0));
+                assert_eq!(assigner.next(3), (3, 0));
             }
             // Nearly even, although every source rounds.
             let even = (n_pes as u64 - 1) * pairs / 3;
             assert!(got.iter().all(|&got| got.abs_diff(even) <= 2), "{pairs} pairs each: {got:?}");
-            let mut own = placement.deal(0, |_| pairs);
+            let mut own = placement.replica_assigner(0, |_| pairs);
             assert!((0..pairs).all(|_| own.next(1) == (0, 1)));
         }
     }
 
     #[test]
-    fn replicas_that_cannot_be_are_named() {
+    fn invalid_replicas_are_rejected() {
         let with = |expert, holders: &[usize], shares: Vec<Vec<f64>>| {
             let split = Split { expert, holders: holders.to_vec(), shares };
             Placement::even(4, 2).with_replicas(&[split.clone(), split]).unwrap_err()

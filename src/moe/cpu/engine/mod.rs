@@ -7,23 +7,21 @@
 
 mod combine;
 mod dispatch;
-mod pass_on;
+mod relaying;
 mod wire;
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-use super::experts::{Batch, BatchTile, Mlp, Scratch, in_parallel, tiles};
+use super::experts::{Batch, BatchTile, Mlp, Scratch, par_for_each, tiles};
 use super::kernels::Element;
 use super::memory::LayerMemory;
-use super::relay::{Announced, Passed, Relay, Stream};
+use super::relay::{Announced, RelayMap, RelayedSlots, Stream};
 use super::replicas::Exchange;
 use super::router::{Routes, Routing};
 use crate::moe::spec::metrics::{Phase, Recorder};
-use crate::moe::spec::{
-    LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS, TakeGradients,
-};
+use crate::moe::spec::{GradientSink, LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS};
 use crate::shmem::{Cmp, Shmem, Transport, Wait};
 
 /// Rows received from one PE (or kept: this PE's own rows), and the destination of their results.
@@ -39,34 +37,34 @@ pub(super) struct Inbound {
     starts: Vec<usize>,
     /// The slots of row `j` are `batch_rows[slot_start[j]..slot_start[j + 1]]`, each as (local expert, row of its
     /// batch).
-    place_start: Vec<u32>,
-    places: Vec<(u32, u32)>,
+    slot_start: Vec<u32>,
+    batch_rows: Vec<(u32, u32)>,
     /// Rows in the order in which their results return (`Routes::returns`); a prefix until all rows have arrived.
     returns: Vec<u32>,
     /// `returns` covers the rows whose last expert is below this one.
     returns_until: u32,
     /// Set if this PE relays the rows: their slots on all PEs of this host, and one stream per member of the host.
-    passed: Option<Passed>,
+    relayed: Option<RelayedSlots>,
     streams: Vec<Stream>,
 }
 
 impl Inbound {
-    fn places(&self, row: usize) -> &[(u32, u32)] {
-        &self.places[self.place_start[row] as usize..self.place_start[row + 1] as usize]
+    fn batch_rows(&self, row: usize) -> &[(u32, u32)] {
+        &self.batch_rows[self.slot_start[row] as usize..self.slot_start[row + 1] as usize]
     }
 
     fn first_expert(&self, row: usize) -> u32 {
-        if let Some(passed) = &self.passed {
-            return passed.row(row).first().map_or(0, |slot| slot.0);
+        if let Some(relayed) = &self.relayed {
+            return relayed.row(row).first().map_or(0, |slot| slot.0);
         }
-        self.places(row).iter().map(|place| place.0).min().unwrap_or(0)
+        self.batch_rows(row).iter().map(|slot| slot.0).min().unwrap_or(0)
     }
 
     fn last_expert(&self, row: usize) -> u32 {
-        if let Some(passed) = &self.passed {
-            return passed.row(row).last().map_or(0, |slot| slot.0);
+        if let Some(relayed) = &self.relayed {
+            return relayed.row(row).last().map_or(0, |slot| slot.0);
         }
-        self.places(row).iter().map(|place| place.0).max().unwrap_or(0)
+        self.batch_rows(row).iter().map(|slot| slot.0).max().unwrap_or(0)
     }
 
     /// Called once the first `rows` rows have arrived: extends `returns` by the rows whose position is final. It is
@@ -163,7 +161,7 @@ pub struct Engine<'a, T: Transport, E: Element> {
     pub rec: &'a mut Recorder,
     pub credits_used: &'a mut [u64],
     /// Set if rows cross to another host once and are relayed there.
-    pub relay: Option<Relay>,
+    pub relay_map: Option<RelayMap>,
     /// Like `credits_used`, indexed by relayed stream.
     pub stream_credits: &'a mut [u64],
     pub saved: &'a mut Saved<E>,
@@ -188,9 +186,9 @@ pub struct Engine<'a, T: Transport, E: Element> {
 /// Destination of the local experts' weight gradients.
 pub enum ExpertGradients<'a> {
     /// The layer's own buffers, by local expert.
-    Kept(&'a mut [MlpGradients]),
+    Own(&'a mut [MlpGradients]),
     /// The caller's buffers.
-    Taken(&'a mut TakeGradients<'a>),
+    Sink(&'a mut GradientSink<'a>),
 }
 
 /// Progress of a pass.
@@ -198,12 +196,12 @@ pub enum ExpertGradients<'a> {
 pub struct PassProgress {
     sent: Vec<usize>,
     headers: Vec<bool>,
-    placed: bool,
-    taken: Vec<Vec<usize>>,
+    batches_assigned: bool,
+    received_slots: Vec<Vec<usize>>,
     gathered: Vec<usize>,
     /// By source and received row: slots whose tile is not computed yet, and partial results not yet received from this
     /// host.
-    undone: Vec<Vec<u32>>,
+    pending: Vec<Vec<u32>>,
     /// By source: the number of leading entries of `returns` whose rows are computed.
     computed: Vec<usize>,
     /// By source: chunks of results sent, and slots of their rows.
@@ -218,48 +216,48 @@ pub struct PassProgress {
     ready: BinaryHeap<Reverse<(bool, usize, usize)>>,
     tiles_left: Vec<usize>,
     /// Work that no other PE waits for; the next item is last.
-    filler: Vec<Filler>,
+    idle_work: Vec<IdleWork>,
     /// The next results to add: (PE, chunk), and the number of slots in that PE's earlier chunks.
     combine: (usize, usize),
     combined_slots: usize,
     row: Vec<f32>,
     /// By source: received rows that this PE still has to forward; empty unless this PE relays for that source.
-    passing: Vec<Vec<u8>>,
+    relay_rows: Vec<Vec<u8>>,
     /// By source and member of this host: chunks forwarded, and chunks of partial results received.
-    passed_on: Vec<Vec<usize>>,
-    parts: Vec<Vec<usize>>,
+    forwarded: Vec<Vec<usize>>,
+    partials: Vec<Vec<usize>>,
 }
 
 impl PassProgress {
     /// Queues a tile whose rows have all arrived.
-    fn make_ready(&mut self, tile: usize) {
+    fn mark_ready(&mut self, tile: usize) {
         let Tile { expert, is_own, .. } = self.tiles[tile];
         self.ready.push(Reverse((is_own, expert, tile)));
     }
 }
 
 #[derive(Clone)]
-enum Filler {
+enum IdleWork {
     SharedTile(Range<usize>),
     SharedGradients,
     ExpertGradients(usize),
 }
 
-impl Filler {
+impl IdleWork {
     fn shared_rows(&self) -> Option<Range<usize>> {
-        if let Filler::SharedTile(rows) = self { Some(rows.clone()) } else { None }
+        if let IdleWork::SharedTile(rows) = self { Some(rows.clone()) } else { None }
     }
 
     fn expert(&self) -> Option<usize> {
-        if let Filler::ExpertGradients(expert) = self { Some(*expert) } else { None }
+        if let IdleWork::ExpertGradients(expert) = self { Some(*expert) } else { None }
     }
 
     /// Whether another thread may run this item at the same time as `other`.
-    fn goes_beside(&self, other: &Filler) -> bool {
+    fn can_run_with(&self, other: &IdleWork) -> bool {
         match self {
-            Filler::SharedTile(_) => other.shared_rows().is_some(),
-            Filler::SharedGradients => false,
-            Filler::ExpertGradients(_) => other.expert().is_some(),
+            IdleWork::SharedTile(_) => other.shared_rows().is_some(),
+            IdleWork::SharedGradients => false,
+            IdleWork::ExpertGradients(_) => other.expert().is_some(),
         }
     }
 }
@@ -270,7 +268,7 @@ const THREAD_WORK: usize = 4 << 20;
 
 /// Computes tiles in parallel.
 fn run_tiles<E: Element>(scratch: &mut [Scratch], work: Vec<(&Mlp<E>, BatchTile<'_, E>)>, is_forward: bool) {
-    in_parallel(scratch, work, |scratch, (mlp, tile)| match is_forward {
+    par_for_each(scratch, work, |scratch, (mlp, tile)| match is_forward {
         true => tile.forward(mlp, scratch),
         false => tile.backward(mlp, scratch),
     });
@@ -322,7 +320,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         for pe in self.peers() {
             self.credits_used[pe] += self.chunks(self.saved.routes[pe].tokens.len()).saturating_sub(window) as u64;
         }
-        self.count_stream_credits();
+        self.record_stream_credits();
         Ok(())
     }
 
@@ -332,8 +330,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.gather_own();
         loop {
             self.send_chunks(usize::MAX);
-            let arrived = self.take_headers()? | self.gather_chunks()? | self.pass_on() | self.take_parts();
-            if self.compute_some() {
+            let arrived =
+                self.receive_headers()? | self.gather_chunks()? | self.forward_rows() | self.receive_partials();
+            if self.run_ready_tiles() {
                 self.return_chunks();
                 continue;
             }
@@ -344,7 +343,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if self.is_done() {
                 return Ok(());
             }
-            if !self.fill_some() {
+            if !self.run_idle_work() {
                 self.wait()?;
             }
         }
@@ -355,7 +354,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.send_headers();
         self.gather_own();
         self.barrier("its counts, at a barrier")?;
-        self.take_headers()?;
+        self.receive_headers()?;
         for round in 0..self.saved.rounds {
             self.send_chunks((round + 1) * self.memory.layout.window_chunks);
             self.barrier("its rows, at a barrier")?;
@@ -367,17 +366,17 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.gather_chunks()?;
         // Forwarding by relays and partial results stay within a host, and each PE detects their end by itself, without
         // a barrier.
-        while !self.has_passed_on() {
-            if !(self.pass_on() | self.gather_chunks()?) {
+        while !self.has_forwarded() {
+            if !(self.forward_rows() | self.gather_chunks()?) {
                 self.wait()?;
             }
         }
-        while self.compute_some() {}
-        while self.fill_some() {}
+        while self.run_ready_tiles() {}
+        while self.run_idle_work() {}
         self.barrier("its experts, at a barrier")?;
         self.return_chunks();
         while !self.has_returned() {
-            if self.take_parts() {
+            if self.receive_partials() {
                 self.return_chunks();
             } else {
                 self.wait()?;
@@ -394,9 +393,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let mut p = PassProgress {
             sent: vec![0; n],
             headers: vec![false; n],
-            taken: vec![vec![0; local]; n],
+            received_slots: vec![vec![0; local]; n],
             gathered: vec![0; n],
-            undone: vec![Vec::new(); n],
+            pending: vec![Vec::new(); n],
             computed: vec![0; n],
             returned: vec![0; n],
             returned_slots: vec![0; n],
@@ -404,21 +403,21 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             maps: (0..local).map(|_| TileMap::default()).collect(),
             tiles_left: vec![0; local],
             row: vec![0.0; self.config.hidden],
-            passing: vec![Vec::new(); n],
-            passed_on: vec![Vec::new(); n],
-            parts: vec![Vec::new(); n],
+            relay_rows: vec![Vec::new(); n],
+            forwarded: vec![Vec::new(); n],
+            partials: vec![Vec::new(); n],
             ..PassProgress::default()
         };
         if let Some(shared) = self.shared {
             if self.direction == Direction::Backward {
-                p.filler.push(Filler::SharedGradients);
+                p.idle_work.push(IdleWork::SharedGradients);
             } else {
                 self.saved.shared.resize_forward(shared.config(), self.config.hidden, self.saved.routing.tokens);
             }
             let tokens = 0..self.saved.routing.tokens;
-            let mut shared_tiles: Vec<_> = tiles(tokens, self.options.tile_rows()).map(Filler::SharedTile).collect();
+            let mut shared_tiles: Vec<_> = tiles(tokens, self.options.tile_rows()).map(IdleWork::SharedTile).collect();
             shared_tiles.reverse();
-            p.filler.append(&mut shared_tiles);
+            p.idle_work.append(&mut shared_tiles);
         }
         self.progress = p;
         let me = self.me();
@@ -447,21 +446,21 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if let Some(shared) = self.shared {
                 self.saved.shared.resize_backward(shared.config(), self.config.hidden);
             }
-            self.place();
+            self.assign_batch_rows();
         }
         self.begin_streams();
     }
 
     /// Splits rows of an expert into tiles. Rows below `present` are in the batch already.
-    fn add_tiles(&mut self, expert: usize, rows: Range<usize>, there: usize) {
+    fn add_tiles(&mut self, expert: usize, rows: Range<usize>, present: usize) {
         let own = self.saved.inbound[self.me()].counts[expert];
         let p = &mut self.progress;
         let first = p.tiles.len();
         for tile in tiles(rows.clone(), self.options.tile_rows()) {
-            let missing = tile.end.saturating_sub(there.max(tile.start));
+            let missing = tile.end.saturating_sub(present.max(tile.start));
             p.tiles.push(Tile { expert, is_own: tile.end <= own, rows: tile, missing });
             if missing == 0 {
-                p.make_ready(p.tiles.len() - 1);
+                p.mark_ready(p.tiles.len() - 1);
             }
         }
         let count = p.tiles.len() - first;
@@ -473,7 +472,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     /// Assigns the rows of every PE to rows of the experts' batches, once all counts are known: own rows first, then
     /// those of the following PEs. The order does not depend on arrival, so sums over rows are reproducible.
-    fn place(&mut self) {
+    fn assign_batch_rows(&mut self) {
         let (me, n) = (self.me(), self.shmem.n_pes());
         let forward = self.direction == Direction::Forward;
         for e in 0..self.experts.len() {
@@ -487,14 +486,14 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if forward {
                 self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, total);
             } else if total == 0 {
-                self.progress.filler.push(Filler::ExpertGradients(e));
+                self.progress.idle_work.push(IdleWork::ExpertGradients(e));
             }
             self.progress.origin[e].resize(total, (0, 0));
             let tiled = self.progress.maps[e].segments.last().map_or(0, |s| s.1);
             // Backward gathers its own rows after this call, forward has gathered them before.
             self.add_tiles(e, tiled..total, if forward { own } else { 0 });
         }
-        self.progress.placed = true;
+        self.progress.batches_assigned = true;
     }
 
     /// Work items to run before polling the peers again: one per thread, or all of them if there are no peers.
@@ -507,7 +506,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 
     /// Computes ready tiles, at most `pieces()`. Returns false if none was ready.
-    fn compute_some(&mut self) -> bool {
+    fn run_ready_tiles(&mut self) -> bool {
         let (row, pieces) = (self.config.hidden * self.config.expert.intermediate, self.pieces());
         let p = &mut self.progress;
         let mut chosen: Vec<usize> = Vec::new();
@@ -538,58 +537,58 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         for tile in chosen {
             let Tile { expert, rows, .. } = &p.tiles[tile];
             for &(pe, row) in &p.origin[*expert][rows.clone()] {
-                p.undone[pe as usize][row as usize] -= 1;
+                p.pending[pe as usize][row as usize] -= 1;
             }
             p.tiles_left[*expert] -= 1;
             if !is_forward && p.tiles_left[*expert] == 0 {
-                p.filler.push(Filler::ExpertGradients(*expert));
+                p.idle_work.push(IdleWork::ExpertGradients(*expert));
             }
         }
         true
     }
 
     /// Runs items of idle work, all of one kind. Returns false if none was left.
-    fn fill_some(&mut self) -> bool {
+    fn run_idle_work(&mut self) -> bool {
         let pieces = self.pieces();
-        let filler = &mut self.progress.filler;
-        let Some(first) = filler.pop() else { return false };
+        let idle_work = &mut self.progress.idle_work;
+        let Some(first) = idle_work.pop() else { return false };
         self.rec.enter(Phase::Expert);
         let mut work = vec![first];
         while work.len() < pieces
-            && let Some(next) = filler.pop_if(|next| next.goes_beside(&work[0]))
+            && let Some(next) = idle_work.pop_if(|next| next.can_run_with(&work[0]))
         {
             work.push(next);
         }
         let is_forward = self.direction == Direction::Forward;
-        if let (Filler::SharedGradients, Some(mlp)) = (&work[0], self.shared) {
+        if let (IdleWork::SharedGradients, Some(mlp)) = (&work[0], self.shared) {
             self.saved.shared.weight_gradients(mlp, &mut self.scratch[0], self.shared_grads.places());
         }
         if let Some(mlp) = self.shared {
-            let rows: Vec<Range<usize>> = work.iter().filter_map(Filler::shared_rows).collect();
+            let rows: Vec<Range<usize>> = work.iter().filter_map(IdleWork::shared_rows).collect();
             let tiles = self.saved.shared.tiles(mlp, &rows, is_forward);
             run_tiles(self.scratch, tiles.into_iter().map(|tile| (mlp, tile)).collect(), is_forward);
         }
-        let of: Vec<usize> = work.iter().filter_map(Filler::expert).collect();
+        let of: Vec<usize> = work.iter().filter_map(IdleWork::expert).collect();
         if of.is_empty() {
             return true;
         }
         let (batches, experts) = (&self.saved.batches, self.experts);
         match &mut self.expert_grads {
-            ExpertGradients::Taken(take) => {
+            ExpertGradients::Sink(sink) => {
                 for &e in &of {
-                    take(e, &mut |places| batches[e].weight_gradients(&experts[e], &mut self.scratch[0], places));
+                    sink(e, &mut |buffers| batches[e].weight_gradients(&experts[e], &mut self.scratch[0], buffers));
                 }
             }
-            ExpertGradients::Kept(grads) => {
-                let parts = grads.iter_mut().enumerate().filter(|(expert, _)| of.contains(expert));
-                in_parallel(self.scratch, parts.collect(), |scratch, (e, grads)| {
+            ExpertGradients::Own(grads) => {
+                let computed = grads.iter_mut().enumerate().filter(|(expert, _)| of.contains(expert));
+                par_for_each(self.scratch, computed.collect(), |scratch, (e, grads)| {
                     batches[e].weight_gradients(&experts[e], scratch, grads.places());
                 });
             }
         }
         let rows: usize = of.iter().map(|&e| batches[e].rows).sum();
         self.rec.computed(self.config.expert.forward_flop_per_row(self.config.hidden) * rows as f64);
-        if let (Some(exchange), ExpertGradients::Kept(grads)) = (&mut self.exchange, &mut self.expert_grads) {
+        if let (Some(exchange), ExpertGradients::Own(grads)) = (&mut self.exchange, &mut self.expert_grads) {
             self.rec.enter(Phase::AllReduce);
             of.iter().for_each(|&e| exchange.ready(e, &grads[e]));
             exchange.poll(grads);
@@ -599,9 +598,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     fn is_done(&self) -> bool {
         let p = &self.progress;
-        p.placed
+        p.batches_assigned
             && p.combine.0 == self.shmem.n_pes()
-            && p.filler.is_empty()
+            && p.idle_work.is_empty()
             && self.has_returned()
             && self.peers().all(|pe| p.sent[pe] == self.chunks(self.saved.routes[pe].tokens.len()))
             && p.tiles_left.iter().all(|&left| left == 0)
@@ -621,11 +620,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if !self.progress.headers[pe] {
                 waits.push(self.header_wait(pe));
                 names.push((pe, "its counts"));
-            } else if self.progress.placed && self.progress.gathered[pe] < self.chunks(incoming) {
+            } else if self.progress.batches_assigned && self.progress.gathered[pe] < self.chunks(incoming) {
                 // Chunks that arrived before the last header are not waited for: they cannot be gathered yet, so the
                 // wait would return at once, again and again.
                 waits.push(self.chunk_wait(pe, self.progress.gathered[pe]));
-                names.push((self.written_by(pe), "its rows"));
+                names.push((self.writer_of(pe), "its rows"));
             }
             let sent = self.progress.sent[pe];
             if sent < self.chunks(outgoing)
@@ -635,7 +634,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 names.push((pe, "room in its window"));
             }
         }
-        self.stream_waits(&mut waits, &mut names);
+        self.add_stream_waits(&mut waits, &mut names);
         let (pe, chunk) = self.progress.combine;
         // Bulk mode adds results after a barrier.
         if self.options.mode == Mode::Pipelined && pe < self.shmem.n_pes() && pe != self.me() {
@@ -672,12 +671,12 @@ mod tests {
 
     /// The receiver's view of `routes`.
     fn inbound(routes: &Routes) -> Inbound {
-        let places = routes.slots.iter().map(|slot| (slot.expert, 0)).collect();
-        Inbound { rows: routes.tokens.len(), place_start: routes.slot_start.clone(), places, ..Inbound::default() }
+        let batch_rows = routes.slots.iter().map(|slot| (slot.expert, 0)).collect();
+        Inbound { rows: routes.tokens.len(), slot_start: routes.slot_start.clone(), batch_rows, ..Inbound::default() }
     }
 
     #[test]
-    fn rows_and_results_are_in_the_order_of_experts_on_both_sides() {
+    fn sender_and_receiver_order_rows_by_expert() {
         let mut rng = ChaCha8Rng::seed_from_u64(5);
         for round in 0..200 {
             let (experts, top_k, pes) = (rng.random_range(3..20), rng.random_range(1..4), rng.random_range(1..4));
