@@ -58,7 +58,7 @@ fn programs_pass_under_thread_sanitizer() {
         programs(|source| source.contains("CASE(tsan_") || source.contains("// Passes with ThreadSanitizer, too."));
     let sample = Sample::new(1, all.len() as u64);
     let sampled: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
-    check(&some, true);
+    check(&sampled, true);
 }
 
 /// The names of the test programs whose source is `wanted`.
