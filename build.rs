@@ -1,4 +1,4 @@
-//! With the features `cuda` and `emulate`, compiles what they need of `kernels/`.
+//! Compiles the parts of `kernels/` that the features `cuda` and `emulate` need.
 
 #[path = "build/nvcc.rs"]
 mod nvcc;
@@ -14,7 +14,7 @@ fn main() {
         #[cfg(feature = "device")]
         layer_memory();
     }
-    // Side by side: nvcc's last module leaves a processor idle, and so does most of the other.
+    // In parallel: neither build uses all processors to its end.
     std::thread::scope(|scope| {
         let emulator = has("EMULATE").then(|| scope.spawn(emulator));
         if has("CUDA") {
@@ -26,13 +26,13 @@ fn main() {
     });
 }
 
-/// A folder beside the build directories of each set of features, which so share what is in it.
+/// A folder that all builds share, whatever their features.
 fn shared_folder(name: &str) -> PathBuf {
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
     out.ancestors().find(|dir| dir.ends_with("build")).and_then(Path::parent).unwrap_or(&out).join(name)
 }
 
-/// What host and kernels share, into the crate: the sizes of a layer's memory.
+/// Links the C++ code that computes the sizes of a layer's memory, shared by host and kernels.
 #[cfg(feature = "device")]
 fn layer_memory() {
     let mut build = cc::Build::new();
@@ -40,7 +40,7 @@ fn layer_memory() {
     build.file("kernels/memory.cpp").file("kernels/params_layout.cpp").compile("aristos_layer_memory");
 }
 
-/// The kernels as a library for the CPU, `ARISTOS_EMULATOR_LIBRARY`.
+/// Builds the emulator's library, whose path goes to `ARISTOS_EMULATOR_LIBRARY`.
 fn emulator() {
     let out = shared_folder("emulator");
     let status = process::Command::new("make")

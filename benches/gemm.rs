@@ -1,7 +1,7 @@
-//! Single-thread GFLOP/s of the layer's matrix products, and of the activations around them.
+//! Single-thread GFLOP/s of the layer's GEMMs, and of the activations.
 //!
-//! `cargo bench --bench gemm -- [--csv] [--quick]`: medians of processor time, in percent of the best that a loop of
-//! multiply-adds on registers reaches on the same core just before.
+//! `cargo bench --bench gemm -- [--csv] [--quick]` prints medians of CPU time, in percent of the peak of a register
+//! loop of multiply-adds, measured on the same core just before.
 
 use std::hint::black_box;
 
@@ -31,7 +31,7 @@ fn main() {
     }
 }
 
-/// The processor time of one call, s. (Wall time would count what else runs on a busy machine.)
+/// CPU time of one call, s. Unlike wall time, it excludes other work on a busy machine.
 fn time(f: impl FnOnce()) -> f64 {
     let now = || {
         let time = clock_gettime(ClockId::ThreadCPUTime);
@@ -47,7 +47,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// The median processor time of one call, s.
+/// Median CPU time of one call, s.
 fn median_time(repetitions: usize, mut f: impl FnMut()) -> f64 {
     f();
     median((0..repetitions).map(|_| time(&mut f)).collect())
@@ -91,8 +91,8 @@ fn products<E: Element>(csv: bool, repetitions: usize, peak: f64) {
     }
 }
 
-/// Activations in turn, and the cost per element of each as a ratio to SwiGLU's (the gated Silu) in the same round: what is left of a
-/// machine's other work.
+/// Prints the cost per element of each activation, and its ratio to SwiGLU (the gated Silu) in the same round, which is
+/// less sensitive to other load.
 fn activations<E: Element>(repetitions: usize) {
     let (m, n) = (64, INTERMEDIATE);
     let wide: Vec<f32> = (0..m * n).map(|i| (i % 4001) as f32 * 0.002 - 4.0).collect();
@@ -100,7 +100,7 @@ fn activations<E: Element>(repetitions: usize) {
     let [mut a, mut b, mut c] = std::array::from_fn(|_| vec![E::default(); m * n]);
     let (w, mut dw) = (vec![0.5; m], vec![0.0; m]);
     use Activation::{Gelu, GeluTanh, QuickGelu, Relu, Relu2, Silu};
-    // gpt-oss's, which is to cost little more than SwiGLU.
+    // gpt-oss's activation, which should cost little more than SwiGLU.
     let clamped = Glu { plus_one: true, ..Glu::clamped(7.0) };
     let after = Glu { limit_after: true, ..Glu::clamped(7.0) };
     let mut acts = [Silu, Gelu, GeluTanh, Relu, Relu2].map(|act| (act, Glu::PRODUCT)).to_vec();

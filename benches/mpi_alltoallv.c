@@ -1,8 +1,8 @@
-/* What a bulk-synchronous layer waits for over MPI: MPI_Alltoallv of the same number of bytes from each process to each other one.
+/* Time of MPI_Alltoallv with equal sizes between all pairs of processes, as a bulk-synchronous layer calls it.
  *
  *   mpicc -O2 -o mpi_alltoallv benches/mpi_alltoallv.c && mpirun -n 2 ./mpi_alltoallv BYTES SAMPLES
  *
- * Prints the median over the samples, of each the slowest process's time, in seconds. */
+ * Prints the median over samples of the slowest process's time, seconds. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,11 +29,11 @@ int main(int argc, char **argv)
         return 2;
     }
     char *out = calloc(n, bytes), *in = calloc(n, bytes);
-    int *counts = malloc(n * sizeof *counts), *places = malloc(n * sizeof *places);
+    int *counts = malloc(n * sizeof *counts), *offsets = malloc(n * sizeof *offsets);
     double *seconds = malloc(samples * sizeof *seconds);
     for (int pe = 0; pe < n; pe++) {
         counts[pe] = pe == me ? 0 : bytes;
-        places[pe] = pe * bytes;
+        offsets[pe] = pe * bytes;
     }
     for (int sample = -WARMUP; sample < samples; sample++) {
         MPI_Barrier(MPI_COMM_WORLD);

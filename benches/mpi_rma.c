@@ -1,16 +1,16 @@
-/* The calls of the MPI transport (shmem/src/mpi/mod.rs), in C: what they cost without Rust around them.
+/* The calls of the MPI transport (shmem/src/mpi/mod.rs) in C, to measure their cost without Rust.
  *
  *   mpicc -O2 -o mpi_rma benches/mpi_rma.c && mpirun -n 2 ./mpi_rma c SAMPLES BATCH BYTES...
  *
- * PE 0 prints one line per sample, "c,OP,BYTES,SAMPLE,VALUE", as benches/mpi_rma.rs does: put_signal is half the
- * round trip in microseconds, put is 10^9 bytes per second of BATCH puts and a flush. */
+ * PE 0 prints one line per sample, "c,OP,BYTES,SAMPLE,VALUE", as benches/mpi_rma.rs does. VALUE is half the round trip
+ * in microseconds for put_signal, and GB/s of BATCH puts and a flush for put. */
 #include <mpi.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { LOOKS_A_CALL = 16, WARMUP = 3 };
+enum { POLLS_PER_PROBE = 16, WARMUP = 3 };
 
 static MPI_Win window;
 static char *heap;
@@ -31,10 +31,10 @@ static void put_signal(const void *from, int bytes, MPI_Aint at, MPI_Aint signal
 
 static void wait_for(MPI_Aint signal, uint64_t value)
 {
-    unsigned looks = 0;
+    unsigned polls = 0;
     int flag;
     while (__atomic_load_n((uint64_t *)(heap + signal), __ATOMIC_ACQUIRE) < value)
-        if (++looks % LOOKS_A_CALL == 0)
+        if (++polls % POLLS_PER_PROBE == 0)
             MPI_Iprobe(MPI_ANY_SOURCE, 2, MPI_COMM_WORLD, &flag, MPI_STATUS_IGNORE);
 }
 
@@ -65,7 +65,7 @@ int main(int argc, char **argv)
     MPI_Win_lock_all(MPI_MODE_NOCHECK, window);
     memset(heap, 0, signal + 64);
     MPI_Win_sync(window);
-    /* Written, so that each page is one of its own. */
+    /* The memset maps each page to separate memory. */
     char *source = malloc(largest + 1);
     memset(source, 1, largest + 1);
     uint64_t count = 0;

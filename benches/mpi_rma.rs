@@ -1,6 +1,8 @@
-//! The MPI transport's operations, printed as `benches/mpi_rma.c` prints the same calls in C; and MPI's two-sided calls.
+//! Measures the MPI transport's operations, in the format of `benches/mpi_rma.c`, which makes the same calls in C; and
+//! MPI's two-sided calls.
 //!
-//! Started by `mpirun -n 2`, with NAME SAMPLES BATCH BYTES...; `tools/bench-mpi` runs both in turn.
+//! Usage: `mpirun -n 2 mpi_rma NAME SAMPLES BATCH BYTES...`; `tools/bench-mpi` runs the Rust and C programs
+//! alternately.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -33,7 +35,7 @@ fn main() -> ExitCode {
             println!("{},{op},{bytes},{i},{value:.4}", args[0]);
         }
     };
-    // Before there is a window, which MPI looks after in every call.
+    // Measured before a window exists, because MPI then polls it in every call.
     for &bytes in sizes {
         print("send_recv", bytes, send_recv_latency_us(&world, bytes, samples));
         print("send_recv_window", bytes, send_recv_bandwidth_gb_s(&world, bytes, Samples { batch: 16, ..samples }));
@@ -49,7 +51,7 @@ fn main() -> ExitCode {
             world.abort(1);
         }
     };
-    // The places of the program in C: the signal beyond the data of any size.
+    // The same offsets as in the C program: the signal follows the largest data.
     let (data, signal) = (shmem.alloc::<u8>(largest.max(1)).unwrap(), shmem.alloc::<u64>(1).unwrap());
     for &bytes in sizes {
         print("put_signal", bytes, put_signal_us(&shmem, data.slice(0..bytes), signal, samples));
@@ -62,7 +64,7 @@ fn deadline() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
 
-/// A put with a signal there and back: half the round trip, microseconds.
+/// Ping-pong of a put with signal: half the round trip, microseconds.
 fn put_signal_us<T: Transport>(shmem: &Shmem<T>, data: Sym<u8>, signal: Sym<u64>, samples: Samples) -> Vec<f64> {
     let (me, source) = (shmem.my_pe(), vec![1u8; data.len()]);
     let mut count = shmem.signal_fetch(signal);
@@ -89,7 +91,7 @@ fn put_signal_us<T: Transport>(shmem: &Shmem<T>, data: Sym<u8>, signal: Sym<u64>
     if me == 0 { times } else { Vec::new() }
 }
 
-/// A batch of puts from PE 0 and quiet: 10^9 bytes per second.
+/// A batch of puts from PE 0 and a quiet: 10^9 bytes per second.
 fn put_gb_s<T: Transport>(shmem: &Shmem<T>, data: Sym<u8>, samples: Samples) -> Vec<f64> {
     let (me, source) = (shmem.my_pe(), vec![1u8; data.len()]);
     let rates = samples.take(|| {

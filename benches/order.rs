@@ -1,8 +1,9 @@
-//! How early tiles can start, by the order in which rows travel: `cargo bench --bench order`. Nothing is timed.
+//! Compares how early tiles can start, by the order in which rows are sent: `cargo bench --bench order`. Does not
+//! measure time.
 //!
-//! Of each PE, the share of its incoming bytes that must be there before a tile can start, where chunks of all senders come at an equal rate; and of all tiles
-//! with rows of other PEs (those of own rows alone need none) how many can start by 25, 50 and 75%. The rows, their order, chunks and tiles are the layer's own;
-//! the order of tokens is that of the same rows by token.
+//! Prints, for each PE, the share of its incoming bytes that must arrive before a tile can start, if chunks of all
+//! senders arrive at an equal rate; and the tiles with rows of other PEs that can start by 25, 50 and 75%. Rows, their
+//! order, chunks and tiles are those of the layer; the alternative order is by token.
 
 use aristos::moe::cpu::experts::tiles;
 use aristos::moe::cpu::router::{Routing, routes};
@@ -14,27 +15,27 @@ const TOKENS_PER_PE: usize = 4096;
 /// A row for PE 0: its token, and its experts there.
 type Row = (u32, Vec<u32>);
 
-/// For each of PE 0's tiles with rows of others, the share of the incoming rows after which all of its own are there.
+/// For each of PE 0's tiles with rows of other PEs: the share of the incoming rows after which the tile is complete.
 fn starts(from: &[Vec<Row>], experts: usize) -> Vec<f64> {
     let options = Options::default();
     let chunk_rows = options.chunk_rows(usize::MAX);
-    // By expert: when each row of its batch is there, own rows first.
-    let mut there = vec![Vec::new(); experts];
+    // By expert: the arrival of each row of its batch, own rows first.
+    let mut arrivals = vec![Vec::new(); experts];
     for (source, rows) in from.iter().enumerate() {
         for (j, (_, of)) in rows.iter().enumerate() {
             let chunk_end = (j / chunk_rows + 1) * chunk_rows;
             let share = if source == 0 { 0.0 } else { chunk_end.min(rows.len()) as f64 / rows.len() as f64 };
-            of.iter().for_each(|&expert| there[expert as usize].push(share));
+            of.iter().for_each(|&expert| arrivals[expert as usize].push(share));
         }
     }
     let last = |rows: &[f64]| rows.iter().copied().fold(0.0, f64::max);
     let of_expert = |rows: &Vec<f64>| -> Vec<f64> {
-        // Own rows that are enough for tiles are cut by themselves.
+        // Own rows get separate tiles if there are enough of them.
         let own = rows.iter().filter(|&&share| share == 0.0).count();
         let from = if 2 * own >= options.tile_rows() { own } else { 0 };
         tiles(from..rows.len(), options.tile_rows()).map(|tile| last(&rows[tile])).collect()
     };
-    there.iter().flat_map(of_expert).filter(|&share| share > 0.0).collect()
+    arrivals.iter().flat_map(of_expert).filter(|&share| share > 0.0).collect()
 }
 
 fn main() {

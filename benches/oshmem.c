@@ -1,9 +1,9 @@
-/* A put and a signal there and back over OpenSHMEM 1.4, which has no put with signal: put, fence, and an atomic set.
+/* Round trip of a put and a signal over OpenSHMEM 1.4, which has no put with signal: put, fence and an atomic set.
  *
  *   oshcc -O2 -o oshmem benches/oshmem.c && oshrun -n 2 ./oshmem NAME SAMPLES BATCH BYTES...
  *
- * PE 0 prints one line per sample, "NAME,put_signal,BYTES,SAMPLE,VALUE", as benches/mpi_rma.c does: half the round trip in
- * microseconds. */
+ * PE 0 prints one line per sample, "NAME,put_signal,BYTES,SAMPLE,VALUE", as benches/mpi_rma.c does. VALUE is half the
+ * round trip in microseconds. */
 #include <shmem.h>
 #include <stdio.h>
 #include <stdlib.h>

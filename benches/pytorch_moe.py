@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""A MoE layer in PyTorch, timed: what `tools/bench-vs-pytorch` puts beside `aristos bench moe`.
+"""Times an MoE layer in PyTorch, for `tools/bench-vs-pytorch`, which compares it with `aristos bench moe`.
 
-Experts are plain MLPs (GELU), spread over the processes in equal blocks; tokens are sorted by expert and copied to the
-experts' processes with all_to_all_single (gloo), one GEMM per expert and projection computes them, and index_add
-sums the weighted results. With one process nothing is exchanged. The router is softmax top-k, renormalised, in
-f32. Prints one JSON object: seconds of each iteration, the slowest process of each.
+Experts are plain MLPs (GELU), assigned to the processes in equal blocks. Tokens are sorted by expert, sent to the
+experts' processes with all_to_all_single (gloo), and computed with one GEMM per expert and projection; index_add sums
+the weighted results. A single process sends nothing. The router is softmax top-k, renormalised, in f32.
+
+Prints one JSON object with the time of each iteration on the slowest process, seconds.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 
 
 class Exchange(torch.autograd.Function):
-    """all_to_all_single of rows; its backward is the same with sending and receiving turned round."""
+    """all_to_all_single of rows. Backward exchanges the roles of sending and receiving."""
 
     @staticmethod
     def forward(ctx, rows, send, receive):
@@ -91,7 +92,7 @@ class Moe(torch.nn.Module):
 
 
 def check(moe, args, x, out):
-    """Compares with every token through every expert, dense."""
+    """Compares with a dense computation of all experts for all tokens."""
     with torch.no_grad():
         weights, chosen = moe.route(x)
         scores = torch.zeros(len(x), args.experts).scatter(1, chosen, weights)
@@ -108,7 +109,7 @@ def run(rank, world, args, store):
     torch.set_num_threads(args.threads)
     cpus = sorted(os.sched_getaffinity(0))
     if args.threads == 1 and world <= len(cpus):
-        os.sched_setaffinity(0, {cpus[rank]})  # as the PEs of `aristos bench moe` are
+        os.sched_setaffinity(0, {cpus[rank]})  # like the PEs of `aristos bench moe`
     torch.manual_seed(1000 + rank)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -178,7 +179,7 @@ def main():
     args = parser.parse_args()
     if args.tokens % args.processes or args.experts % args.processes:
         sys.exit("--tokens and --experts must divide by --processes")
-    # Before torch's OpenMP starts in the children; they are forks that have not used it yet.
+    # Must be set before torch's OpenMP starts in the children, which fork before it is used.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(args.threads)
     if args.processes == 1:
         return run(0, 1, args, None)

@@ -1,4 +1,4 @@
-//! Cargo builds `[build-dependencies]` where there is one.
+//! Present because Cargo builds `[build-dependencies]` only for a package with a build script.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -1,4 +1,4 @@
-//! Compiles the CUDA kernels, for the feature `cuda`: one fat binary per module, embedded in the crate.
+//! Compiles the CUDA kernels for the feature `cuda`: one fat binary per module, embedded in the crate.
 
 use std::collections::VecDeque;
 use std::fmt::Write;
@@ -8,10 +8,10 @@ use std::sync::Mutex;
 use std::time::SystemTime;
 use std::{env, fs, process, thread};
 
-/// A translation unit of `kernels/`, and what it is compiled for. Those that are not there are left out.
+/// A translation unit of `kernels/` and its compiler options. Modules without a source file are skipped.
 struct Module {
     name: &'static str,
-    /// `-gencode` arguments: machine code, and for devices to come what the driver compiles itself.
+    /// `-gencode` arguments: machine code, and PTX for future devices.
     targets: &'static [&'static str],
     hopper: bool,
     /// Further arguments.
@@ -19,8 +19,8 @@ struct Module {
 }
 
 impl Module {
-    /// Of its targets those that are asked for: all, but for what ARISTOS_CUDA_ARCHITECTURES (such as `sm_80 sm_90a`) leaves out, which a
-    /// build for tests sets to be done sooner.
+    /// The targets to build: all, or those that ARISTOS_CUDA_ARCHITECTURES lists (such as `sm_80 sm_90a`), which shortens test
+    /// builds.
     fn targets(&self) -> Vec<&'static str> {
         let asked = env::var("ARISTOS_CUDA_ARCHITECTURES").unwrap_or_default();
         let asked: Vec<&str> = asked.split_whitespace().collect();
@@ -28,7 +28,7 @@ impl Module {
         self.targets.iter().copied().filter(|target| asked.is_empty() || code(target)).collect()
     }
 
-    /// What of it is machine code.
+    /// Architectures with machine code.
     fn architectures(&self) -> String {
         let codes = self.targets().into_iter().filter_map(|target| target.rsplit('=').next());
         codes.filter(|code| code.starts_with("sm_")).collect::<Vec<_>>().join(" ")
@@ -40,12 +40,12 @@ const PORTABLE: &[&str] =
 
 const HOPPER: &[&str] = &["arch=compute_90a,code=sm_90a"];
 
-/// At its highest optimisation ptxas 13.0 crashes on these kernels for sm_80. The products' loops are nearly the same at this one.
-const LESS: &[&str] = &["-Xptxas", "-O2"];
+/// ptxas 13.0 crashes on these kernels for sm_80 at its default level. The GEMM loops are nearly identical at -O2.
+const PTXAS_O2: &[&str] = &["-Xptxas", "-O2"];
 
 const MODULES: &[Module] = &[
-    Module { name: "layer_ampere", targets: PORTABLE, hopper: false, flags: LESS },
-    Module { name: "layer_ampere_64x128", targets: PORTABLE, hopper: false, flags: LESS },
+    Module { name: "layer_ampere", targets: PORTABLE, hopper: false, flags: PTXAS_O2 },
+    Module { name: "layer_ampere_64x128", targets: PORTABLE, hopper: false, flags: PTXAS_O2 },
     Module { name: "layer_hopper", targets: HOPPER, hopper: true, flags: &[] },
     Module { name: "layer_hopper_128x128", targets: HOPPER, hopper: true, flags: &[] },
     Module { name: "layer_hopper_256x256", targets: HOPPER, hopper: true, flags: &[] },
@@ -55,10 +55,10 @@ const MODULES: &[Module] = &[
     Module { name: "smoke", targets: PORTABLE, hopper: false, flags: &[] },
 ];
 
-/// The oldest headers whose device code can be built as `kernels/smoke.cu` says.
+/// The oldest NVSHMEM whose device code can be built as `kernels/smoke.cu` describes.
 const OLDEST_NVSHMEM: [u32; 3] = [3, 4, 5];
 
-/// Where CUDA and NVSHMEM are, and their versions.
+/// Paths and versions of CUDA and NVSHMEM.
 struct Toolchain {
     nvcc: PathBuf,
     nvshmem: PathBuf,
@@ -66,7 +66,7 @@ struct Toolchain {
     nvshmem_version: [u32; 3],
 }
 
-/// Makes what `src/gpu/cuda/modules.rs` includes, in the folder `made`.
+/// Writes to `made` the fat binaries that `src/gpu/cuda/modules.rs` embeds.
 pub fn kernels(made: &Path) {
     for name in [
         "CUDA_HOME",
@@ -86,7 +86,7 @@ pub fn kernels(made: &Path) {
         fail(&format!("cannot make {}: {error}", made.display()));
     }
     let tools = toolchain(&root);
-    // For tests, which are done sooner without a module whose kernels differ from another's in their tiles alone.
+    // Test builds leave out modules that differ from another one only in their tiles.
     let left_out = env::var("ARISTOS_CUDA_LEFT_OUT").unwrap_or_default();
     if let Some(unknown) = left_out.split_whitespace().find(|name| MODULES.iter().all(|m| m.name != *name)) {
         fail(&format!("ARISTOS_CUDA_LEFT_OUT names {unknown}, which is no module of kernels/"));
@@ -136,7 +136,7 @@ pub fn kernels(made: &Path) {
     println!("cargo::rustc-env=ARISTOS_NVSHMEM_VERSION={major}.{minor}.{patch}");
     println!("cargo::rustc-env=ARISTOS_NVSHMEM_LIB={}", tools.nvshmem.join("lib").display());
     println!("cargo::rustc-env=ARISTOS_CUDA_VERSION={}", tools.cuda_version);
-    // For tools/check-machine-code, which looks at what was built.
+    // tools/check-machine-code reads this list.
     let line = |module: &&Module| {
         format!("{} {} {}\n", module.name, module.architectures().replace(' ', ","), fatbin(made, module).display())
     };
@@ -152,7 +152,7 @@ fn fatbin(made: &Path, module: &Module) -> PathBuf {
     made.join(module.name).with_extension("fatbin")
 }
 
-/// Compiles one module, unless what is there is of the same command and younger than all that it is made from.
+/// Compiles one module unless its fatbin is up to date (same command line, newer than all inputs).
 fn compile(tools: &Toolchain, root: &Path, made: &Path, module: &Module) -> Result<(), String> {
     let (source, fatbin) = (source(root, module), fatbin(made, module));
     let depends = fatbin.with_extension("d");
@@ -162,7 +162,7 @@ fn compile(tools: &Toolchain, root: &Path, made: &Path, module: &Module) -> Resu
         .arg(&depends)
         .arg("-I")
         .arg(root.join("kernels"))
-        // NVSHMEM's own headers warn.
+        // As system headers, because NVSHMEM's cause warnings.
         .arg("-isystem")
         .arg(tools.nvshmem.join("include"))
         .args(module.targets().iter().flat_map(|target| ["-gencode", target]));
@@ -194,7 +194,7 @@ fn compile(tools: &Toolchain, root: &Path, made: &Path, module: &Module) -> Resu
     Ok(())
 }
 
-/// Whether `made` is there and younger than every file that `depends`, as the compiler wrote it, names.
+/// Whether `made` exists and is newer than every file that the compiler listed in `depends`.
 fn up_to_date(made: &Path, depends: &Path) -> bool {
     let time = |path: &Path| -> Option<SystemTime> { fs::metadata(path).ok()?.modified().ok() };
     let (Some(made), Ok(depends)) = (time(made), fs::read_to_string(depends)) else { return false };
@@ -203,7 +203,7 @@ fn up_to_date(made: &Path, depends: &Path) -> bool {
     files.peek().is_some() && files.all(|file| time(Path::new(file)).is_some_and(|time| time < made))
 }
 
-/// CUDA from CUDA_HOME, what tools/cuda-toolchain made, or nvcc on the PATH; NVSHMEM from NVSHMEM_HOME or the second.
+/// Finds CUDA in CUDA_HOME, the download of tools/cuda-toolchain, or the PATH; NVSHMEM in NVSHMEM_HOME or that download.
 fn toolchain(root: &Path) -> Toolchain {
     const CURE: &str = "run tools/cuda-toolchain, or set CUDA_HOME and NVSHMEM_HOME";
     let home = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -255,7 +255,7 @@ fn write(path: &Path, text: &str) {
     }
 }
 
-/// Ends the build with the message alone, without a panic's backtrace.
+/// Ends the build with an error message instead of a panic's backtrace.
 fn fail(message: &str) -> ! {
     let first = message.lines().next().unwrap_or_default();
     println!("cargo::error={first}");

@@ -1,18 +1,18 @@
-//! Two PEs, as threads, train a MoE layer to do what another one does: `cargo run --release --example train_step`.
+//! Two PEs, as threads, train a MoE layer to reproduce another one: `cargo run --release --example train_step`.
 
 use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
 use aristos::moe::{Activation, Layer, LayerConfig, LayerSpec, MlpConfig, MoeError, MoeLayer, RouterConfig};
 use aristos::shmem::{ShmTransport, Shmem};
 
 const PES: usize = 2;
-const TOKENS: usize = 64; // of each PE
+const TOKENS: usize = 64; // per PE
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let layer = LayerConfig::new(32, 8, RouterConfig::softmax(2), MlpConfig::gated(64, Activation::Silu));
     let weights = |seed| Synthetic::new(SyntheticSpec::new(layer.clone(), seed));
     let (teacher, student) = (weights(1)?, weights(2)?);
     let spec = LayerSpec::new(layer.clone(), PES, TOKENS);
-    // Room for the teacher and the student.
+    // Heap for both the teacher and the student.
     let world = aristos::shmem::threads(PES, 2 * spec.heap_bytes()?)?;
     let losses = std::thread::scope(|scope| {
         let threads: Vec<_> =

@@ -1,14 +1,17 @@
-"""Trains a byte-level Mixture-of-Experts language model on the licence texts of the Debian package base-files, with or without Aristos.
+"""Trains a byte-level Mixture-of-Experts language model, with or without Aristos.
 
-    python examples/train_text.py --experts eager --out target/train                  # the unpatched model, one process
-    torchrun --nproc-per-node 2 examples/train_text.py --out target/train             # experts over 2 processes
-    python examples/train_text.py --plot --out target/train                           # the curves that are there, one picture
+    python examples/train_text.py --experts eager --out target/train         # without Aristos, one process
+    torchrun --nproc-per-node 2 examples/train_text.py --out target/train    # experts on 2 processes
+    python examples/train_text.py --plot --out target/train                  # one plot of all runs in target/train
 
-A Qwen3-MoE of transformers, 2.8 million parameters. A step's batch is the same however many processes share it, so the curves can be laid over
-each other. CC0-1.0 is held out; the loss on its beginning is said at the end. Writes below --out: `NAME.json` (losses, tokens per second), `NAME.routing.json` (the last steps' routing, as `aristos simulate
---routing` reads it), and with --save-every checkpoints, from which --resume goes on with any number of processes.
---from-model trains a model further, best on a --text of another kind.
---export makes a model for `aristos run`; the one in examples/tiny-moe is by
+The model is a Qwen3-MoE of transformers with 2.8 million parameters; the data are the licence texts of the Debian package
+base-files. The batch of a step does not depend on the number of processes, so loss curves are comparable. CC0-1.0 is
+held out, and the loss on its beginning is printed at the end.
+
+Writes to the folder --out: `NAME.json` (losses, tokens per second), `NAME.routing.json` (routing of the last steps, for
+`aristos simulate --routing`), and with --save-every checkpoints, which --resume reads with any number of processes.
+--from-model fine-tunes a model, preferably on a --text of another kind. --export writes a model for `aristos run`;
+examples/tiny-moe was made with
 
     torchrun --nproc-per-node 2 examples/train_text.py --tiny --length 256 --steps 1200 --learning-rate 2e-3 --export examples/tiny-moe
 """
@@ -33,7 +36,7 @@ import aristos
 TEXTS = pathlib.Path("/usr/share/common-licenses")
 HELD_OUT = TEXTS / "CC0-1.0"
 EXPERTS, ROUTED_STEPS = 8, 4
-# What is exported beside the weights: a layer's input for so many bytes of the text that is held out.
+# Besides the weights, the export contains a layer's input for this many bytes of the held-out text.
 EXPORTED_LAYER, EXPORTED_TOKENS = 1, 512
 USUAL = dict(hidden_size=128, num_hidden_layers=4, head_dim=32, intermediate_size=256, moe_intermediate_size=208)
 TINY = dict(hidden_size=80, num_hidden_layers=2, head_dim=16, intermediate_size=128, moe_intermediate_size=104)
@@ -41,14 +44,14 @@ TINY = dict(hidden_size=80, num_hidden_layers=2, head_dim=16, intermediate_size=
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--experts", default="aristos", choices=["aristos", "all_to_all", "eager", "grouped_mm"], help="who runs the experts; eager and grouped_mm: one process")
+    parser.add_argument("--experts", default="aristos", choices=["aristos", "all_to_all", "eager", "grouped_mm"], help="implementation of the experts; eager and grouped_mm need one process")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all processes")
     parser.add_argument("--length", type=int, default=128, help="bytes of a sequence")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--warm-up", type=int, default=0, help="steps until the learning rate is reached, from zero in a line")
-    parser.add_argument("--epsilon", type=float, default=1e-8, help="what AdamW adds to the root of the second moments")
-    parser.add_argument("--from-model", type=pathlib.Path, help="the folder of a trained model to begin with, instead of random weights")
+    parser.add_argument("--warm-up", type=int, default=0, help="steps of linear learning-rate warm-up")
+    parser.add_argument("--epsilon", type=float, default=1e-8, help="epsilon of AdamW")
+    parser.add_argument("--from-model", type=pathlib.Path, help="folder of a trained model to start from, instead of random weights")
     parser.add_argument("--top-k", type=int, default=2, help=f"experts of a token, of {EXPERTS}")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.5 million parameters instead")
     parser.add_argument("--text", type=pathlib.Path, help=f"a file to train on instead of {TEXTS}")
@@ -94,7 +97,7 @@ def config_of(args):
 
 
 def make_model(args, rank, size):
-    # All processes, and all runs, begin with the same weights.
+    # All processes, and all runs, start with the same weights.
     start = args.from_model or args.out / f".start-{os.environ.get('MASTER_PORT', args.experts)}"
     if rank == 0 and not args.from_model:
         torch.manual_seed(0)
@@ -107,7 +110,7 @@ def make_model(args, rank, size):
 
 
 def batch_of(text, args, step, rank, size):
-    """This process's sequences of a step."""
+    """Sequences of this process in a step."""
     gen = torch.Generator().manual_seed(1_000_003 + step)
     starts = torch.randint(0, len(text) - args.length, (args.batch,), generator=gen)
     share = args.batch // size
@@ -166,9 +169,9 @@ def train(args, rank, size):
 
 
 def judge(model, name, folder):
-    """Says the loss on the text that is held out; writes the model, and what a layer does on that text, into `folder` if there is one."""
+    """Prints the loss on the held-out text. Writes the model and a layer's input on that text to `folder` if it is given."""
     if folder:
-        # What is captured is what the weights on disk give, computed in f32.
+        # Captures the layer with the weights as written to disk, computed in f32.
         model.bfloat16().save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
         model.float()
@@ -193,7 +196,7 @@ def save(model, optimizer, step, folder):
 
 
 def resume(model, optimizer, folder):
-    """Reads a checkpoint, whatever number of processes wrote it; the step to go on with."""
+    """Reads a checkpoint of any number of processes; returns the step to continue with."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = dict(model=model_state, optimizer=optimizer_state, step=torch.tensor(0))
     checkpoint.load(state, checkpoint_id=folder)
@@ -205,14 +208,14 @@ COLOURS = ["#1b6ca8", "#d1495b", "#2e8b57", "#8a4fbf", "#c77f00", "#444444"]
 
 
 def far_apart(run, other):
-    """The largest relative difference of two runs' losses over the steps that both have, and its step; None where there are none."""
+    """The largest relative difference of two runs' losses over their common steps, and its step; None without common steps."""
     first = max(run["first"], other["first"])
     pairs = zip(run["losses"][first - run["first"] :], other["losses"][first - other["first"] :])
     return max(((abs(a - b) / b, step) for step, (a, b) in enumerate(pairs, first)), default=None)
 
 
 def plot(folder):
-    """All runs' losses in one SVG; says how far each is from the unpatched model's on one process."""
+    """Plots all runs' losses in one SVG, and prints how far each is from the run without Aristos."""
     runs = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json")) if not file.name.endswith(".routing.json")]
     if not runs:
         sys.exit(f"{folder} has no runs, expected NAME.json files")
@@ -245,7 +248,7 @@ def plot(folder):
 
 
 def check(args, size):
-    """Ends with a line on the first argument that is out of range."""
+    """Exits with an error message for the first argument that is out of range."""
     least = dict(steps=1, batch=1, length=2, learning_rate=0, warm_up=0, epsilon=0, save_every=0)
     for name, low in least.items():
         if not getattr(args, name) >= low:

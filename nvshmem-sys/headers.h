@@ -1,3 +1,3 @@
-// What nvshmem-sys/generate reads.
+// Input of nvshmem-sys/generate.
 #include <nvshmem.h>
 #include <nvshmemx.h>

@@ -1,5 +1,5 @@
-//! With the feature `mpi`, compiles what `mpi.h` has as macros only, and `mpi`'s own bindings lack; with `ofi`, the calls of libfabric's, which
-//! are functions of its headers.
+//! Compiles, for the feature `mpi`, constants that are macros in `mpi.h` and missing in the crate `mpi`, and for `ofi` wrappers
+//! of libfabric's inline functions.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -9,7 +9,7 @@ fn main() {
     ofi_shim();
 }
 
-/// Against the MPI that `mpi-sys` finds too: both ask `build-probe-mpi`.
+/// Uses the MPI that `mpi-sys` links: both find it through `build-probe-mpi`.
 #[cfg(feature = "mpi")]
 fn mpi_constants() {
     const SOURCE: &str = "src/mpi/constants.c";
@@ -30,12 +30,12 @@ fn mpi_constants() {
     build.compile("aristos_mpi_constants");
 }
 
-/// With libfabric's headers, wherever pkg-config or the compiler finds them; the library is loaded when it is needed.
+/// Needs libfabric's headers only; the library is loaded at run time.
 #[cfg(feature = "ofi")]
 fn ofi_shim() {
     const SOURCE: &str = "src/ofi/shim.c";
     println!("cargo::rerun-if-changed={SOURCE}");
-    // Where pkg-config does not know them, they may be in the compiler's own path.
+    // Without a pkg-config file the headers may be on the compiler's path.
     let found = pkg_config::Config::new().cargo_metadata(false).probe("libfabric");
     let mut build = cc::Build::new();
     build.file(SOURCE).includes(found.map(|library| library.include_paths).unwrap_or_default());

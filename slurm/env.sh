@@ -1,11 +1,12 @@
 # shellcheck shell=bash
-# Sourced by the batch scripts beside it: modules, environment and the srun of a Perlmutter GPU node.
+# Sourced by the batch scripts of this folder: modules, environment and srun options of Perlmutter's GPU nodes.
 #
-#   ARISTOS   the program [target/release/aristos below the folder that sbatch was called in]
-#   OUT       where results go [results/JOB there]
-#   DEVICE    cuda or cpu [cpu]: what layers run on
-#   TRANSPORT what carries data between host memories [shm on one node, mpi on several]; tcp, hybrid (shared memory within a node) and ofi (libfabric) need no MPI
-# shellcheck disable=SC2034 # the scripts that source this use what they need of it
+#   ARISTOS   the binary [target/release/aristos below the folder in which sbatch was called]
+#   OUT       folder of the results [results/JOB there]
+#   DEVICE    cuda or cpu [cpu]: where layers run
+#   TRANSPORT between host memories [shm on one node, mpi on several]; tcp, hybrid (shared memory within a node) and ofi (libfabric)
+#             need no MPI
+# shellcheck disable=SC2034 # used by the scripts that source this file
 set -euo pipefail
 
 root=${SLURM_SUBMIT_DIR:-$PWD}
@@ -14,12 +15,12 @@ ARISTOS=${ARISTOS:-$root/target/release/aristos}
 OUT=${OUT:-$root/results/${SLURM_JOB_ID:-here}}
 DEVICE=${DEVICE:-cpu}
 [ -x "$ARISTOS" ] || {
-    echo "no program at $ARISTOS: build it (slurm/README.md), or set ARISTOS" >&2
+    echo "no binary at $ARISTOS: build it (slurm/README.md), or set ARISTOS" >&2
     exit 1
 }
 mkdir -p "$OUT"
 
-# Only on a machine with modules; elsewhere (a test cluster) the scripts run without these settings.
+# Skipped on machines without modules, such as a test cluster.
 if [ "$(type -t module)" = function ]; then
     module load PrgEnv-gnu cray-mpich
     if [ "$DEVICE" = cuda ]; then
@@ -29,12 +30,12 @@ fi
 
 if [ "$DEVICE" = cuda ]; then
     : "${NVSHMEM_HOME:?set it to NVSHMEM (tools/cuda-toolchain prints one); no other NVSHMEM may be in LD_LIBRARY_PATH}"
-    # GPU 3 is nearest to the cores of the first task, GPU 0 to those of the last. PEs take the visible devices in turn.
+    # GPU 3 is closest to the cores of the first task, GPU 0 to those of the last. PEs use the visible devices in this order.
     export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-3,2,1,0}
     if [ "$nodes" -gt 1 ]; then
-        # Slingshot has no InfiniBand's IBGDA: puts go through a proxy thread and libfabric. Without CUDA's virtual memory the heap
-        # does not grow: aristos makes it as large as the job needs (NVSHMEM_SYMMETRIC_SIZE), and says so; a region above 1.5 GiB is slow in
-        # libfabric 1.22's cxi.
+        # Slingshot lacks InfiniBand's IBGDA, so puts go through a proxy thread and libfabric. Without CUDA's virtual memory management the
+        # heap has a fixed size: aristos sets NVSHMEM_SYMMETRIC_SIZE to the job's needs and reports it. Regions above 1.5 GiB are slow
+        # with the cxi provider of libfabric 1.22.
         export NVSHMEM_REMOTE_TRANSPORT=libfabric NVSHMEM_LIBFABRIC_PROVIDER=cxi
         export NVSHMEM_DISABLE_CUDA_VMM=1
         export NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=hsn0
@@ -46,8 +47,8 @@ transport=shm
 [ "$nodes" = 1 ] || transport=mpi
 transport=${TRANSPORT:-$transport}
 
-# tasks PER_NODE COMMAND...: PER_NODE processes on every node, each a PE. Not --gpus-per-task: its cgroups hide the
-# neighbours' GPUs, and CUDA cannot map their memory.
+# tasks PER_NODE COMMAND...: runs PER_NODE processes on every node, each a PE. Without --gpus-per-task, whose cgroups hide the
+# other GPUs of the node, so that CUDA could not map their memory.
 tasks() {
     local per_node=$1 gpus=()
     shift
@@ -58,7 +59,7 @@ tasks() {
         --kill-on-bad-exit=1 "${gpus[@]}" "$@"
 }
 
-# into FILE COMMAND...: what it prints, as that file of the results if it ends well: a job that fails leaves no empty ones.
+# into FILE COMMAND...: stores the output in that result file if the command succeeds.
 into() {
     local file=$OUT/$1 rc=0
     shift
@@ -68,7 +69,7 @@ into() {
     return $rc
 }
 
-# What ran where, beside the results.
+# Record nodes, versions and environment with the results.
 {
     date -u +%FT%TZ
     "$ARISTOS" --version

@@ -12,8 +12,9 @@
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
 //! - [`job`]: a request, the PEs that carry it out, and what they send: processes, launchers, MPI;
 //! - [`stdio`]: what is said on standard output and standard error;
-//! - [`plan`], a package of its own, `aristos-plan`: the planner of groups and placement, with [`cluster`]: devices and links,
-//!   files, presets and the probe;
+//! - [`formats`], a package of its own, `aristos-formats`: files, with [`cluster`]: devices and links;
+//! - [`plan`], a package of its own, `aristos-plan`: the planner of groups and placement;
+//! - [`probe`]: measures a cluster over a transport;
 //! - [`sim`], a package of its own, `aristos-sim`: models of layers, networks and steps in virtual time;
 //!
 //! With the feature `command`, which is on unless a dependency is declared with `default-features = false`:
@@ -42,6 +43,7 @@ pub mod job;
 pub mod moe;
 #[cfg(feature = "command")]
 pub mod plot;
+pub mod probe;
 #[cfg(feature = "command")]
 pub mod report;
 #[cfg(feature = "command")]
@@ -50,7 +52,8 @@ pub mod run;
 pub mod simulate;
 pub mod stdio;
 
+pub use aristos_formats as formats;
+pub use aristos_formats::cluster;
 pub use aristos_plan as plan;
-pub use aristos_plan::cluster;
 pub use aristos_shmem as shmem;
 pub use aristos_sim as sim;

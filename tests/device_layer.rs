@@ -1,5 +1,5 @@
-//! The layer on emulated devices against the float64 reference: every router, every expert, any number of PEs, whatever
-//! order things happen in.
+//! The layer on emulated devices against the float64 reference: every router and expert, any number of PEs, any order
+//! of events.
 
 #[macro_use]
 mod common;
@@ -23,19 +23,20 @@ use aristos::gpu::emulated::{self, Emulated, EmulatedDevice, Fault};
 use aristos::gpu::{Buffer, Gpu};
 use aristos::moe::device::{DeviceLayer, DeviceOptions, DeviceSaved, GemmPath, RecordedLayer, Tile, to_elements};
 use aristos::moe::metrics::{PassOutcome, Traffic};
-use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
+use aristos::moe::synthetic::{RouterKind, Synthetic};
 use aristos::moe::{
-    Activation, Dtype, LayerConfig, LayerSpec, MlpConfig, Mode, MoeError, MoeLayer, Options, Placement, Routed,
-    SharedConfig, WeightSource,
+    Dtype, LayerConfig, LayerSpec, Mode, MoeError, MoeLayer, Options, Placement, Routed, SharedConfig, WeightSource,
 };
-use common::{Step, assert_close, even, heap_bytes, mixtral, reference_rounded, shm, synthetic};
+use common::{
+    Case, Step, ahead_cases, assert_close, even, heap_bytes, hot, mixtral, reference_rounded, shm, synthetic, variants,
+};
 use half::{bf16, f16};
 use sample::Sample;
 
-/// Symmetric memory of each PE: far more than these layers take, and none of it is touched before it is allocated.
+/// Symmetric memory of each PE: far more than these layers need; pages are touched only after allocation.
 const HEAP_BYTES: usize = 64 << 20;
 
-/// One world of PEs and what they run.
+/// A world of emulated PEs and its options.
 #[derive(Clone)]
 struct World {
     device: EmulatedDevice,
@@ -62,7 +63,7 @@ impl World {
         self
     }
 
-    /// Only the network between PEs of different parity.
+    /// PEs of different parity reach each other only over the network.
     fn network(mut self, n: usize) -> Self {
         self.reachable = Some((0..n * n).map(|i| u8::from((i / n) % 2 == (i % n) % 2)).collect());
         self
@@ -88,7 +89,7 @@ fn small_options() -> Options {
     with!(Options::default(); chunk_rows = Some(5), wait_limit = Duration::from_secs(60))
 }
 
-/// Runs one closure per PE, each on its own thread, and gives back what they return, by PE.
+/// Runs one closure per PE, each on its own thread, and returns the results by PE.
 fn on_pes<R: Send>(pes: Vec<Emulated>, f: impl Fn(&Emulated) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
         let f = &f;
@@ -97,7 +98,7 @@ fn on_pes<R: Send>(pes: Vec<Emulated>, f: impl Fn(&Emulated) -> R + Sync) -> Vec
     })
 }
 
-/// One PE's tokens on its device, and where results go.
+/// One PE's tokens and result buffers on its device.
 struct Tokens<'g> {
     elements: usize,
     x: Buffer<'g>,
@@ -143,7 +144,7 @@ fn spec_of(world: &World, source: &Synthetic, n_pes: usize, max_tokens: usize) -
     LayerSpec::new(source.config().clone(), n_pes, max_tokens).dtype(world.dtype).options(world.options.clone())
 }
 
-/// What a PE says of one step.
+/// The results of one PE in one step.
 struct PeStep {
     step: Step,
     rounds: [u64; 2],
@@ -152,8 +153,8 @@ struct PeStep {
     all_reduce_bytes: u64,
 }
 
-/// Runs `steps` steps, step `s` on the token ranges `splits[s % splits.len()]`, with `ahead` forward passes without a backward
-/// before each.
+/// Runs `steps` steps, step `s` on the token ranges `splits[s % splits.len()]`. Runs `ahead` forward passes without
+/// backward before each.
 fn run(
     world: &World,
     source: &Synthetic,
@@ -217,7 +218,7 @@ fn run(
     Ok((0..steps).map(|_| by_pe.iter_mut().map(|pe| pe.remove(0)).collect()).collect())
 }
 
-/// What all PEs computed in a step. Replicated weights' gradients must be the same everywhere.
+/// Merges the results of all PEs in a step. Gradients of replicated weights must be the same on all PEs.
 fn together(pes: &[PeStep], config: &LayerConfig) -> Step {
     let mut all = Step::default();
     for pe in pes {
@@ -244,7 +245,7 @@ fn steps(world: &World, source: &Synthetic, splits: &[Vec<Range<usize>>], count:
     steps.iter().map(|pes| together(pes, source.config())).collect()
 }
 
-/// Fails where anything but traffic and memory differs in a bit.
+/// Asserts bitwise equality of everything except traffic and memory.
 fn assert_same(got: &[Step], want: &[Step], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (step, (got, want)) in got.iter().zip(want).enumerate() {
@@ -257,7 +258,7 @@ fn assert_same(got: &[Step], want: &[Step], what: &str) {
     }
 }
 
-/// Two steps against the reference, and against each other; what the first one was.
+/// Compares two steps with the reference and with each other, and returns the first one.
 fn check(world: &World, source: &Synthetic, tokens: usize, n: usize, what: &str) -> Vec<PeStep> {
     let mut steps = run(world, source, &[even(tokens, n)], 2, 0).unwrap_or_else(|error| panic!("{what}: {error}"));
     let all: Vec<Step> = steps.iter().map(|pes| together(pes, source.config())).collect();
@@ -266,10 +267,10 @@ fn check(world: &World, source: &Synthetic, tokens: usize, n: usize, what: &str)
     assert_close(&all[0], &want, world.tolerance(), what);
     if source.config().has_losses() {
         for pe in &steps[0] {
-            let near =
+            let assert_near =
                 |got: f64, want: f64| assert!((got - want).abs() <= 1e-4 * want.abs(), "{what}: {got}, not {want}");
-            near(pe.losses.0, want.aux_loss);
-            near(pe.losses.1, want.z_loss);
+            assert_near(pe.losses.0, want.aux_loss);
+            assert_near(pe.losses.1, want.z_loss);
         }
     }
     let rows: Vec<u64> = steps[0].iter().flat_map(|pe| pe.expert_rows.iter().copied()).collect();
@@ -281,33 +282,9 @@ fn check(world: &World, source: &Synthetic, tokens: usize, n: usize, what: &str)
     steps.swap_remove(0)
 }
 
-fn variants() -> Vec<(&'static str, LayerConfig)> {
-    let base = mixtral(32, 24, 7, 2);
-    let mut all = vec![("mixtral", base.clone())];
-    for (name, kind) in [("softmax", RouterKind::Softmax), ("sigmoid", RouterKind::Sigmoid)] {
-        all.push((name, with!(base.clone(); n_experts = 12, router = kind.config(12, 4))));
-    }
-    for (name, activation) in
-        [("gelu", Activation::Gelu), ("gelu tanh", Activation::GeluTanh), ("relu", Activation::Relu)]
-    {
-        let gated = activation == Activation::GeluTanh;
-        let expert = with!(MlpConfig::plain(24, activation); gated = gated, bias = true);
-        all.push((name, with!(base.clone(); expert = expert)));
-    }
-    for (name, sigmoid_gate) in [("shared", false), ("shared gated", true)] {
-        let mlp = with!(base.expert; intermediate = 40, bias = sigmoid_gate);
-        all.push((name, with!(base.clone(); shared = Some(SharedConfig::new(mlp, sigmoid_gate)))));
-    }
-    all.push(("capacity", with!(base.clone(); capacity_factor = Some(0.8))));
-    all.push(("losses", with!(base.clone(); aux_loss_coef = 0.3, z_loss_coef = 0.1)));
-    let sigmoid = with!(base; n_experts = 12, router = RouterKind::Sigmoid.config(12, 4));
-    all.push(("sigmoid losses", with!(sigmoid; aux_loss_coef = 0.3, z_loss_coef = 0.1)));
-    all
-}
-
 #[test]
-fn every_layer() {
-    for (name, layer) in variants() {
+fn every_layer_matches_the_reference() {
+    for (name, layer) in variants(32, 24, 40) {
         let source = synthetic(layer, 3);
         for dtype in [Dtype::Bf16, Dtype::F16] {
             let world = World { dtype, ..World::new() };
@@ -317,7 +294,7 @@ fn every_layer() {
 }
 
 #[test]
-fn every_number_of_pes_and_mode() {
+fn results_match_the_reference_on_any_number_of_pes_and_in_any_mode() {
     let base = mixtral(32, 24, 7, 2);
     let mlp = with!(base.expert; bias = true);
     let shared = Some(SharedConfig::new(mlp, true));
@@ -333,8 +310,8 @@ fn every_number_of_pes_and_mode() {
 }
 
 #[test]
-fn hopper_kernels() {
-    for (name, layer) in variants() {
+fn hopper_kernels_match_the_reference() {
+    for (name, layer) in variants(32, 24, 40) {
         let device = with!(EmulatedDevice::default(); hopper = true);
         let world = World { device, ..World::new() };
         check(&world, &synthetic(layer, 3), 37, 2, &format!("{name} on Hopper"));
@@ -342,8 +319,8 @@ fn hopper_kernels() {
 }
 
 #[test]
-fn several_tiles_of_an_expert() {
-    // More rows than a tile has, more columns than a tile has, and a rest of each.
+fn experts_of_several_tiles_match_the_reference() {
+    // More rows and columns than a tile, with a remainder of each.
     let base = mixtral(288, 264, 3, 2);
     let mlp = with!(base.expert; bias = true);
     let source = synthetic(with!(base; shared = Some(SharedConfig::new(mlp, true))), 8);
@@ -360,7 +337,8 @@ fn tiles_of_two_blocks_give_the_same_bits() {
     let base = mixtral(96, 264, 3, 2);
     let shared = Some(SharedConfig::new(with!(base.expert; bias = true), true));
     let device = with!(EmulatedDevice::default(); hopper = true, multiprocessors = 5);
-    // Batches of more rows than a block has of a tile, and of fewer: the second block then has none. In one round, and in several.
+    // Batches with more rows than a block's part of a tile, and with fewer, for which the second block has none. In one
+    // round, and in several.
     for (tokens, mode, budget) in [(421, Mode::Pipelined, 2.0), (60, Mode::Pipelined, 0.5), (160, Mode::Bulk, 2.0)] {
         let source = hot(&with!(base.clone(); shared = shared), 0.3, 0.7);
         let options = with!(small_options(); chunk_rows = Some(16), mode = mode, budget_factor = budget);
@@ -379,19 +357,9 @@ fn tiles_of_two_blocks_give_the_same_bits() {
 
 #[test]
 fn few_tokens_and_few_experts() {
-    for tokens in [0, 1, 2, 5] {
-        for n in [1, 3] {
-            check(&World::new(), &synthetic(mixtral(16, 8, 3, 2), 1), tokens, n, &format!("{tokens} tokens, {n} PEs"));
-        }
-    }
-    check(&World::new(), &synthetic(mixtral(16, 8, 1, 1), 1), 9, 3, "one expert");
-    check(&World::new(), &synthetic(mixtral(16, 8, 2, 2), 1), 9, 4, "PEs without experts");
-}
-
-/// A layer whose experts below `ratio` get all the rows.
-fn hot(layer: &LayerConfig, ratio: f64, weight: f64) -> Synthetic {
-    let spec = with!(SyntheticSpec::new(layer.clone(), 5); hot_ratio = ratio, hot_weight = weight);
-    Synthetic::new(spec).unwrap()
+    common::few_tokens_and_few_experts(|source, tokens, n, what| {
+        check(&World::new(), source, tokens, n, what);
+    });
 }
 
 #[test]
@@ -403,11 +371,11 @@ fn all_tokens_to_one_expert_in_rounds_within_the_budget() {
         let options = with!(small_options(); mode = mode, chunk_rows = Some(4));
         let world = World { options, ..World::new() };
         let pes = check(&world, &source, tokens, n, "all to one");
-        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, that is two chunks of 3: as on the CPU.
+        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, which is two chunks of 3, as on the CPU.
         assert!(pes.iter().all(|pe| pe.rounds[0] == 4), "{:?}", pes.iter().map(|pe| pe.rounds).collect::<Vec<_>>());
         peaks.extend(pes.iter().map(|pe| pe.step.peak_bytes[0]));
     }
-    // No more than with even routing.
+    // Even routing needs the same memory.
     let even_source = synthetic(mixtral(32, 16, 8, 1), 5);
     let options = with!(small_options(); chunk_rows = Some(4));
     let pes = check(&World { options, ..World::new() }, &even_source, tokens, n, "even");
@@ -415,7 +383,7 @@ fn all_tokens_to_one_expert_in_rounds_within_the_budget() {
 }
 
 #[test]
-fn rounds_with_several_experts_a_row_and_losses_and_a_shared_expert() {
+fn several_rounds_with_losses_and_a_shared_expert() {
     let base = mixtral(32, 16, 8, 3);
     let shared = Some(SharedConfig::new(with!(base.expert; bias = true), true));
     let layer = with!(base; shared = shared, aux_loss_coef = 0.1, z_loss_coef = 0.1);
@@ -439,39 +407,8 @@ fn even_routing_takes_one_round() {
     }
 }
 
-struct Case {
-    name: &'static str,
-    source: Synthetic,
-    splits: Vec<Vec<Range<usize>>>,
-    options: Options,
-}
-
-/// What makes PEs run ahead, wait, or go through memory again.
 fn cases() -> Vec<Case> {
-    let layer = mixtral(16, 8, 5, 2);
-    let options = with!(small_options(); chunk_rows = Some(2));
-    let rich = with!(layer.clone(); aux_loss_coef = 0.1, capacity_factor = Some(0.9));
-    vec![
-        Case {
-            name: "PEs without tokens, other ones each step",
-            source: synthetic(layer.clone(), 7),
-            splits: vec![vec![0..9, 9..9, 9..12], vec![0..0, 0..12, 12..12], vec![0..0, 0..0, 0..0]],
-            options: options.clone(),
-        },
-        Case {
-            name: "experts without tokens, all rows to one expert, through small windows in rounds",
-            source: hot(&mixtral(16, 8, 5, 1), 0.2, 1.0),
-            splits: vec![even(24, 3)],
-            options: with!(options.clone(); budget_factor = 0.5),
-        },
-        Case {
-            name: "PEs with neither tokens nor experts run ahead",
-            source: hot(&mixtral(16, 8, 2, 1), 0.5, 1.0),
-            splits: vec![vec![0..4, 4..8, 8..8]],
-            options: options.clone(),
-        },
-        Case { name: "losses and a capacity", source: synthetic(rich, 4), splits: vec![even(13, 3)], options },
-    ]
+    ahead_cases(16, 8, &with!(small_options(); chunk_rows = Some(2)), vec![vec![0..4, 4..8, 8..8]])
 }
 
 const STEPS: usize = 3;
@@ -480,7 +417,7 @@ const SEEDS: u64 = 12;
 const SEEDS_A_RUN: u64 = 1;
 
 #[test]
-fn seeds_networks_and_modes_change_nothing() {
+fn results_do_not_depend_on_seed_network_or_mode() {
     for case in cases() {
         let world = World { options: case.options.clone(), ..World::new() };
         let n = case.splits[0].len();
@@ -503,7 +440,7 @@ fn seeds_networks_and_modes_change_nothing() {
 }
 
 #[test]
-fn planted_faults_are_caught() {
+fn injected_faults_are_detected() {
     let case = cases().swap_remove(1);
     let n = case.splits[0].len();
     let mut options = case.options.clone();
@@ -513,7 +450,7 @@ fn planted_faults_are_caught() {
     let all = |steps: &[Vec<PeStep>]| steps.iter().map(|pes| together(pes, case.source.config())).collect::<Vec<_>>();
     let want = all(&run(&world).unwrap());
     for (network, fault) in [(false, Fault::StoreLost), (true, Fault::SignalLost), (true, Fault::SignalFirst)] {
-        let caught = (1..10).any(|seed| {
+        let detected = (1..10).any(|seed| {
             let world = World { fault, ..world.clone().seed(seed) };
             let world = if network { world.network(n) } else { world };
             match std::panic::catch_unwind(|| run(&world).map(|steps| all(&steps))) {
@@ -521,16 +458,16 @@ fn planted_faults_are_caught() {
                 Ok(Err(_)) | Err(_) => true,
             }
         });
-        assert!(caught, "{fault:?}");
+        assert!(detected, "{fault:?}");
     }
 }
 
 #[test]
-fn several_forward_passes_wait_for_their_backward() {
+fn several_forward_passes_may_precede_a_backward() {
     let source = synthetic(mixtral(16, 8, 5, 2), 7);
     let world = World::new();
     let (n, batches) = (3, 3);
-    // Each batch alone, and all of them forward before the first backward, which goes backwards through them.
+    // Each batch alone, and all forward passes before the first backward, in reverse order.
     let range = |me: usize, batch: usize| {
         let first = 12 * batch + 4 * me;
         first..first + if batch == 1 { me } else { 4 }
@@ -569,10 +506,10 @@ fn several_forward_passes_wait_for_their_backward() {
     assert_eq!(results(true), results(false));
 }
 
-/// A recorded step equals one launched kernel by kernel, run after run, also when its input changes between runs, and between
-/// passes that are not recorded.
+/// A recorded step equals one launched kernel by kernel, in repeated runs, with changed inputs, and between passes that
+/// are not recorded.
 #[test]
-fn a_recorded_step_is_the_same_step() {
+fn recorded_step_equals_the_launched_step() {
     let source = synthetic(mixtral(32, 24, 6, 2), 11);
     for world in [World::new(), World { device: with!(EmulatedDevice::default(); hopper = true), ..World::new() }] {
         let by_pe = on_pes(world.pes(2), |gpu| {
@@ -606,7 +543,7 @@ fn a_recorded_step_is_the_same_step() {
                 results.push((got, want));
             }
             drop(recorded);
-            // And not recorded again.
+            // A later unrecorded step.
             results.push((one(&mut layer, &mut fresh(2)), results[3].1.clone()));
             layer.free().unwrap();
             results
@@ -618,7 +555,7 @@ fn a_recorded_step_is_the_same_step() {
 }
 
 #[test]
-fn a_layer_can_be_made_where_another_was() {
+fn layer_can_reuse_the_memory_of_a_freed_layer() {
     let source = synthetic(mixtral(16, 8, 5, 2), 1);
     let world = World::new();
     let outputs = |batches: Range<usize>| {
@@ -641,7 +578,7 @@ fn a_layer_can_be_made_where_another_was() {
 }
 
 #[test]
-fn traffic_is_that_of_the_layer_on_the_cpu() {
+fn traffic_equals_the_cpu_layers() {
     let layer = mixtral(40, 16, 6, 3);
     let source = synthetic(layer.clone(), 2);
     let (tokens, n, h) = (50, 3, 40u64);
@@ -661,39 +598,45 @@ fn traffic_is_that_of_the_layer_on_the_cpu() {
             assert_eq!(got.dispatch_row_bytes, got.dispatch_rows * h * 2, "PE {pe}");
             assert_eq!(got.combine_row_bytes, got.combine_rows * h * 2, "PE {pe}");
             assert_eq!(got.combine_slot_bytes, want.combine_slot_bytes, "PE {pe}");
-            // A word of each row, and two of each slot.
+            // One word per row, and two per slot.
             assert_eq!(got.dispatch_slot_bytes, want.dispatch_slot_bytes, "PE {pe}");
-            // The same rows go forward and backward.
+            // The same rows are sent forward and backward.
             let chunks = (got.dispatch_rows / 2).div_ceil(chunk_rows);
-            // Forward has one header for each peer: 8 words, and one for each of the most experts that a PE has, rounded up to
-            // 16 bytes. Backward needs none, as all activations are kept.
+            // Forward has one header per peer: 8 words, plus one per expert of the PE with most experts, rounded up to
+            // 16 bytes. Backward needs no header, because all activations are kept.
             assert_eq!(got.header_bytes, 2 * (4 * (8 + 2u64)).next_multiple_of(16), "PE {pe}");
-            // A put with its signal for each header, each chunk out, forward and backward, and each chunk back; and where more chunks
-            // came than a window has places, a credit for each more, forward and backward (protocol_cases.h counts them).
+            // One put with signal for each header, for each dispatched chunk, forward and backward, and for each
+            // returned chunk. Chunks beyond the window's slots add one credit each, forward and backward
+            // (protocol_cases.h counts them).
             let credits = got.signals - got.puts;
             assert!(credits.is_multiple_of(2) && credits < got.puts, "PE {pe}: {got:?}");
             assert!(got.puts >= 2 + 2 * chunks, "PE {pe}: {got:?}");
             let reaches = |to: usize| world.reachable.as_ref().is_none_or(|mask| mask[pe * n + to] != 0);
-            let far = (0..n).filter(|&to| !reaches(to)).count() as u64;
-            assert!(got.fences <= most_fences(far) && (got.fences > far) == (far > 0), "PE {pe}: {got:?}");
+            let inter_node = (0..n).filter(|&to| !reaches(to)).count() as u64;
+            assert!(
+                got.fences <= max_fences(inter_node) && (got.fences > inter_node) == (inter_node > 0),
+                "PE {pe}: {got:?}"
+            );
             assert_eq!(pes[pe].rounds, [1, 1]);
         }
-        // The sum of the router's gradient: everyone sends its part of each owner's share, and gets the sums.
+        // Sum of the router's gradient: each PE sends its part of each owner's share, and receives the sums.
         let bytes: u64 = pes.iter().map(|pe| pe.all_reduce_bytes).sum();
         let elements = (layer.n_experts * layer.hidden) as u64;
         assert!(bytes >= 2 * 4 * elements * (n as u64 - 1), "{bytes}");
     }
 }
 
-/// The most fences of a step, forward and backward, to `far` PEs that only the network reaches: of the headers one, of the rows and of the results of
-/// either pass one for each of these PEs, and of the sum of the router's gradient, whose parts are one piece each, one for values and one for sums.
-fn most_fences(far: u64) -> u64 {
-    far.min(1) * (1 + 2) + 2 * 2 * far
+/// Maximum fences of a step, forward and backward, with `inter_node` PEs that only the network reaches: one for the
+/// headers; one per such PE for the rows and one for the results of each pass; for the sum of the router's gradient, whose parts
+/// are one piece each, one for values and one for sums.
+fn max_fences(inter_node: u64) -> u64 {
+    inter_node.min(1) * (1 + 2) + 2 * 2 * inter_node
 }
 
-/// Models' numbers of experts and choices, few of their tokens, chunks as many as by default. A synthetic router's hidden size is at least its experts.
+/// The expert counts and top-k of real models, few tokens, chunks per window as by default. A synthetic router needs a
+/// hidden size of at least its number of experts.
 #[test]
-fn even_routing_has_a_fence_for_each_far_peer_at_most() {
+fn even_routing_has_at_most_one_fence_per_inter_node_peer() {
     for (experts, top_k, pes) in [(8, 2, &[2, 4, 8][..]), (128, 8, &[2, 4, 8])] {
         let source = synthetic(mixtral(experts, 8, experts, top_k), 3);
         for &n in pes {
@@ -702,7 +645,7 @@ fn even_routing_has_a_fence_for_each_far_peer_at_most() {
             world.reachable = Some((0..n * n).map(|i| u8::from(i / n == i % n)).collect());
             let pes = run(&world, &source, &[even(n * tokens, n)], 1, 0).unwrap().remove(0);
             for (pe, of) in pes.iter().enumerate() {
-                let (got, most) = (&of.step.traffic[0], most_fences(n as u64 - 1));
+                let (got, most) = (&of.step.traffic[0], max_fences(n as u64 - 1));
                 assert!(
                     got.fences > 0 && got.fences <= most,
                     "{experts} experts, PE {pe} of {n}: at most {most}, {got:?}"
@@ -714,14 +657,14 @@ fn even_routing_has_a_fence_for_each_far_peer_at_most() {
 }
 
 #[test]
-fn one_pe_alone_sends_nothing() {
+fn single_pe_sends_nothing() {
     let pes = check(&World::new(), &synthetic(mixtral(16, 8, 3, 2), 1), 9, 1, "alone");
     assert_eq!(pes[0].step.traffic, [Traffic::default()]);
     assert_eq!(pes[0].all_reduce_bytes, 0);
 }
 
 #[test]
-fn a_pass_says_what_it_did_and_when() {
+fn pass_report_has_counts_and_times() {
     let source = synthetic(mixtral(16, 8, 4, 2), 1);
     let world = World::new();
     on_pes(world.pes(2), |gpu| {
@@ -754,7 +697,7 @@ fn layer_blocks(gpu: &Emulated) -> u32 {
 }
 
 #[test]
-fn a_silent_peer_ends_the_wait_of_the_others() {
+fn silent_peer_is_reported() {
     let source = synthetic(mixtral(16, 8, 6, 3), 1);
     let mut world = World::new();
     world.options.wait_limit = Duration::from_millis(500);
@@ -775,7 +718,7 @@ fn a_silent_peer_ends_the_wait_of_the_others() {
 }
 
 #[test]
-fn what_a_device_cannot_run_is_an_error() {
+fn unsupported_layer_is_rejected() {
     let world = World::new();
     let refused = |layer: LayerConfig, change: fn(&mut World, &mut DeviceOptions), want: &str| {
         let source = synthetic(layer, 1);
@@ -785,25 +728,25 @@ fn what_a_device_cannot_run_is_an_error() {
         let made = DeviceLayer::new(&gpu, spec_of(&world, &source, 1, 4), &source, &device);
         assert_eq!(made.map(drop).unwrap_err().to_string(), want);
     };
-    let fine = || mixtral(16, 8, 6, 2);
+    let valid = || mixtral(16, 8, 6, 2);
     refused(mixtral(12, 8, 6, 2), |_, _| {}, "hidden is 12, expected a multiple of 8 on a device");
     refused(mixtral(16, 9, 6, 2), |_, _| {}, "intermediate is 9, expected a multiple of 8 on a device");
-    let shared = Some(SharedConfig::new(with!(fine().expert; intermediate = 4), false));
+    let shared = Some(SharedConfig::new(with!(valid().expert; intermediate = 4), false));
     let want = "shared intermediate is 4, expected a multiple of 8 on a device";
-    refused(with!(fine(); shared = shared), |_, _| {}, want);
-    refused(fine(), |world, _| world.dtype = Dtype::F32, "dtype is f32, expected bf16 or f16 on a device");
+    refused(with!(valid(); shared = shared), |_, _| {}, want);
+    refused(valid(), |world, _| world.dtype = Dtype::F32, "dtype is f32, expected bf16 or f16 on a device");
     let want = "this device, of capability 8.0, is no Hopper";
-    refused(fine(), |_, device| device.path = Some(GemmPath::Hopper), want);
-    refused(fine(), |world, _| world.options.chunk_rows = Some(0), "chunk rows is 0, expected at least 1");
+    refused(valid(), |_, device| device.path = Some(GemmPath::Hopper), want);
+    refused(valid(), |world, _| world.options.chunk_rows = Some(0), "chunk rows is 0, expected at least 1");
 
     let want = "tile rows is 64, expected none on a device, whose kernels have tiles of their own";
-    refused(fine(), |world, _| world.options.tile_rows = Some(64), want);
+    refused(valid(), |world, _| world.options.tile_rows = Some(64), want);
 
     let want = "the tile is 48x128, expected 128x256 or 64x128, which there are kernels for (ampere)";
-    refused(fine(), |_, device| device.tile = "48x128".parse().ok(), want);
+    refused(valid(), |_, device| device.tile = "48x128".parse().ok(), want);
 
     let gpu = world.pes(1).remove(0);
-    let source = synthetic(fine(), 1);
+    let source = synthetic(valid(), 1);
     let device = DeviceOptions::default();
     let error = DeviceLayer::new(&gpu, spec_of(&world, &source, 2, 4), &source, &device);
     let want = "the placement's number of PEs is 2, expected 1";
@@ -825,7 +768,7 @@ fn what_a_device_cannot_run_is_an_error() {
 }
 
 #[test]
-fn too_little_memory_says_how_much() {
+fn insufficient_memory_reports_the_required_bytes() {
     let source = synthetic(mixtral(16, 8, 6, 2), 1);
     let world = World::new();
     let errors = on_pes(emulated::world(2, 4096, &world.device, None).unwrap(), |gpu| {

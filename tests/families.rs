@@ -1,5 +1,5 @@
-//! Every family's layer against `transformers`: the binary's results for the cases that `tests/parity/make_families.py` made with
-//! it. `tools/test` makes the cases and runs this.
+//! Every family's layer against `transformers`: runs the binary on the cases of `tests/parity/make_families.py`.
+//! `tools/test` makes the cases and runs this test.
 
 mod binary;
 
@@ -36,7 +36,7 @@ fn text<'v>(case: &'v Value, field: &str) -> &'v str {
 }
 
 #[test]
-fn the_cases_are_of_every_family_in_both_types() {
+fn cases_cover_every_family_in_both_types() {
     let seen: BTreeSet<(String, String)> =
         cases().iter().map(|case| (text(case, "family").into(), text(case, "dtype").into())).collect();
     for family in Family::all() {
@@ -47,7 +47,7 @@ fn the_cases_are_of_every_family_in_both_types() {
     println!("{} families", Family::all().count());
 }
 
-/// A tensor of a file, where it is there.
+/// A tensor of a file, if it exists.
 fn tensor_as_f32(path: &std::path::Path, name: &str) -> Option<binary::Tensor> {
     let bytes = fs::read(path).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
@@ -59,13 +59,13 @@ fn tensor_as_f32(path: &std::path::Path, name: &str) -> Option<binary::Tensor> {
         safetensors::Dtype::BF16 => {
             tensor.data().chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
         }
-        // Not to be compared: what is quantised.
+        // Quantised tensors are not compared.
         _ => Vec::new(),
     };
     Some((tensor.shape().to_vec(), values))
 }
 
-/// Runs a case on so many PEs, checked; says what is wrong.
+/// Runs a case on `pes` PEs with `--check`; returns the faults found.
 fn wrong(case: &Value, pes: usize) -> Vec<String> {
     let (name, dtype) = (text(case, "name"), text(case, "dtype"));
     let what = format!("{name} on {pes} PEs");
@@ -88,7 +88,7 @@ fn wrong(case: &Value, pes: usize) -> Vec<String> {
         let other: Vec<_> = names(&got).symmetric_difference(&names(&want)).cloned().collect();
         wrong.push(format!("{what}: {other:?} on one side only"));
     }
-    // Weights go out as they came in: as transformers itself has saved them. (Quantised ones go out as numbers.)
+    // Weights are written as they were read: as transformers saved them. (Quantised weights are written as numbers.)
     let on_disk = |name: &str| {
         let mut all = fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().path());
         let shards = all.by_ref().filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("model"));
@@ -119,7 +119,7 @@ fn wrong(case: &Value, pes: usize) -> Vec<String> {
 }
 
 #[test]
-fn every_family_is_what_transformers_gives() {
+fn every_family_matches_transformers() {
     let cases = cases();
     let jobs: Vec<(&Value, usize)> = cases.iter().flat_map(|case| [(case, 1), (case, 3)]).collect();
     let (next, all) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
@@ -140,7 +140,7 @@ fn every_family_is_what_transformers_gives() {
 }
 
 #[test]
-fn defaults_are_those_of_the_configuration_classes() {
+fn defaults_equal_the_configuration_classes() {
     let classes = read("defaults.json");
     let mut compared = 0;
     for family in Family::all() {
@@ -149,12 +149,13 @@ fn defaults_are_those_of_the_configuration_classes() {
             let there = &class[field];
             assert!(there.is_object(), "{family:?}: its configuration class has no field {field}");
             let same = match (&default, &there["default"]) {
-                // The class has none, and the model class cannot do without.
+                // The class has no default, and the model class needs a value.
                 (None, value) => value.is_null(),
                 (Some(ours), theirs) => ours == theirs || (ours.is_number() && ours.as_f64() == theirs.as_f64()),
             };
             assert!(same, "{family:?}: {field} is {default:?} here where absent, there {}", there["default"]);
-            // Null is refused here wherever it is refused there; the reverse is where the model class would fail.
+            // Null is refused here wherever it is refused there. Refusals only here are fields without which the model
+            // class would fail.
             assert!(null.is_none() || there["null"] == true, "{family:?}: {field} may not be null there");
             compared += 1;
         }
@@ -163,8 +164,8 @@ fn defaults_are_those_of_the_configuration_classes() {
 }
 
 #[test]
-fn a_mistake_in_a_formula_is_seen() {
-    // The same tensors with another number in config.json, which stands for a mistake in the formula that has it.
+fn wrong_formula_is_detected() {
+    // The same tensors with a changed field in config.json, which stands for a mistake in its formula.
     let mistakes: [(&str, &str, Value); 15] = [
         ("gpt_oss", "swiglu_limit", 1.6.into()),
         ("deepseek_v4", "swiglu_limit", 1.1.into()),

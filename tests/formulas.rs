@@ -1,5 +1,5 @@
-//! What only some families have, router by router and expert by expert: the layer against the float64 reference, and a
-//! mistake in each formula, which the comparison must find.
+//! Formulas of particular model families: the layer against the float64 reference, and a mistake in each formula, which
+//! the comparison must detect.
 
 #[macro_use]
 mod common;
@@ -18,8 +18,8 @@ const TOKENS: usize = 37;
 
 type Change = fn(&mut LayerConfig);
 
-/// A layer with a formula of its own, and mistakes in that formula, as other configurations. Clamped layers are not run in bf16: a
-/// derivative jumps where a value is cut off, and rounding decides on which side a few of them are.
+/// A layer with a special formula, and mistakes in that formula, as changed configurations. Clamped layers are not run
+/// in bf16, because a derivative jumps at the limit and rounding decides the side of values near it.
 struct Formula {
     name: &'static str,
     layer: LayerConfig,
@@ -151,7 +151,7 @@ fn steps<E: Element>(source: &Synthetic, pes: usize) -> Step {
 }
 
 #[test]
-fn every_formula_is_the_reference_on_any_number_of_pes() {
+fn every_formula_matches_the_reference_on_any_number_of_pes() {
     for Formula { name, layer, bf16: in_bf16, .. } in formulas() {
         let source = synthetic(layer, 4);
         for pes in [1, 2, 3] {
@@ -167,7 +167,7 @@ fn every_formula_is_the_reference_on_any_number_of_pes() {
     }
 }
 
-/// Whether the check passes what a layer computed, if the reference is of `config`.
+/// Whether the check passes for the layer's results if the reference uses `config`.
 fn passes(source: &Synthetic, config: &LayerConfig, step: &Step) -> bool {
     let (x, dy) = (source.hidden_states(0..TOKENS), source.grad_output(0..TOKENS));
     let mut good = true;
@@ -192,7 +192,7 @@ fn passes(source: &Synthetic, config: &LayerConfig, step: &Step) -> bool {
 }
 
 #[test]
-fn a_mistake_in_any_formula_fails_the_check() {
+fn wrong_formula_fails_the_check() {
     let mut found = 0;
     for Formula { name, layer, mistakes, .. } in formulas() {
         let source = synthetic(layer.clone(), 4);
@@ -209,7 +209,7 @@ fn a_mistake_in_any_formula_fails_the_check() {
 }
 
 #[test]
-fn identity_experts_are_chosen_and_counted_for_nobody() {
+fn identity_experts_are_chosen() {
     let formula = formulas().into_iter().find(|f| f.name == "identity experts").unwrap();
     let source = synthetic(formula.layer, 4);
     let step = steps::<f32>(&source, 2);

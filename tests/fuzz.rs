@@ -1,5 +1,6 @@
-//! Every kind of file that is read, a little wrong: no panic, no hang, no memory that the file does not deserve, and nothing that is not
-//! finite without a word. The files to begin with are in `tests/corpus`; one that was ever read wrongly stays there.
+//! Mutations of every kind of input file: reading them must not panic, hang, or use disproportionate memory, and non-finite
+//! values must be reported. The initial files are in `tests/corpus`, which also keeps every file that was once read
+//! incorrectly.
 
 mod mutate;
 mod sample;
@@ -12,41 +13,41 @@ use std::time::{Duration, Instant};
 
 use aristos::checkpoint::{Checkpoint, read_input, read_model};
 use aristos::cluster::{Cluster, parse_json, read_text};
+use aristos::formats::routing::Routing;
 use aristos::moe::WeightSource;
 use aristos::plan::{self, Options, Outcome, Plan, Workload, expert_weights, loads_of_report, rebalance_experts};
 use aristos::report::{RunConfig, RunReport};
 use aristos::sim::comms::{Load, Params, Schedule, exchange};
 use aristos::sim::linear::{Device, LinearLayer, LinearTime};
-use aristos::sim::routing::Routing;
 use aristos::simulate::{Calibration, calibrate};
 use mutate::mutate;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sample::Sample;
 
-/// Nothing takes longer.
+/// Maximum time per file.
 const HANG: Duration = Duration::from_secs(10);
-/// Nor takes more memory.
+/// Maximum memory per file.
 const MEMORY_BYTES: usize = 256 << 20;
 
-/// Counts what is allocated.
+/// Counts allocated bytes.
 struct Counting;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: the system's allocator, with what the caller has promised; the counters do not touch what it gives.
+// SAFETY: forwards to the system's allocator with the caller's guarantees; the counters do not affect the memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         PEAK.fetch_max(live, Ordering::Relaxed);
-        // SAFETY: as the caller has promised.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: as the caller has promised.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -62,7 +63,8 @@ fn corpus(kind: &str) -> Vec<(PathBuf, Vec<u8>)> {
     files.into_iter().map(|path| (path.clone(), fs::read(&path).unwrap())).collect()
 }
 
-/// Calls `read` with the corpus as it is, and with mutations of it; `read` says whether it was accepted. An error is one line.
+/// Calls `read` with the corpus and with mutations of it; `read` returns whether the file was accepted. An error must be one
+/// line.
 fn fuzz(kind: &str, mut read: impl FnMut(&[u8]) -> Result<(), String>) {
     const AT_ONCE: u64 = 600;
     let corpus = corpus(kind);
@@ -96,15 +98,15 @@ fn fuzz(kind: &str, mut read: impl FnMut(&[u8]) -> Result<(), String>) {
     assert!(refused > 0, "no mutation of {kind} is wrong: {accepted}");
 }
 
-/// The text, as every command reads it.
+/// Reads the text like every command does.
 fn text(path: &Path, bytes: &[u8]) -> Result<String, String> {
     fs::write(path, bytes).unwrap();
     read_text(path).map_err(|error| error.to_string())
 }
 
-/// One test, so that nothing else allocates meanwhile.
+/// A single test, so that other tests do not allocate at the same time.
 #[test]
-fn files_that_are_a_little_wrong_are_read_or_refused() {
+fn mutated_files_are_read_or_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let line = |error: &dyn std::fmt::Display| error.to_string();
@@ -124,7 +126,7 @@ fn files_that_are_a_little_wrong_are_read_or_refused() {
             _ => Ok(()),
         }
     };
-    // Some that are read are planned for, too.
+    // Accepted files must also be usable for planning.
     let mut read = 0;
     fuzz("cluster", |bytes| {
         let cluster = Cluster::from_json(&text(&file, bytes)?).map_err(|error| line(&error))?;
@@ -187,7 +189,7 @@ fn files_that_are_a_little_wrong_are_read_or_refused() {
     });
     let tensors = corpus("safetensors").into_iter().find(|(path, _)| path.ends_with("model.safetensors")).unwrap().1;
     let qwen = corpus("config").into_iter().find(|(path, _)| path.ends_with("qwen3_moe.json")).unwrap().1;
-    // Every weight of the layer, which is finite or refused.
+    // Every weight of the layer must be finite or refused.
     let load = || -> Result<(), String> {
         let checkpoint = Checkpoint::open(&model, 0).map_err(|error| line(&error))?;
         for id in checkpoint.config().weights() {
@@ -200,7 +202,7 @@ fn files_that_are_a_little_wrong_are_read_or_refused() {
     let mut number = 0;
     fuzz("config", |bytes| {
         number += 1;
-        // The corpus has models of other shapes than this one.
+        // The corpus has models whose shape differs from the tensors'.
         fs::write(&config, bytes).unwrap();
         if number <= 2 { Ok(()) } else { load() }
     });
@@ -209,7 +211,7 @@ fn files_that_are_a_little_wrong_are_read_or_refused() {
         fs::write(&whole, bytes).unwrap();
         match read_input(&whole) {
             Ok(input) => input.check_finite(0..input.tokens()).map_err(|error| line(&error)),
-            // The corpus has one of each.
+            // The corpus has an input and a model.
             Err(error) => load().map_err(|other| format!("{error}; {other}")),
         }
     });

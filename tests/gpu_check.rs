@@ -1,4 +1,5 @@
-//! `gpu/check.sh` on a machine without a GPU: what it does with commands that pass, fail and do not end. All that it calls for is of this file, on its PATH.
+//! `gpu/check.sh` on a machine without a GPU, with commands that pass, fail and hang. All programs that it calls are fakes on
+//! its PATH.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -8,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-/// The program: notes its arguments; fails where they contain FAIL, and does not end where they contain HANG. What `bench` measures is the same at each iteration but
-/// the first.
+/// The fake binary: logs its arguments; fails if they contain FAIL, and hangs if they contain HANG. `bench` measures the same
+/// time in every iteration except the first.
 const ARISTOS: &str = r#"echo "$*" >>"$CALLS"
 if [ -n "${FAIL:-}" ] && [[ "$*" == *"$FAIL"* ]]; then echo "it failed, NVSHMEM_DEBUG=${NVSHMEM_DEBUG:-not set}"; exit 3; fi
 if [ -n "${HANG:-}" ] && [[ "$*" == *"$HANG"* ]]; then sleep 600; fi
@@ -22,7 +23,7 @@ while [ $# -gt 0 ] && [ "$1" != --csv ]; do shift; done
     done
 } >"$2""#;
 
-/// A copy of the script with a world around it.
+/// A copy of the script with fake programs and libraries.
 struct World(TempDir);
 
 impl World {
@@ -36,7 +37,7 @@ impl World {
         }
         fs::create_dir_all(world.at("nvshmem/include")).unwrap();
         fs::write(world.at("nvshmem/include/nvshmem.h"), "").unwrap();
-        // What it "compiles" are programs that succeed.
+        // Its output is a program that succeeds.
         let nvcc = "while [ \"$1\" != -o ]; do shift; done\nprintf '#!/bin/sh\\nexit 0\\n' >\"$2\" && chmod +x \"$2\"";
         world.program("cuda/bin/nvcc", nvcc);
         world.program(
@@ -78,7 +79,7 @@ impl World {
         command.envs(env.iter().copied()).output().unwrap()
     }
 
-    /// What the program was called with since the last time.
+    /// The binary's calls since the last query.
     fn calls(&self) -> Vec<String> {
         let text = fs::read_to_string(self.at("calls")).unwrap_or_default();
         let _ = fs::remove_file(self.at("calls"));
@@ -94,7 +95,7 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Of a stage, the last table's numbers: passed, before, failed.
+/// The numbers of a stage in the last table: passed, passed before, failed.
 #[track_caller]
 fn counts(output: &Output, stage: &str) -> [usize; 3] {
     let text = stdout(output);
@@ -107,9 +108,9 @@ fn counts(output: &Output, stage: &str) -> [usize; 3] {
     std::array::from_fn(|_| numbers.next().unwrap())
 }
 
-/// What tells most comes first, and no more of it than ten minutes.
+/// The most informative stages come first, limited to ten minutes.
 #[test]
-fn the_first_stages_are_those_that_tell_most() {
+fn short_stages_come_first_within_ten_minutes() {
     let world = World::new();
     let text = stdout(&world.check("--dry-run all", &[]));
     let stages: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("== ")).collect();
@@ -123,7 +124,7 @@ fn the_first_stages_are_those_that_tell_most() {
         text.split("== ").find_map(|part| part.strip_prefix(&format!("{stage}\n"))).unwrap().lines().count()
     };
     assert!(of("correct") * 3 < of("correct-all") && of("speed") * 3 < of("speed-all"), "{text}");
-    // The rest does what the short one does, and more.
+    // The long stages include the commands of the short ones.
     for stage in ["correct", "speed"] {
         let commands = |stage: &str| -> Vec<&str> {
             text.split("== ").find_map(|part| part.strip_prefix(&format!("{stage}\n"))).unwrap().lines().collect()
@@ -136,15 +137,15 @@ fn the_first_stages_are_those_that_tell_most() {
 }
 
 #[test]
-fn a_stage_goes_on_where_it_was() {
+fn stage_resumes_after_passed_commands() {
     let world = World::new();
     let first = world.check("smoke", &[("FAIL", "--graph")]);
     let calls = world.calls();
     let [passed, before, failed] = counts(&first, "smoke");
     assert_eq!((first.status.code(), before, failed), (Some(1), 0, 1), "{}", stdout(&first));
-    // That which failed once more, for what is to be known of it.
+    // A failed command runs twice, to collect diagnostics.
     assert_eq!(calls.len(), passed + 2, "{calls:?}");
-    // What failed alone is run again, and then nothing.
+    // The next run repeats only the failed command; the run after it repeats none.
     let second = world.check("smoke", &[]);
     assert_eq!((second.status.code(), counts(&second, "smoke")), (Some(0), [1, passed, 0]));
     assert!(world.calls().iter().all(|call| call.contains("--graph")));
@@ -152,14 +153,14 @@ fn a_stage_goes_on_where_it_was() {
     assert_eq!((counts(&third, "smoke"), world.calls().len()), ([0, passed + 1, 0], 0));
     let again = world.check("--again smoke", &[]);
     assert_eq!((counts(&again, "smoke"), world.calls().len()), ([passed + 1, 0, 0], passed + 1));
-    // Another program has passed nothing.
+    // With another binary, all commands run again.
     world.program("target/gpu/aristos", &format!("{ARISTOS}\n# another"));
     assert_eq!(counts(&world.check("smoke", &[]), "smoke"), [passed + 1, 0, 0]);
 }
 
-/// Whichever stage has run a command, no other does.
+/// A command that one stage has run is skipped by the others.
 #[test]
-fn what_the_short_stage_has_done_the_long_one_leaves_out() {
+fn long_stage_skips_commands_of_the_short_one() {
     let world = World::new();
     let [short, _, failed] = counts(&world.check("correct", &[]), "correct");
     assert!(short > 10 && failed == 0);
@@ -169,7 +170,7 @@ fn what_the_short_stage_has_done_the_long_one_leaves_out() {
 }
 
 #[test]
-fn what_explains_a_failure_is_kept() {
+fn diagnostics_of_failures_are_kept() {
     let world = World::new();
     let output = world.check("correct", &[("FAIL", "--device cuda")]);
     let [passed, _, failed] = counts(&output, "correct");
@@ -184,17 +185,17 @@ fn what_explains_a_failure_is_kept() {
     ] {
         assert!(why.contains(part), "no {part:?} in {why}");
     }
-    // Not of all: the first say it.
+    // Diagnostics are collected for the first failures only.
     assert_eq!(why.matches("the second time").count(), 3, "{why}");
     assert!(world.read("correct.log").contains("it failed, NVSHMEM_DEBUG=not set\n#### exit code 3 after"));
     assert_eq!(world.read("smoke.why"), "");
 }
 
 #[test]
-fn a_stage_ends_at_its_limit() {
+fn stage_ends_at_its_limit() {
     let world = World::new();
     let began = Instant::now();
-    // The second command does not end; those after it are not begun.
+    // The second command hangs; the following ones are not started.
     let output = world.check("smoke speed", &[("HANG", "--gemm ampere"), ("LIMIT", "4")]);
     assert!(began.elapsed() < Duration::from_secs(45), "{:?}", began.elapsed());
     let [passed, _, failed] = counts(&output, "smoke");
@@ -202,21 +203,21 @@ fn a_stage_ends_at_its_limit() {
     assert!(passed == 1 && failed > 3 && output.status.code() == Some(1), "{text}");
     assert!(text.contains("FAILED (124) smoke: 1 PE, Ampere path\n"), "{text}");
     assert!(text.contains("not run: the stage's 4 s are over"), "{text}");
-    // The next stage has its own time.
+    // The next stage has its own limit.
     assert_eq!(counts(&output, "speed")[2], 0, "{text}");
-    // Ten seconds more for what it says.
+    // Diagnostics get ten more seconds.
     let why = world.read("smoke.why");
     assert!(why.contains("the driver says") && why.contains("#### exit code 124 the second time"), "{why}");
 }
 
 #[test]
-fn times_are_put_beside_those_of_others() {
+fn times_are_compared_with_pytorch_and_cublas() {
     let world = World::new();
     let output = world.check("speed", &[]);
     assert_eq!(output.status.code(), Some(0), "{}", stdout(&output));
     let calls = world.calls();
     assert!(calls.iter().any(|call| call.contains("--hidden 7168 --intermediate 2048 ")), "{calls:?}");
-    // The medians, of what PyTorch has been measured at; cuBLAS's is of the forward's products.
+    // Medians for the configurations that PyTorch was measured with; cuBLAS's time covers the forward GEMMs.
     let table = world.read("speed.csv");
     let rows: Vec<&str> = table.lines().skip(1).collect();
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Expert-parallel groups: several of them, with experts wherever they like, are one layer.
+//! Several expert-parallel groups, with any placement of experts, compute one layer.
 
 #[macro_use]
 mod common;
@@ -21,13 +21,13 @@ use groupings::{groupings, groups, replicated};
 
 type Group<'s, T> = GroupTransport<'s, T>;
 
-/// The layer of a group.
+/// The spec of a group's layer.
 fn spec(config: &LayerConfig, groups: &Groups, group: usize, max_tokens: usize, options: &Options) -> LayerSpec {
     let n = groups.members(group).len();
     common::spec::<f32>(config, n, max_tokens, options).placement(groups.placement(group).clone())
 }
 
-/// Of a group of PEs over its heap: what a layer in it needs.
+/// Heap bytes that a layer in any group needs.
 fn group_heap(config: &LayerConfig, groups: &Groups, max_tokens: usize, options: &Options) -> usize {
     (0..groups.len()).map(|g| spec(config, groups, g, max_tokens, options).heap_bytes().unwrap()).max().unwrap()
 }
@@ -37,8 +37,8 @@ fn world_heap(config: &LayerConfig, groups: &Groups, n: usize, max_tokens: usize
     Shmem::<ShmTransport>::heap_bytes_for(n, bytes + 4096)
 }
 
-/// `steps` steps of all groups; what PE `pe` owns of them, as one step. PE and local expert `lost`, if any, adds nothing to its replicas'
-/// gradients.
+/// Runs `steps` steps of all groups and merges each step. If `lost` is (PE, local expert), that expert's gradients on
+/// that PE are missing from the sum over replicas.
 fn run_groups<T: Transport + Send>(
     transports: Vec<T>,
     source: &Synthetic,
@@ -58,14 +58,14 @@ fn run_groups<T: Transport + Send>(
         let team = world.team_split(world.world(), groups.members(group)).unwrap().unwrap();
         let shmem = Shmem::new(Group::new(&world, team, heap)?);
         let mut layer = Layer::<_, f32>::builder(spec(config, groups, group, max_tokens, options))
-            .exchange(Forgetful {
+            .exchange(DropGradients {
                 of: Replicas::new(&world, config, groups.clone())?,
                 lost: lost.filter(|(pe, _)| *pe == me).map(|(_, local)| local),
             })
             .build(&shmem, source)?;
         let (x, g) = (source.hidden_states(splits[me].clone()), source.grad_output(splits[me].clone()));
         let all = (0..steps).map(|_| one_step(&mut layer, &x, &g)).collect::<Result<Vec<_>, _>>()?;
-        // The others may still read what is ours.
+        // Other PEs may still read this PE's memory.
         world.barrier_all(options_deadline(options)).unwrap();
         Ok(all)
     });
@@ -82,9 +82,9 @@ fn run_groups<T: Transport + Send>(
                 let (group, index) = groups.place(pe);
                 for id in config.weights() {
                     let Some(grad) = grads.get(id, groups.placement(group), index) else { continue };
-                    // All groups' owners hold the same bits.
-                    let held = step.grads.entry(id).or_insert_with(|| grad.to_vec());
-                    assert_eq!(held, grad, "{id:?} on PE {pe}");
+                    // The owners in all groups have the same bits.
+                    let first = step.grads.entry(id).or_insert_with(|| grad.to_vec());
+                    assert_eq!(first, grad, "{id:?} on PE {pe}");
                 }
             }
             step
@@ -92,13 +92,13 @@ fn run_groups<T: Transport + Send>(
         .collect())
 }
 
-/// An exchange that forgets the gradients of a local expert.
-struct Forgetful<X> {
+/// An exchange that sends zeros instead of the gradients of a local expert.
+struct DropGradients<X> {
     of: X,
     lost: Option<usize>,
 }
 
-impl<X: Exchange> Exchange for Forgetful<X> {
+impl<X: Exchange> Exchange for DropGradients<X> {
     fn begin(&mut self) {
         self.of.begin();
     }
@@ -168,12 +168,12 @@ fn check(config: LayerConfig, what: &str) {
 }
 
 #[test]
-fn groups_are_one_layer() {
+fn groups_compute_what_one_group_computes() {
     check(mixtral(24, 20, 7, 2), "mixtral");
 }
 
 #[test]
-fn with_biases_and_a_shared_expert() {
+fn groups_with_biases_and_a_shared_expert() {
     let base = mixtral(24, 20, 7, 3);
     let mlp = with!(base.expert; bias = true);
     let shared = Some(SharedConfig::new(with!(mlp; intermediate = 12), true));
@@ -189,9 +189,10 @@ fn losses_and_capacity_count_over_all_groups() {
     check(with!(sigmoid; aux_loss_coef = 0.3), "sigmoid");
 }
 
-/// Bit for bit the same, whatever comes first; what one group gets is what a layer without groups gets.
+/// Results are bitwise the same for any order of delivery; a single group's choices are those of a layer without
+/// groups.
 #[test]
-fn any_order_of_deliveries_gives_the_same() {
+fn results_do_not_depend_on_delivery_order() {
     let source = synthetic(mixtral(16, 12, 6, 2), 5);
     let config = source.config();
     for (name, n, groups) in groupings(config.n_experts) {
@@ -211,9 +212,9 @@ fn any_order_of_deliveries_gives_the_same() {
     }
 }
 
-/// Replicas change no result beyond rounding, whoever computes which row.
+/// Replicas change results only by rounding.
 #[test]
-fn replicas_give_what_one_holder_gives() {
+fn replicas_compute_what_one_holder_computes() {
     let source = synthetic(with!(mixtral(24, 20, 7, 2); aux_loss_coef = 0.3), 3);
     let config = source.config();
     let (tokens, options) = (90usize, small(Mode::Pipelined));
@@ -236,10 +237,9 @@ fn replicas_give_what_one_holder_gives() {
     }
 }
 
-/// Gradients that one replica leaves out are missed.
 #[test]
 #[should_panic(expected = "Expert(0")]
-fn a_replica_that_is_left_out_is_seen() {
+fn omitted_replica_is_detected() {
     let source = synthetic(mixtral(24, 20, 7, 2), 3);
     let config = source.config();
     let groups = replicated(4, &groups(4, &[&[0, 1, 2, 3]], 7, |_, e| e));
@@ -253,9 +253,8 @@ fn a_replica_that_is_left_out_is_seen() {
     assert_close(&step, &reference::<f32>(&source, tokens, &step.chosen), TOLERANCE_F32, "left out");
 }
 
-/// A layer that would train with replicas and never sum their gradients is refused.
 #[test]
-fn replicas_without_an_exchange_are_refused() {
+fn replicas_without_an_exchange_are_rejected() {
     let source = synthetic(mixtral(24, 20, 7, 2), 3);
     let groups = replicated(2, &groups(2, &[&[0, 1]], 7, |_, e| e));
     let spec = spec(source.config(), &groups, 0, 4, &Options::default());
@@ -270,9 +269,9 @@ fn replicas_without_an_exchange_are_refused() {
     );
 }
 
-/// A PE of another group that does not do its backward is named, by its number in the world.
+/// The error names a PE of another group that omits its backward, by its number in the world.
 #[test]
-fn a_silent_group_is_named() {
+fn silent_group_is_reported() {
     let source = synthetic(mixtral(16, 12, 6, 2), 5);
     let config = source.config();
     let groups = groups(4, &[&[0, 2], &[3, 1]], 6, |_, e| e);

@@ -1,6 +1,7 @@
-//! The CUDA kernels on the CPU: builds `kernels/host` and of `kernels/tests/*_test.cpp` a sixth, or with `tools/test --deep` all, with make and
-//! g++, and runs the programs, of those with cases for it some under ThreadSanitizer too. `kernels/tests/testing.h` says what a program is.
-//! `kernels/tests/cute_layouts.cpp` is one more, where there are the headers that it needs.
+//! Tests of the CUDA kernels on the CPU. Builds `kernels/host` and a sixth of `kernels/tests/*_test.cpp`, or all of
+//! them with `tools/test --deep`, using make and g++, and runs the programs; some that have cases for it also run under
+//! ThreadSanitizer. `kernels/tests/testing.h` describes the programs. `kernels/tests/cute_layouts.cpp` also runs if its
+//! headers are installed.
 
 mod sample;
 mod skip;
@@ -16,22 +17,22 @@ use std::time::{Duration, Instant};
 
 use sample::Sample;
 
-/// One make at a time: those of two tests write the same objects, and one would link what the other has half written.
+/// Serialises calls of make, because two tests build the same objects.
 static MAKE: Mutex<()> = Mutex::new(());
 
-/// What one program may take, on a machine that is busy.
+/// Time limit of one program, with a margin for a busy machine.
 const LIMIT: Duration = Duration::from_secs(600);
 
 #[test]
 fn programs_pass() {
     let all = programs(|_| true);
     let sample = Sample::new(all.len().div_ceil(6) as u64, all.len() as u64);
-    let some: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
-    check(&some, false);
+    let sampled: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
+    check(&sampled, false);
 }
 
 #[test]
-fn layouts_are_those_of_cute() {
+fn layouts_equal_cutes() {
     let cache =
         env::var_os("ARISTOS_CACHE").map_or(Path::new(env!("CARGO_MANIFEST_DIR")).join("target"), PathBuf::from);
     let cuda = env::var_os("CUDA_HOME").map_or(cache.join("cuda-toolchain/nvidia/cu13"), PathBuf::from).join("include");
@@ -52,12 +53,12 @@ fn layouts_are_those_of_cute() {
 
 #[test]
 fn programs_pass_under_thread_sanitizer() {
-    // Those with cases for it, and those that say that they are to pass whole.
+    // Programs with cases for it, and those that pass as a whole.
     let all =
         programs(|source| source.contains("CASE(tsan_") || source.contains("// Passes with ThreadSanitizer, too."));
     let sample = Sample::new(1, all.len() as u64);
-    let some: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
-    check(&some, true);
+    let sampled: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
+    check(&sampled, true);
 }
 
 /// The names of the test programs whose source is `wanted`.
@@ -75,14 +76,14 @@ fn programs(wanted: impl Fn(&str) -> bool) -> Vec<String> {
     names
 }
 
-/// Builds and runs them all, and fails with the output of those that failed.
+/// Builds and runs `programs`, and fails with the output of those that failed.
 fn check(programs: &[String], thread_sanitizer: bool) {
     let out = build(programs, &[], thread_sanitizer);
     let failures: Vec<String> = programs.iter().filter_map(|program| run(&out, program).err()).collect();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// With make's variables as in `settings`.
+/// Builds `programs` with the make variables `settings`; returns the output folder.
 fn build(programs: &[String], settings: &[OsString], thread_sanitizer: bool) -> PathBuf {
     let tmp = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let folder = if thread_sanitizer { "kernels-tsan" } else { "kernels" };
@@ -99,7 +100,7 @@ fn build(programs: &[String], settings: &[OsString], thread_sanitizer: bool) -> 
     make.args(thread_sanitizer.then_some("TSAN=1")).args(settings);
     make.args(programs.iter().map(|program| out.join(program)));
     let _alone = MAKE.lock().unwrap_or_else(PoisonError::into_inner);
-    // Cargo's own make jobs are none of this make's business.
+    // Cargo's jobserver must not affect this make.
     let output = make.env_remove("MAKEFLAGS").env_remove("MFLAGS").output().expect("make runs");
     assert!(output.status.success(), "make failed:\n{}", String::from_utf8_lossy(&output.stderr));
     out
@@ -107,7 +108,7 @@ fn build(programs: &[String], settings: &[OsString], thread_sanitizer: bool) -> 
 
 fn run(out: &Path, program: &str) -> Result<(), String> {
     let result = attempt(out, program, Command::new(out.join(program)));
-    // Older sanitizers do not cope with much randomness of addresses.
+    // Older sanitizers fail with strong address space randomisation.
     if matches!(&result, Err(text) if text.contains("unexpected memory mapping")) {
         let mut fixed = Command::new("setarch");
         fixed.arg("-R").arg(out.join(program));
@@ -134,7 +135,7 @@ fn attempt(out: &Path, program: &str, mut command: Command) -> Result<(), String
         }
     };
     let text = String::from_utf8_lossy(&fs::read(&log).expect("a log that was just written")).into_owned();
-    // A program says at its end how it went; the exit status alone is the sanitizer's to choose.
+    // A program prints its result at the end; under the sanitizer, the exit status alone is not reliable.
     let ended = text.lines().any(|line| line.ends_with(" cases, 0 failed"));
     if ended && status == "exit status: 0" {
         return Ok(());
@@ -142,7 +143,7 @@ fn attempt(out: &Path, program: &str, mut command: Command) -> Result<(), String
     Err(format!("{program}: {status}\n{}", failed_cases(&text).join("\n")))
 }
 
-/// The last lines of each case that failed, and of what came after the last one's end; before them how the case before went.
+/// The last lines of each failed case, and of the output after the last case.
 fn failed_cases(text: &str) -> Vec<&str> {
     let mut shown = Vec::new();
     let mut case = Vec::new();

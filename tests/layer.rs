@@ -1,4 +1,4 @@
-//! The layer over shared memory against the float64 reference: every router, every expert, any number of PEs.
+//! The CPU layer over shared memory against the float64 reference: every router and expert, any number of PEs.
 
 #[macro_use]
 mod common;
@@ -8,13 +8,12 @@ use std::time::{Duration, Instant};
 
 use aristos::check::{TOLERANCE_BF16, TOLERANCE_F32};
 use aristos::moe::kernels::Element;
-use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
+use aristos::moe::synthetic::Synthetic;
 use aristos::moe::{
-    Activation, Dtype, Layer, LayerConfig, MlpConfig, Mode, MoeError, MoeLayer, Options, Placement, SharedConfig,
-    WeightSource,
+    Dtype, Layer, LayerConfig, Mode, MoeError, MoeLayer, Options, Placement, SharedConfig, WeightSource,
 };
 use aristos::shmem::{ShmTransport, Shmem};
-use common::{assert_close, even, heap_bytes, mixtral, on_pes, reference, run, shm, synthetic};
+use common::{assert_close, even, heap_bytes, hot, mixtral, on_pes, reference, run, shm, synthetic, variants};
 use half::bf16;
 
 fn small_options(mode: Mode) -> Options {
@@ -30,33 +29,9 @@ fn check<E: Element>(source: &Synthetic, tokens: usize, n: usize, options: &Opti
     assert_close(&steps[0], &reference::<E>(source, tokens, &steps[0].chosen), tolerance, what);
 }
 
-fn variants() -> Vec<(&'static str, LayerConfig)> {
-    let base = mixtral(24, 20, 7, 2);
-    let mut all = vec![("mixtral", base.clone())];
-    for (name, kind) in [("softmax", RouterKind::Softmax), ("sigmoid", RouterKind::Sigmoid)] {
-        all.push((name, with!(base.clone(); n_experts = 12, router = kind.config(12, 4))));
-    }
-    for (name, activation) in
-        [("gelu", Activation::Gelu), ("gelu tanh", Activation::GeluTanh), ("relu", Activation::Relu)]
-    {
-        let gated = activation == Activation::GeluTanh;
-        let expert = with!(MlpConfig::plain(20, activation); gated = gated, bias = true);
-        all.push((name, with!(base.clone(); expert = expert)));
-    }
-    for (name, sigmoid_gate) in [("shared", false), ("shared gated", true)] {
-        let mlp = with!(base.expert; intermediate = 33, bias = sigmoid_gate);
-        all.push((name, with!(base.clone(); shared = Some(SharedConfig::new(mlp, sigmoid_gate)))));
-    }
-    all.push(("capacity", with!(base.clone(); capacity_factor = Some(0.8))));
-    all.push(("losses", with!(base.clone(); aux_loss_coef = 0.3, z_loss_coef = 0.1)));
-    let sigmoid = with!(base; n_experts = 12, router = RouterKind::Sigmoid.config(12, 4));
-    all.push(("sigmoid losses", with!(sigmoid; aux_loss_coef = 0.3, z_loss_coef = 0.1)));
-    all
-}
-
 #[test]
-fn every_layer_on_every_number_of_pes() {
-    for (name, layer) in variants() {
+fn every_layer_matches_the_reference_on_any_number_of_pes() {
+    for (name, layer) in variants(24, 20, 33) {
         let source = synthetic(layer, 3);
         for n in [1, 2, 3, 4, 8] {
             for mode in [Mode::Pipelined, Mode::Bulk] {
@@ -70,33 +45,15 @@ fn every_layer_on_every_number_of_pes() {
 
 #[test]
 fn few_tokens_and_few_experts() {
-    for tokens in [0, 1, 2, 5] {
-        for n in [1, 2, 4] {
-            for mode in [Mode::Pipelined, Mode::Bulk] {
-                let what = format!("{tokens} tokens, {n} PEs, {mode:?}");
-                check::<f32>(
-                    &synthetic(mixtral(16, 8, 3, 2), 1),
-                    tokens,
-                    n,
-                    &small_options(mode),
-                    TOLERANCE_F32,
-                    &what,
-                );
-            }
-        }
+    for mode in [Mode::Pipelined, Mode::Bulk] {
+        common::few_tokens_and_few_experts(|source, tokens, n, what| {
+            check::<f32>(source, tokens, n, &small_options(mode), TOLERANCE_F32, &format!("{what}, {mode:?}"));
+        });
     }
-    check::<f32>(
-        &synthetic(mixtral(16, 8, 1, 1), 1),
-        9,
-        3,
-        &small_options(Mode::Pipelined),
-        TOLERANCE_F32,
-        "one expert",
-    );
 }
 
 #[test]
-fn pes_agree_across_their_number() {
+fn results_do_not_depend_on_the_number_of_pes() {
     let source = synthetic(mixtral(64, 48, 8, 2), 9);
     let options = Options::default();
     let one = run::<_, f32>(shm(1, 1 << 20), &source, &[even(100, 1)], &options, 1).unwrap().remove(0);
@@ -114,9 +71,9 @@ fn pes_agree_across_their_number() {
     }
 }
 
-/// Tiles that are large enough for more threads: results and gradients are the same bits for any number of them.
+/// With tiles large enough for several threads.
 #[test]
-fn threads_change_no_bit() {
+fn results_do_not_depend_on_the_number_of_threads() {
     fn check<E: Element>(layer: &LayerConfig) {
         let (tokens, source) = (1500usize, synthetic(layer.clone(), 11));
         for n in [1, 2] {
@@ -141,10 +98,10 @@ fn threads_change_no_bit() {
     check::<bf16>(&base);
 }
 
-/// Rows that travel as bf16: within its rounding of the reference, further from it than f32 rows are (so they were rounded), and what stays on
-/// a PE as exact as ever.
+/// Rows sent as bf16 are within bf16 rounding of the reference, and further from it than f32 rows, so they were
+/// rounded; rows that stay on a PE are exact.
 #[test]
-fn rows_of_f32_travel_as_bf16() {
+fn rows_are_sent_in_the_wire_type() {
     let layer = mixtral(64, 48, 8, 3);
     let (tokens, source) = (90, synthetic(layer.clone(), 21));
     for mode in [Mode::Pipelined, Mode::Bulk] {
@@ -165,14 +122,13 @@ fn rows_of_f32_travel_as_bf16() {
 #[test]
 fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
     let layer = mixtral(32, 16, 8, 1);
-    let spec = with!(SyntheticSpec::new(layer.clone(), 5); hot_ratio = 1.0 / 8.0, hot_weight = 1.0);
-    let source = Synthetic::new(spec).unwrap();
+    let source = hot(&layer, 1.0 / 8.0, 1.0);
     for mode in [Mode::Pipelined, Mode::Bulk] {
         let options = with!(Options::default(); mode = mode, chunk_rows = Some(4), tile_rows = Some(16));
         let (tokens, n) = (160, 8);
         let heap = heap_bytes::<f32>(&layer, n, tokens / n, &options);
         let steps = run::<_, f32>(shm(n, heap), &source, &[even(tokens, n)], &options, 2).unwrap();
-        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, that is two chunks of 3.
+        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, which is two chunks of 3.
         assert_eq!(steps[0].rounds, vec![4; n]);
         assert!(steps[0].peak_bytes.iter().all(|&peak| peak <= heap));
         assert_close(&steps[0], &reference::<f32>(&source, tokens, &steps[0].chosen), TOLERANCE_F32, "all to one");
@@ -182,7 +138,7 @@ fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
 
 #[test]
 fn even_routing_takes_one_round() {
-    // Every row goes to the other PE or stays: windows of twice the even share hold them all, whatever the chunks.
+    // Every row goes to the other PE or stays: windows of twice the even share hold all of them for any chunk size.
     for tokens in [1, 2, 7, 90, 91, 93] {
         let (source, n) = (synthetic(mixtral(8, 4, 4, 2), 5), 2);
         for chunk_rows in [1, 2, 4, 32, 64] {
@@ -195,7 +151,7 @@ fn even_routing_takes_one_round() {
 }
 
 #[test]
-fn bytes_on_the_wire_are_the_formula() {
+fn traffic_matches_the_formula() {
     let layer = mixtral(40, 16, 6, 3);
     let source = synthetic(layer.clone(), 2);
     let options = small_options(Mode::Pipelined);
@@ -204,7 +160,7 @@ fn bytes_on_the_wire_are_the_formula() {
     let splits = [even(tokens, n)];
     let step = run::<_, f32>(shm(n, heap), &source, &splits, &options, 1).unwrap().remove(0);
     for (pe, range) in splits[0].iter().enumerate() {
-        // A token goes once to each PE that has at least one of its experts (two experts a PE here), and comes back once.
+        // A token is sent once to each PE that has any of its experts (two experts per PE here), and returned once.
         let (mut rows, mut slots) = (0u64, 0u64);
         for t in range.clone() {
             let mut owners: Vec<u32> = step.chosen[t * 3..(t + 1) * 3].iter().map(|e| e / 2).collect();
@@ -222,13 +178,14 @@ fn bytes_on_the_wire_are_the_formula() {
     let total = |f: fn(&aristos::moe::metrics::Traffic) -> u64| step.traffic.iter().map(f).sum::<u64>();
     assert_eq!(total(|t| t.combine_rows), total(|t| t.dispatch_rows), "every row comes back");
     assert_eq!(total(|t| t.combine_row_bytes), total(|t| t.dispatch_row_bytes));
-    // Backward returns one routing-weight gradient per slot: 4 of the 8 bytes that forward sent for it, less the counts.
+    // Backward returns one routing-weight gradient per slot: 4 of the 8 bytes that forward sent for it, without the
+    // counts.
     let forward_rows = total(|t| t.dispatch_rows) / 2;
     assert_eq!(total(|t| t.combine_slot_bytes) * 2, total(|t| t.dispatch_slot_bytes) - 4 * forward_rows);
 }
 
 #[test]
-fn a_layer_that_cannot_be_is_an_error() {
+fn invalid_layer_is_rejected() {
     let source = synthetic(mixtral(8, 4, 6, 2), 1);
     let heap = heap_bytes::<f32>(source.config(), 2, 4, &Options::default());
     let refused = |placement: Placement, options: Options, want: &str| {
@@ -258,11 +215,11 @@ fn a_layer_that_cannot_be_is_an_error() {
     }
 }
 
-/// What a forward pass leaves belongs to its layer, for one backward of the same kind.
+/// A saved pass belongs to its layer, for one backward of the same kind.
 #[test]
-fn a_saved_pass_of_another_kind_is_refused() {
+fn wrong_saved_pass_is_rejected() {
     let source = synthetic(mixtral(8, 4, 6, 2), 1);
-    // A limit that no clock reaches is no limit.
+    // A deadline that overflows the clock means no deadline.
     let options = with!(Options::default(); wait_limit = Duration::MAX);
     let spec = common::spec::<f32>(source.config(), 2, 4, &options);
     let heap = Shmem::<ShmTransport>::heap_bytes_for(2, 2 * spec.layout().unwrap().total_bytes());
@@ -286,7 +243,7 @@ fn a_saved_pass_of_another_kind_is_refused() {
         let external = layer.experts_backward(&mut saved, &x, &x, &mut dx, &mut dw);
         let want = "cannot run the backward of experts: the layer's own router routed the forward pass";
         assert_eq!(refused(external), want);
-        // None of them was sent anything, so that the layer can go on; but once.
+        // The refused calls sent nothing, so the layer is still usable; but only for one backward.
         layer.backward(&mut saved, &x, &x, &mut dx).unwrap();
         let again = layer.backward(&mut saved, &x, &x, &mut dx);
         assert_eq!(refused(again), "cannot run backward: the forward pass has had its backward");
@@ -300,7 +257,7 @@ fn a_saved_pass_of_another_kind_is_refused() {
 }
 
 #[test]
-fn a_layer_not_made_for_training_has_no_backward() {
+fn inference_layer_has_no_backward() {
     let source = synthetic(mixtral(8, 4, 6, 2), 1);
     let spec = common::spec::<f32>(source.config(), 1, 4, &Options::default()).training(false);
     on_pes(shm(1, spec.heap_bytes().unwrap()), |shmem| {
@@ -320,9 +277,9 @@ fn a_layer_not_made_for_training_has_no_backward() {
     });
 }
 
-/// A layer may be used from another thread than the one that made it.
+/// Another thread may use a layer than the one that made it.
 #[test]
-fn a_layer_can_be_sent() {
+fn layer_is_send() {
     fn is_send<T: Send>() {}
     is_send::<Layer<Shmem<ShmTransport>, f32>>();
     is_send::<Layer<&Shmem<ShmTransport>, bf16>>();

@@ -1,4 +1,4 @@
-//! Experts that move between passes: what comes after is what a layer made so from the start computes, bit for bit.
+//! Experts that move between passes: later results are bitwise those of a layer made with the new placement.
 
 #[macro_use]
 mod common;
@@ -21,21 +21,21 @@ const TOKENS: usize = 60;
 const PES: usize = 4;
 const SLOTS: usize = 5;
 
-/// Where the experts are, one place after the other: one group or two, replicas or none.
-fn places() -> [Vec<Groups>; 2] {
+/// Sequences of placements: one group or two, with and without replicas.
+fn placements() -> [Vec<Groups>; 2] {
     let even = Placement::even(7, 4);
-    let dealt = Placement::from_owners(vec![3, 2, 1, 0, 0, 1, 3], 4);
+    let uneven = Placement::from_owners(vec![3, 2, 1, 0, 0, 1, 3], 4);
     let hot = Split { expert: 1, holders: vec![0, 2, 3], shares: vec![vec![0.25, 0.5, 0.25]; 4] };
     let other = Split { expert: 5, holders: vec![1, 2], shares: vec![vec![0.5, 0.5]; 4] };
     let one = |placement: Placement| Groups::one(placement);
-    let replicated = one(dealt.clone().with_replicas(&[hot, other]).unwrap());
+    let replicated = one(uneven.clone().with_replicas(&[hot, other]).unwrap());
     let two = |a: Vec<u32>, b: Vec<u32>| {
         let group = |members: [usize; 2], owners| (members.to_vec(), Placement::from_owners(owners, 2));
         Groups::new(4, vec![group([0, 2], a), group([3, 1], b)]).unwrap()
     };
     let first = two(vec![0, 0, 0, 1, 1, 1, 1], vec![0, 1, 0, 1, 0, 1, 0]);
     let second = two(vec![1, 0, 1, 0, 0, 1, 0], vec![0, 0, 0, 1, 1, 1, 1]);
-    [vec![one(even), replicated, one(dealt)], vec![first.clone(), second, first]]
+    [vec![one(even), replicated, one(uneven)], vec![first.clone(), second, first]]
 }
 
 fn spec(config: &LayerConfig, groups: &Groups, group: usize, options: &Options) -> LayerSpec {
@@ -54,7 +54,7 @@ fn heap(config: &LayerConfig, groups: &Groups, options: &Options) -> usize {
     Shmem::<ShmTransport>::heap_bytes_for(PES, bytes + 4096)
 }
 
-/// Momentum of each expert that a PE holds, and weights kept in f32: what an optimizer has beside the layer.
+/// An optimizer's state: momentum of each expert that a PE holds.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Momentum {
     of: BTreeMap<usize, Vec<f32>>,
@@ -103,10 +103,10 @@ fn step<L: MoeLayer>(layer: &mut L, momentum: &mut Momentum, x: &[f32], g: &[f32
     Ok(done)
 }
 
-/// Weights and momentum of all experts.
+/// Weights by id.
 type Snapshot = BTreeMap<WeightId, Vec<f32>>;
 
-/// Weights as they were at some step.
+/// A source with the weights of some step.
 struct At<'s> {
     source: &'s Synthetic,
     weights: Snapshot,
@@ -130,39 +130,39 @@ impl WeightSource for At<'_> {
     }
 }
 
-/// What a PE has at the end of a run of two steps at each of some places: what it computed last, its experts' weights and momentum.
+/// A PE's last step, and its weights and momentum at the end of a run.
 struct Ended {
     last: PeStep,
     weights: Snapshot,
     momentum: BTreeMap<usize, Vec<f32>>,
 }
 
-/// Two steps at each of `places`, from these weights and this momentum.
+/// Two steps with each of `placements`, from these weights and this momentum.
 fn run<T: Transport + Send>(
     transports: Vec<T>,
     source: &At,
     momentum: &BTreeMap<usize, Vec<f32>>,
-    places: &[Groups],
+    placements: &[Groups],
     options: &Options,
 ) -> Vec<Ended> {
     let config = source.config();
     let len = config.expert_weights(0).iter().map(|id| config.shape(*id).iter().product::<usize>()).sum();
-    let bytes = group_heap(config, &places[0], options);
+    let bytes = group_heap(config, &placements[0], options);
     let splits = even(TOKENS, PES);
     on_pes(transports, |world| {
         let me = world.my_pe();
-        let group = places[0].place(me).0;
-        let team = world.team_split(world.world(), places[0].members(group)).unwrap().unwrap();
+        let group = placements[0].place(me).0;
+        let team = world.team_split(world.world(), placements[0].members(group)).unwrap().unwrap();
         let shmem = Shmem::new(GroupTransport::new(&world, team, bytes).unwrap());
-        let exchange = Replicas::with_slots(&world, config, places[0].clone(), Some(SLOTS)).unwrap();
-        let spec = spec(config, &places[0], group, options);
+        let exchange = Replicas::with_slots(&world, config, placements[0].clone(), Some(SLOTS)).unwrap();
+        let spec = spec(config, &placements[0], group, options);
         let mut layer = Layer::<_, f32>::builder(spec).exchange(exchange).build(&shmem, source).unwrap();
-        let held = places[0].experts(me).iter();
+        let held = placements[0].experts(me).iter();
         let of = held.map(|e| (*e, momentum.get(e).cloned().unwrap_or_else(|| vec![0.0; len]))).collect();
         let mut state = Momentum { of, len };
         let (x, g) = (source.source.hidden_states(splits[me].clone()), source.source.grad_output(splits[me].clone()));
         let mut last = None;
-        for (k, groups) in places.iter().enumerate() {
+        for (k, groups) in placements.iter().enumerate() {
             if k > 0 {
                 layer.move_experts(groups, &mut state).unwrap();
             }
@@ -177,13 +177,13 @@ fn run<T: Transport + Send>(
             layer.weights(id, &mut values).unwrap();
             weights.insert(id, values);
         }
-        // The others may still read what is ours.
+        // Other PEs may still read this PE's memory.
         world.barrier_all(Instant::now() + options.wait_limit).unwrap();
         Ended { last: last.unwrap(), weights, momentum: state.of }
     })
 }
 
-/// All PEs' weights and momentum; holders of the same expert have the same bits.
+/// Weights and momentum of all PEs; holders of the same expert must have the same bits.
 fn merge(ended: &[Ended]) -> (Snapshot, BTreeMap<usize, Vec<f32>>) {
     let (mut weights, mut momentum) = (Snapshot::new(), BTreeMap::new());
     for pe in ended {
@@ -207,43 +207,42 @@ fn same(got: &[Ended], want: &[Ended], what: &str) {
 }
 
 #[test]
-fn after_a_move_it_is_as_if_the_experts_had_always_been_there() {
+fn moved_layer_equals_a_layer_made_with_the_new_placement() {
     let base = mixtral(16, 12, 7, 2);
     let source = synthetic(with!(base.clone(); expert = with!(base.expert; bias = true)), 5);
     let options = with!(Options::default(); chunk_rows = Some(5), tile_rows = Some(8));
-    for (k, places) in places().iter().enumerate() {
-        let bytes = heap(source.config(), &places[0], &options);
+    for (k, placements) in placements().iter().enumerate() {
+        let bytes = heap(source.config(), &placements[0], &options);
         let at = |weights: Snapshot| At { source: &source, weights };
         let (mut weights, mut momentum) = (Snapshot::new(), BTreeMap::new());
-        for end in 1..=places.len() {
-            // Moved all the way; and made at the last place with what there was before it.
-            let moved = run(shm(PES, bytes), &at(Snapshot::new()), &BTreeMap::new(), &places[..end], &options);
-            let fresh = run(shm(PES, bytes), &at(weights), &momentum, &places[end - 1..end], &options);
-            same(&moved, &fresh, &format!("places {k}, {end} of them"));
+        for end in 1..=placements.len() {
+            // Moved step by step, and made at the last placement from the state before it.
+            let moved = run(shm(PES, bytes), &at(Snapshot::new()), &BTreeMap::new(), &placements[..end], &options);
+            let fresh = run(shm(PES, bytes), &at(weights), &momentum, &placements[end - 1..end], &options);
+            same(&moved, &fresh, &format!("placements {k}, {end} of them"));
             (weights, momentum) = merge(&moved);
         }
     }
 }
 
-/// Whatever comes first.
 #[test]
-fn any_order_of_deliveries_moves_the_same() {
+fn moves_do_not_depend_on_delivery_order() {
     let source = synthetic(mixtral(16, 12, 7, 2), 5);
     let options = with!(Options::default(); chunk_rows = Some(5), tile_rows = Some(8));
-    for places in places() {
-        let bytes = heap(source.config(), &places[0], &options);
+    for placements in placements() {
+        let bytes = heap(source.config(), &placements[0], &options);
         let at = At { source: &source, weights: Snapshot::new() };
-        let want = run(shm(PES, bytes), &at, &BTreeMap::new(), &places, &options);
+        let want = run(shm(PES, bytes), &at, &BTreeMap::new(), &placements, &options);
         for seed in 0..20 {
             let world: Vec<ReorderTransport> = ReorderWorld::new(PES, bytes, seed);
-            same(&run(world, &at, &BTreeMap::new(), &places, &options), &want, &format!("seed {seed}"));
+            same(&run(world, &at, &BTreeMap::new(), &placements, &options), &want, &format!("seed {seed}"));
         }
     }
 }
 
-/// A PE that does not come to a move is named by those that wait for it, and so is one that does not give its expert.
+/// The error names a PE that does not take part in a move or does not send its expert.
 #[test]
-fn a_move_that_a_pe_takes_no_part_in_is_an_error_that_names_it() {
+fn pe_that_skips_a_move_is_reported() {
     let source = synthetic(mixtral(16, 12, 7, 2), 5);
     let config = source.config();
     let options = with!(Options::default(); wait_limit = Duration::from_millis(300));
@@ -264,7 +263,7 @@ fn a_move_that_a_pe_takes_no_part_in_is_an_error_that_names_it() {
 }
 
 #[test]
-fn moves_that_cannot_be_are_refused() {
+fn invalid_moves_are_rejected() {
     let source = synthetic(mixtral(16, 12, 7, 2), 5);
     let options = Options::default();
     let spec = || common::spec::<f32>(source.config(), 1, 8, &options);

@@ -1,5 +1,5 @@
-//! Parity with `transformers`: the binary's results for the cases that `tests/parity/make_cases.py` made with it.
-//! `tools/test` makes the cases and runs this.
+//! Parity with `transformers`: runs the binary on the cases of `tests/parity/make_cases.py`. `tools/test` makes the
+//! cases and runs this test.
 
 mod binary;
 
@@ -41,7 +41,7 @@ fn cases() -> Vec<(String, Case)> {
 }
 
 impl Case {
-    /// Runs it; returns the result file and the report.
+    /// Runs the case; returns the bytes and tensors of the result file, and the report.
     fn run(&self, pes: usize, mode: &str) -> (Vec<u8>, BTreeMap<String, Tensor>, Value) {
         let out = tempfile::tempdir().unwrap();
         let out = out.path().join("out.safetensors");
@@ -61,7 +61,7 @@ impl Case {
     }
 }
 
-/// Says where `got` is not `want` within `tolerance`.
+/// Adds to `wrong` each difference of `got` and `want` above `tolerance`.
 fn compare(
     what: &str,
     got: &BTreeMap<String, Tensor>,
@@ -95,7 +95,7 @@ fn assert_none(wrong: &[String]) {
 }
 
 #[test]
-fn relative_errors_are_what_they_say() {
+fn relative_error_matches_its_definition() {
     assert_eq!(relative_error(&[3.0, 4.0], &[3.0, 4.0]), 0.0);
     assert_eq!(relative_error(&[0.0, 0.0], &[0.0, 0.0]), 0.0);
     assert_eq!(relative_error(&[3.0, 5.0], &[3.0, 4.0]), 0.2);
@@ -104,7 +104,7 @@ fn relative_errors_are_what_they_say() {
 }
 
 #[test]
-fn the_cases_are_of_every_family_and_both_types() {
+fn cases_cover_every_family_in_both_types() {
     let cases = cases();
     let mut seen: Vec<(String, String)> = Vec::new();
     for (_, case) in &cases {
@@ -120,7 +120,7 @@ fn the_cases_are_of_every_family_and_both_types() {
 }
 
 #[test]
-fn every_case_is_what_transformers_gives_on_every_number_of_pes() {
+fn every_case_matches_transformers_on_any_number_of_pes() {
     let mut wrong = Vec::new();
     for (name, case) in cases() {
         let expected = case.expected();
@@ -147,7 +147,7 @@ fn every_case_is_what_transformers_gives_on_every_number_of_pes() {
 }
 
 #[test]
-fn every_case_is_what_transformers_gives_in_bulk_mode() {
+fn every_case_matches_transformers_in_bulk_mode() {
     let mut wrong = Vec::new();
     for (name, case) in cases() {
         let tolerance = if case.dtype == "f32" { F32_TOLERANCE } else { BF16_TOLERANCE };

@@ -4,7 +4,8 @@ mod binary;
 
 use std::time::{Duration, Instant};
 
-use aristos::cluster::{Cluster, LinkTable, ProbeOptions, ProbeStage, ProbedLinks, probe_links};
+use aristos::cluster::{Cluster, LinkTable};
+use aristos::probe::{ProbeOptions, ProbeStage, ProbedLinks, probe_links};
 use aristos::shmem::reorder::ReorderWorld;
 use aristos::shmem::{Segment, ShmTransport, Shmem, Transport};
 use binary::{aristos, names_in, run, start};

@@ -1,5 +1,5 @@
-//! The layer over the transport that delays and reorders all that the OpenSHMEM model lets it: the result is, bit for bit, that
-//! of shared memory, whatever the seed.
+//! The layer over a transport that delays and reorders everything the OpenSHMEM model permits: results are bitwise
+//! those of shared memory for every seed.
 
 #[macro_use]
 mod common;
@@ -8,27 +8,18 @@ mod sample;
 use std::ops::Range;
 use std::time::Instant;
 
-use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
-use aristos::moe::{Hosts, LayerConfig, Mode, MoeError, Options};
+use aristos::moe::{Hosts, Mode, MoeError, Options};
 use aristos::shmem::reorder::ReorderWorld;
 use aristos::shmem::{RawWait, SignalOp, Transport};
-use common::{Step, even, heap_bytes, mixtral, run_ahead, shm, synthetic};
+use common::{Case, Step, ahead_cases, even, heap_bytes, hot, mixtral, run_ahead, shm, synthetic};
 use sample::Sample;
-
-struct Case {
-    name: &'static str,
-    source: Synthetic,
-    /// One split of the tokens per step.
-    splits: Vec<Vec<Range<usize>>>,
-    options: Options,
-}
 
 impl Case {
     fn heap(&self) -> usize {
         use aristos::moe::WeightSource;
         let n = self.splits[0].len();
-        let most = self.splits.iter().flatten().map(Range::len).max().unwrap();
-        heap_bytes::<f32>(self.source.config(), n, most, &self.options)
+        let max_tokens = self.splits.iter().flatten().map(Range::len).max().unwrap();
+        heap_bytes::<f32>(self.source.config(), n, max_tokens, &self.options)
     }
 
     fn on_shm(&self) -> Vec<Step> {
@@ -46,49 +37,21 @@ impl Case {
     }
 }
 
-/// Steps per run: enough for header slots and windows to be reused.
+/// Steps per run: enough to reuse headers and windows.
 const STEPS: usize = 2;
 /// Forward passes before each step, in which PEs without rows may run ahead.
 const AHEAD: usize = 3;
-/// How many orders there are to try, and how many of them one run of the tests tries.
+/// Number of orders, and number of orders per test run.
 const SEEDS: u64 = 1000;
 const SEEDS_A_RUN: u64 = 100;
 
 fn cases() -> Vec<Case> {
-    let layer = mixtral(6, 4, 5, 2);
     let options = with!(Options::default(); chunk_rows = Some(2), tile_rows = Some(4));
-    let hot = |layer: &LayerConfig, ratio: f64| {
-        let spec = with!(SyntheticSpec::new(layer.clone(), 11); hot_ratio = ratio, hot_weight = 1.0);
-        Synthetic::new(spec).unwrap()
-    };
-    let top1 = mixtral(6, 4, 5, 1);
-    let few = mixtral(6, 4, 2, 1);
-    let rich = with!(layer.clone(); aux_loss_coef = 0.1, capacity_factor = Some(0.9));
-    vec![
-        Case {
-            name: "PEs without tokens, other ones each step",
-            source: synthetic(layer.clone(), 7),
-            splits: vec![vec![0..9, 9..9, 9..12], vec![0..0, 0..12, 12..12], vec![0..0, 0..0, 0..0]],
-            options: options.clone(),
-        },
-        Case {
-            name: "experts without tokens, all rows to one expert, through small windows in rounds",
-            source: hot(&top1, 0.2),
-            splits: vec![even(24, 3)],
-            options: with!(options.clone(); budget_factor = 0.5),
-        },
-        Case {
-            name: "PEs with neither tokens nor experts run ahead",
-            source: hot(&few, 0.5),
-            splits: vec![vec![0..8, 8..8, 8..8, 8..8], vec![0..8, 8..8, 8..8, 8..8], vec![0..0, 0..0, 0..8, 8..8]],
-            options: options.clone(),
-        },
-        Case {
-            name: "losses and a capacity",
-            source: synthetic(rich.clone(), 4),
-            splits: vec![even(13, 3)],
-            options: options.clone(),
-        },
+    let limited = with!(mixtral(6, 4, 5, 2); aux_loss_coef = 0.1, capacity_factor = Some(0.9));
+    let first = vec![0..8, 8..8, 8..8, 8..8];
+    let idle = vec![first.clone(), first, vec![0..0, 0..0, 0..8, 8..8]];
+    let mut all = ahead_cases(6, 4, &options, idle);
+    all.extend([
         Case {
             name: "rows once per host, through small windows",
             source: synthetic(mixtral(10, 4, 9, 4), 5),
@@ -97,27 +60,28 @@ fn cases() -> Vec<Case> {
         },
         Case {
             name: "hosts of three PEs, of two and of one",
-            source: synthetic(rich, 6),
+            source: synthetic(limited, 6),
             splits: vec![even(26, 6), vec![0..0, 0..9, 9..9, 9..9, 9..10, 10..10]],
             options: with!(options.clone(); hosts = Hosts::new(vec![0, 1, 1, 0, 2, 1])),
         },
         Case {
-            name: "all rows to one expert of another host, whose home has none",
-            source: hot(&mixtral(6, 4, 3, 1), 0.4),
+            name: "all rows to one expert of another host, whose relay has none",
+            source: hot(&mixtral(6, 4, 3, 1), 0.4, 1.0),
             splits: vec![even(24, 4)],
             options: with!(options.clone(); budget_factor = 0.5, hosts = Hosts::new(vec![1, 1, 0, 0])),
         },
         Case {
-            name: "a token's rows to another PE of its host, and by a home before their PE",
+            name: "a token's rows to another PE of its host, and through a relay",
             source: synthetic(mixtral(6, 4, 5, 3), 3),
             splits: vec![even(5, 5), even(10, 5)],
             options: with!(options; hosts = Hosts::new(vec![0, 1, 0, 0, 1])),
         },
-    ]
+    ]);
+    all
 }
 
 #[test]
-fn no_order_changes_the_result() {
+fn results_do_not_depend_on_delivery_order() {
     let sample = Sample::new(SEEDS_A_RUN, SEEDS);
     for case in cases() {
         let want = case.on_shm();
@@ -136,7 +100,7 @@ fn no_order_changes_the_result() {
 }
 
 #[test]
-fn bulk_is_the_same_under_reordering() {
+fn bulk_results_do_not_depend_on_delivery_order() {
     for mut case in cases() {
         let want = case.on_shm();
         case.options.mode = Mode::Bulk;
@@ -148,13 +112,13 @@ fn bulk_is_the_same_under_reordering() {
 }
 
 #[test]
-fn a_layer_can_be_made_where_another_was() {
+fn layer_can_reuse_the_memory_of_a_freed_layer() {
     use aristos::moe::{Layer, WeightSource};
     let source = synthetic(mixtral(6, 4, 5, 2), 1);
     let options = with!(Options::default(); chunk_rows = Some(2));
     let spec = common::spec::<f32>(source.config(), 3, 4, &options);
     let heap = spec.heap_bytes().unwrap();
-    // One layer after the other in the same heap: what the first left there must not be taken for the second's.
+    // Two layers in the same heap, one after the other: the second must not read stale data of the first.
     let outputs = |seed: u64, batches: Range<usize>| -> Vec<Vec<f32>> {
         common::on_pes(ReorderWorld::new(3, heap, seed), |shmem| {
             let layer_output = |batch: usize| {
@@ -175,7 +139,7 @@ fn a_layer_can_be_made_where_another_was() {
 }
 
 #[test]
-fn a_silent_peer_ends_the_wait_of_the_others() {
+fn silent_peer_is_reported() {
     use std::sync::mpsc;
     use std::time::Duration;
 
@@ -185,7 +149,7 @@ fn a_silent_peer_ends_the_wait_of_the_others() {
     let spec = common::spec::<f32>(source.config(), 3, 4, &options);
     let heap = spec.heap_bytes().unwrap();
     let (sender, receiver) = mpsc::channel();
-    // PEs 0 and 1 have each other's rows, which they cannot gather without the counts of PE 2.
+    // PEs 0 and 1 have each other's rows, which they cannot gather without the header of PE 2.
     std::thread::spawn(move || {
         let errors = common::on_pes(shm(3, heap), |shmem| {
             let me = shmem.my_pe();
@@ -201,7 +165,7 @@ fn a_silent_peer_ends_the_wait_of_the_others() {
     }
 }
 
-/// A transport with a fault: what a protocol on it must notice, or the tests above prove nothing.
+/// A transport with an injected fault that the tests above must detect.
 struct Faulty<T> {
     inner: T,
     fault: Fault,
@@ -211,9 +175,9 @@ struct Faulty<T> {
 enum Fault {
     /// Fences do nothing.
     NoFence,
-    /// The signal of a put_signal goes before its data.
+    /// put_signal sends the signal before its data.
     SignalFirst,
-    /// A quiet (and so a barrier) completes nothing.
+    /// A quiet (and therefore a barrier) completes no operation.
     NoQuiet,
 }
 
@@ -277,13 +241,13 @@ impl<T: Transport> Transport for Faulty<T> {
     }
 }
 
-/// Whether any of some seeds shows the fault: another result, an error, or a PE's panic.
-fn is_caught(case: &Case, fault: Fault) -> bool {
+/// Whether any of 200 seeds reveals the fault: a different result, an error, or a panic of a PE.
+fn is_detected(case: &Case, fault: Fault) -> bool {
     let want = case.on_shm();
     (0..200).any(|seed| {
         let world = ReorderWorld::with_reachable(case.splits[0].len(), case.heap(), seed, true);
         let world: Vec<_> = match fault {
-            // Where no PE is reachable, the layer sends by put_signal.
+            // If no PE is reachable, the layer sends by put_signal.
             Fault::SignalFirst => ReorderWorld::new(case.splits[0].len(), case.heap(), seed),
             Fault::NoFence | Fault::NoQuiet => world,
         }
@@ -297,9 +261,9 @@ fn is_caught(case: &Case, fault: Fault) -> bool {
     })
 }
 
-/// Rows that are passed on give what rows do that go to each PE, but for rounding.
+/// Relayed rows change results only by rounding.
 #[test]
-fn rows_once_per_host_give_the_same() {
+fn relayed_rows_give_the_same_results() {
     let norm = |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     let mut relayed = 0;
     for mut case in cases().into_iter().filter(|case| case.options.hosts != Hosts::default()) {
@@ -321,7 +285,7 @@ fn rows_once_per_host_give_the_same() {
 }
 
 #[test]
-fn planted_faults_are_caught() {
+fn injected_faults_are_detected() {
     for (mode, fault) in [
         (Mode::Pipelined, Fault::NoFence),
         (Mode::Pipelined, Fault::SignalFirst),
@@ -330,15 +294,15 @@ fn planted_faults_are_caught() {
     ] {
         let mut case = cases().swap_remove(1);
         case.options.mode = mode;
-        let caught = is_caught(&case, fault);
+        let detected = is_detected(&case, fault);
         if !matches!(fault, Fault::NoQuiet) {
-            let mut once = cases().swap_remove(4);
-            once.options.mode = mode;
-            // Within a host there are no barriers between writing and reading, in bulk either.
-            assert!(is_caught(&once, fault), "{mode:?}, {fault:?}, rows once per host");
+            let mut relayed = cases().swap_remove(4);
+            relayed.options.mode = mode;
+            // Within a host no barrier separates writes from reads, even in bulk mode.
+            assert!(is_detected(&relayed, fault), "{mode:?}, {fault:?}, rows once per host");
         }
-        // Bulk has barriers between writing and reading, and a barrier is a quiet: it needs no fence.
+        // Bulk mode separates writes from reads by barriers, and a barrier includes a quiet, so it needs no fence.
         let harmless = matches!((mode, fault), (Mode::Bulk, Fault::NoFence));
-        assert_eq!(caught, !harmless, "{mode:?}, {fault:?}");
+        assert_eq!(detected, !harmless, "{mode:?}, {fault:?}");
     }
 }

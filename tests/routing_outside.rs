@@ -1,4 +1,5 @@
-//! Experts by the caller's routing, weights set in place, and gradients accumulated: the layer as a training loop uses it.
+//! Experts with the caller's routing, weights set in place, and accumulated gradients: the layer as a training loop
+//! uses it.
 
 #[macro_use]
 mod common;
@@ -34,7 +35,7 @@ fn spec<E: Element>(config: &LayerConfig, n: usize, max_tokens: usize) -> LayerS
     common::spec::<E>(config, n, max_tokens, &options)
 }
 
-/// A caller's routing of tokens, `[tokens, TOP_K]`.
+/// The caller's routing of tokens, `[tokens, TOP_K]`.
 #[derive(Clone)]
 struct Routing {
     ids: Vec<i32>,
@@ -42,7 +43,7 @@ struct Routing {
 }
 
 impl Routing {
-    /// Random experts in random columns, some missing; weights of either sign that add up to nothing in particular.
+    /// Random experts in random columns, some missing, with weights of either sign.
     fn random(tokens: usize, seed: u64) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let (mut ids, mut weights) = (Vec::new(), Vec::new());
@@ -57,7 +58,7 @@ impl Routing {
         Routing { ids, weights }
     }
 
-    /// One expert for all.
+    /// The same single expert for all tokens.
     fn one_expert(tokens: usize, expert: i32) -> Self {
         let ids = (0..tokens * TOP_K).map(|i| if i % TOP_K == 1 { expert } else { -1 }).collect();
         Routing { ids, weights: (0..tokens * TOP_K).map(|i| i as f32 * 0.1 - 1.0).collect() }
@@ -69,7 +70,7 @@ impl Routing {
     }
 }
 
-/// What a pass and its backward give, over all PEs' tokens.
+/// Results of a pass and its backward, over all PEs' tokens.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Outcome {
     output: Vec<f32>,
@@ -79,7 +80,7 @@ struct Outcome {
     grads: Vec<[Vec<f32>; 3]>,
 }
 
-/// Forward and backward by `routing`, twice, the second with the gradients of the first overwritten.
+/// Runs forward and backward with `routing` twice; the second run overwrites the gradients of the first.
 fn run<T: Transport + Send, E: Element>(
     transports: Vec<T>,
     source: &Synthetic,
@@ -136,7 +137,7 @@ where
     Ok(Outcome { output, grad_input, grad_weights, grads })
 }
 
-/// The same in float64, one token and one expert at a time.
+/// The same results in float64, one token and one expert at a time.
 #[derive(Default)]
 struct Dense {
     output: Vec<f64>,
@@ -180,7 +181,7 @@ impl Problem {
         [g, u, h, y]
     }
 
-    /// The sum over all outputs times `g`: what the gradients are of.
+    /// The sum over all outputs times `g`, whose gradients are tested.
     fn loss(&self) -> f64 {
         let mut loss = 0.0;
         for (choice, &id) in self.ids.iter().enumerate().filter(|(_, id)| **id >= 0) {
@@ -253,7 +254,7 @@ fn routings(tokens: usize) -> [(&'static str, Routing); 3] {
 }
 
 #[test]
-fn any_routing_is_the_dense_sum() {
+fn any_routing_matches_the_dense_sum() {
     let source = synthetic(external(), 7);
     for (name, routing) in routings(29) {
         for n in [1, 2, 3, 6] {
@@ -268,7 +269,7 @@ fn any_routing_is_the_dense_sum() {
 }
 
 #[test]
-fn gradients_are_finite_differences() {
+fn gradients_match_finite_differences() {
     let source = synthetic(external(), 7);
     let routing = Routing::random(9, 5);
     let heap = spec::<f32>(source.config(), 2, 5).heap_bytes().unwrap();
@@ -297,7 +298,7 @@ fn gradients_are_finite_differences() {
 }
 
 #[test]
-fn the_order_of_columns_and_of_deliveries_changes_no_bit() {
+fn results_do_not_depend_on_column_or_delivery_order() {
     let source = synthetic(external(), 7);
     let (n, tokens) = (3, 17);
     let routing = Routing::random(tokens, 11);
@@ -316,10 +317,10 @@ fn the_order_of_columns_and_of_deliveries_changes_no_bit() {
     assert_eq!((grad_weights, got.output, got.grads), (want.grad_weights, want.output, want.grads));
 }
 
-/// Fed with what the layer's own router chose, `experts` does what `forward` does, and its backward what backward does but for
+/// With the choices of the layer's own router, `experts` equals `forward`, and its backward equals backward except for
 /// the router.
 #[test]
-fn the_own_routers_choices_give_the_same_bits() {
+fn own_routers_choices_give_the_same_bits() {
     let own = synthetic(mixtral(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K), 7);
     for n in [1, 3] {
         for mode in [Mode::Pipelined, Mode::Bulk] {
@@ -347,7 +348,7 @@ fn the_own_routers_choices_give_the_same_bits() {
 }
 
 #[test]
-fn ids_that_are_no_experts_are_named_and_the_layer_goes_on() {
+fn invalid_ids_are_reported_and_the_layer_stays_usable() {
     let source = synthetic(external(), 7);
     let spec = spec::<f32>(source.config(), 1, 4);
     on_pes(shm(1, spec.heap_bytes().unwrap()), |shmem| {
@@ -369,7 +370,7 @@ fn ids_that_are_no_experts_are_named_and_the_layer_goes_on() {
     });
 }
 
-/// Everything that a layer can hold.
+/// A layer with every kind of weight.
 fn full() -> LayerConfig {
     let base = mixtral(HIDDEN, INTERMEDIATE, EXPERTS, 2);
     let mlp = with!(base.expert; bias = true, activation = Activation::Gelu);
@@ -377,8 +378,8 @@ fn full() -> LayerConfig {
     with!(base; expert = mlp, shared = shared)
 }
 
-/// One layer's weights, set in another, make it the same, bit for bit.
-fn weights_set_are_weights_loaded<E: Element>() {
+/// A layer whose weights are replaced by another layer's equals that layer, bit for bit.
+fn set_weights_equal_loaded_weights<E: Element>() {
     let (old, new) = (synthetic(full(), 1), synthetic(full(), 2));
     let spec = spec::<E>(old.config(), 3, 6);
     let heap = Shmem::<aristos::shmem::ShmTransport>::heap_bytes_for(3, 2 * spec.layout().unwrap().total_bytes());
@@ -397,7 +398,7 @@ fn weights_set_are_weights_loaded<E: Element>() {
         for id in spec.held(me) {
             let of = |grads: &Gradients| grads.get(id, &spec.placement, me).map(<[f32]>::to_vec);
             assert_eq!(of(&got.grads), of(&want.grads), "{id:?}");
-            // What is read back is what was set, rounded; and it can be set again.
+            // Reading returns the rounded weights.
             let mut read = vec![f32::NAN; spec.config.shape(id).iter().product()];
             changed.weights(id, &mut read).unwrap();
             let is_matrix = matches!(id, WeightId::Expert(..) | WeightId::Shared(_));
@@ -415,13 +416,13 @@ fn weights_set_are_weights_loaded<E: Element>() {
 }
 
 #[test]
-fn weights_set_are_weights_loaded_f32() {
-    weights_set_are_weights_loaded::<f32>();
+fn set_weights_equal_loaded_weights_f32() {
+    set_weights_equal_loaded_weights::<f32>();
 }
 
 #[test]
-fn weights_set_are_weights_loaded_bf16() {
-    weights_set_are_weights_loaded::<bf16>();
+fn set_weights_equal_loaded_weights_bf16() {
+    set_weights_equal_loaded_weights::<bf16>();
 }
 
 #[test]
@@ -451,7 +452,7 @@ fn accumulated_gradients_are_sums() {
             });
             assert_eq!(of(&sums), want, "{id:?}");
         }
-        // Off again, a backward overwrites.
+        // With accumulation off, a backward overwrites.
         layer.set_accumulate(false).unwrap();
         let again = one_step(&mut layer, &batch(1).0, &batch(1).1).unwrap().grads;
         assert_eq!(again.router, alone[1].router);
@@ -466,7 +467,7 @@ fn resident_bytes() -> usize {
 }
 
 #[test]
-fn a_thousand_steps_of_training_take_no_more_memory() {
+fn memory_does_not_grow_over_a_thousand_steps() {
     let source = synthetic(mixtral(32, 48, 4, 2), 1);
     let spec = common::spec::<bf16>(source.config(), 2, 64, &Options::default());
     let grown = on_pes(shm(2, spec.heap_bytes().unwrap()), |shmem| {
@@ -490,15 +491,15 @@ fn a_thousand_steps_of_training_take_no_more_memory() {
         layer.barrier().unwrap();
         resident_bytes().saturating_sub(settled)
     });
-    // The two PEs are threads of this one process, in which other tests run too.
+    // The PEs are threads of this process, which runs other tests, too.
     assert!(grown.iter().all(|&bytes| bytes < 64 << 20), "{grown:?}");
 }
 
 #[test]
-fn a_peer_that_does_not_come_is_named() {
+fn missing_peer_is_reported() {
     let source = synthetic(external(), 7);
     let mut spec = spec::<f32>(source.config(), 2, 4);
-    // Of the layer's making too, on a machine that is busy.
+    // Also covers construction of the layer on a busy machine.
     spec.options.wait_limit = Duration::from_secs(2);
     let errors = on_pes(shm(2, spec.heap_bytes().unwrap()), |shmem| {
         let mut layer = Layer::<_, f32>::builder(spec.clone()).build(&shmem, &source).unwrap();

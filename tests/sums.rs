@@ -1,4 +1,4 @@
-//! A test that cannot run is counted as skipped, not as passed: `tests/skip` and `tools/sums`.
+//! A test that cannot run counts as skipped, not as passed: `tests/skip` and `tools/sums`.
 
 mod skip;
 
@@ -13,7 +13,7 @@ fn sums(text: &[u8]) -> String {
     String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap()
 }
 
-/// Both streams of this program in one, as `tools/test` has them, with these arguments to the harness.
+/// Runs this program with these harness arguments and returns both streams merged, as in `tools/test`.
 fn harness(args: &[&str]) -> Vec<u8> {
     let mut command = Command::new("sh");
     command.args(["-c", "exec \"$0\" \"$@\" 2>&1"]).arg(env::current_exe().unwrap()).args(args);
@@ -37,7 +37,7 @@ fn inner_fails() {
 }
 
 #[test]
-fn a_skipped_test_is_not_among_the_passed() {
+fn skipped_test_does_not_count_as_passed() {
     for threads in ["--test-threads=1", "--test-threads=3"] {
         let text = harness(&["inner_", "--ignored", threads]);
         let shown = String::from_utf8_lossy(&text);
@@ -50,12 +50,12 @@ fn a_skipped_test_is_not_among_the_passed() {
 }
 
 #[test]
-fn sums_are_over_all_programs() {
+fn sums_cover_all_programs() {
     let ours = b"skipped: tests/mpi.rs: main: why\n5 passed, 0 failed, 1 skipped\n";
     assert_eq!(sums(ours), "5 passed, 0 failed, 1 skipped\n", "its line has counted it already");
     let all = [&harness(&["inner_", "--ignored"])[..], ours, &harness(&["inner_passes", "--ignored"])].concat();
     assert_eq!(sums(&all), "7 passed, 1 failed, 2 skipped\n");
-    // One that ended before its sum.
+    // A program that ended before its summary.
     assert_eq!(sums(b"skipped: tests/x.rs: x: why\n"), "0 passed, 0 failed, 1 skipped\n");
     assert_eq!(sums(b""), "0 passed, 0 failed, 0 skipped\n");
 }

@@ -1,1 +1,1 @@
-//! Empty; the manifest says what for.
+//! Empty: this package only enables features of dependencies; see its manifest.

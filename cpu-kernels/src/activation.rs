@@ -1,14 +1,13 @@
 //! Activations with their derivatives, and small vector helpers, as loops that vectorise.
 //!
-//! `exp` and `erf` are polynomials written here: a libm call per element would cost more than the
-//! matrix products do. They are fused multiply-adds throughout; on a CPU without that instruction
-//! they give the same result slowly.
+//! `exp` and `erf` are polynomials: a libm call per element would take longer than the GEMMs. They use fused
+//! multiply-adds; a CPU without that instruction emulates them slowly, with the same result.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Element, vectorised};
 
-/// The elementwise nonlinearity of an expert's MLP.
+/// Activation function of an expert's MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Activation {
     /// `x * sigmoid(x)` (also called swish).
@@ -25,13 +24,13 @@ pub enum Activation {
     QuickGelu,
 }
 
-/// How gate and up make the inner values of a gated MLP: `min(act(gate), limit) * (clamp(up, -limit, limit) + plus_one)`, where it is
-/// the gate itself that is cut off, and not the activation, unless `limit_after`.
+/// The combination of gate and up in a gated MLP: `act(min(gate, limit)) * (clamp(up, -limit, limit) + plus_one)`, or
+/// with `limit_after` `min(act(gate), limit) * (...)`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Glu {
-    /// What gate and up are cut off at; 0 for nothing.
+    /// Limit of gate and up; 0 for none.
     pub limit: f32,
-    /// Whether the activation is cut off rather than the gate.
+    /// Whether the limit applies to the activation's result instead of the gate.
     pub limit_after: bool,
     /// Whether 1 is added to up.
     pub plus_one: bool,
@@ -41,13 +40,13 @@ impl Glu {
     /// `act(gate) * up`.
     pub const PRODUCT: Glu = Glu { limit: 0.0, limit_after: false, plus_one: false };
 
-    /// Gate and up are cut off at `limit`.
+    /// Gate and up are clamped at `limit`.
     pub const fn clamped(limit: f32) -> Glu {
         Glu { limit, ..Glu::PRODUCT }
     }
 }
 
-/// `e^x` for `-86.5 <= x <= 88`: relative error below 3e-7 there, 1e-7 for `|x| < 20`. Not for NaN.
+/// `e^x` for `-86.5 <= x <= 88`: relative error below 3e-7, and 1e-7 for `|x| < 20`. Undefined for NaN.
 ///
 /// `x = n ln 2 + r`; a polynomial gives `e^r` (interpolation of `(e^r - 1 - r) / r²` at Chebyshev nodes, relative error
 /// 1.1e-8 before rounding), and `n` is added to its exponent.
@@ -64,11 +63,11 @@ fn exp(x: f32) -> f32 {
     p = p.mul_add(r, 0.5);
     p = p.mul_add(r, 1.0);
     p = p.mul_add(r, 1.0);
-    // The shift leaves `n` alone at the exponent's place.
+    // The shift leaves only `n`, in the position of the exponent.
     f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))
 }
 
-/// `s = 1 / (1 + e^-x)` for `-88 <= x <= 86.5`, and `1 - s` without the loss of a subtraction.
+/// `s = 1 / (1 + e^-x)` for `-88 <= x <= 86.5`, and `1 - s` without cancellation.
 #[inline(always)]
 fn logistic(x: f32) -> (f32, f32) {
     let e = exp(-x);
@@ -81,7 +80,7 @@ pub fn sigmoid(x: f32) -> f32 {
     if x.is_nan() { x } else { logistic(x.clamp(-88.0, 86.5)).0 }
 }
 
-// `f32::max` and `f32::min` return the other operand for NaN; these return NaN, and compile to one instruction.
+// `f32::max` and `f32::min` return the other operand for NaN. These return NaN, and compile to one instruction.
 #[inline(always)]
 fn at_least(x: f32, low: f32) -> f32 {
     if x < low { low } else { x }
@@ -92,8 +91,8 @@ fn at_most(x: f32, high: f32) -> f32 {
     if x > high { high } else { x }
 }
 
-/// An activation of one element, chosen at compile time. The bounds on `x` are where the activation is flat or
-/// linear in f32; they keep `exp` in its range, and infinity from meeting zero. NaN gives NaN.
+/// An activation of one element, chosen at compile time. `x` is clamped where the activation is flat or linear in f32,
+/// which keeps `exp` in its range and avoids infinity times zero. NaN gives NaN.
 trait Act {
     fn value(x: f32) -> f32;
     /// The value and the derivative.
@@ -118,7 +117,7 @@ impl Act for Silu {
 
 struct Gelu;
 impl Gelu {
-    /// For `z = |x|`, bounded: itself, `Phi(-z)`, and the standard normal density at `z`.
+    /// For `z = |x|`, clamped: `z`, `Phi(-z)`, and the standard normal density at `z`.
     ///
     /// The form is Abramowitz and Stegun's 7.1.26, `Phi(-z) = e^(-z²/2) t P(t)` with `t = 1 / (1 + a z)`; the
     /// coefficients of `P`, of degree 7, are a minimax fit (Remez) on `0 <= z <= 14` with relative error 1.5e-7.
@@ -218,7 +217,7 @@ impl Act for QuickGelu {
     }
 }
 
-/// Calls a function whose last type parameter is an [`Act`], for the activation at hand.
+/// Calls a function whose last type parameter is an [`Act`] with the type of an [`Activation`].
 macro_rules! with_act {
     ($act:expr, $f:ident$(::<$($e:ident),+>)?($($arg:tt)*)) => {
         match $act {
@@ -232,7 +231,7 @@ macro_rules! with_act {
     };
 }
 
-/// Elements computed in f32 before they are rounded to the element type: buffers of this size stay in L1.
+/// Elements computed in f32 before rounding to the element type; buffers of this size stay in L1.
 const BLOCK: usize = 1024;
 
 /// The blocks of `0..n`.
@@ -240,8 +239,8 @@ fn blocks(n: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     (0..n).step_by(BLOCK).map(move |start| start..n.min(start + BLOCK))
 }
 
-/// `h = act(up)`, and `up_saved = up` for the backward pass. All of one length; `up` is the product's f32 result
-/// with the bias added.
+/// `h = act(up)`, and `up_saved = up` for the backward pass. All slices have the same length. `up` is the f32 result of
+/// the GEMM, with bias.
 pub fn forward_plain<E: Element>(act: Activation, up: &[f32], up_saved: &mut [E], h: &mut [E]) {
     let n = up.len();
     assert!(up_saved.len() == n && h.len() == n);
@@ -262,7 +261,8 @@ vectorised! {
     }
 }
 
-/// `h = act(gate) up`, or as `glu` says, and both pre-activations saved for the backward pass. All of one length.
+/// `h = act(gate) up`, or the variant `glu`. Saves both pre-activations for the backward pass. All slices have the same
+/// length.
 pub fn forward_gated<E: Element>(
     act: Activation,
     glu: Glu,
@@ -280,11 +280,11 @@ pub fn forward_gated<E: Element>(
         if glu == Glu::PRODUCT {
             with_act!(act, gated_values(gate, up, wide));
         } else {
-            let cuts = Cuts::of(glu);
+            let limits = Limits::of(glu);
             if glu.limit_after {
-                with_act!(act, glu_values::<AfterAct>(cuts, gate, up, wide));
+                with_act!(act, glu_values::<AfterAct>(limits, gate, up, wide));
             } else {
-                with_act!(act, glu_values::<BeforeAct>(cuts, gate, up, wide));
+                with_act!(act, glu_values::<BeforeAct>(limits, gate, up, wide));
             }
         }
         E::convert(gate, &mut gate_saved[block.clone()]);
@@ -301,50 +301,50 @@ vectorised! {
     }
 }
 
-/// A [`Glu`] as the loops use it: what gate and up are cut off at, and what is added to up.
+/// The limit and offset of a [`Glu`], as the loops use them.
 #[derive(Clone, Copy)]
-struct Cuts {
+struct Limits {
     limit: f32,
     offset: f32,
 }
 
-/// [`Glu::limit_after`], at compile time: each test left in the loop would cost a twentieth of it.
-trait Order {
+/// [`Glu::limit_after`] at compile time: each test in the loop would cost 5% of its time.
+trait LimitOrder {
     const AFTER: bool;
 }
 
 struct BeforeAct;
-impl Order for BeforeAct {
+impl LimitOrder for BeforeAct {
     const AFTER: bool = false;
 }
 
 struct AfterAct;
-impl Order for AfterAct {
+impl LimitOrder for AfterAct {
     const AFTER: bool = true;
 }
 
-impl Cuts {
-    fn of(glu: Glu) -> Cuts {
+impl Limits {
+    fn of(glu: Glu) -> Limits {
         let limit = if glu.limit > 0.0 { glu.limit } else { f32::INFINITY };
-        Cuts { limit, offset: f32::from(u8::from(glu.plus_one)) }
+        Limits { limit, offset: f32::from(u8::from(glu.plus_one)) }
     }
 
-    /// The activation's value.
+    /// The activation's value, limited.
     #[inline(always)]
-    fn value<O: Order, A: Act>(self, gate: f32) -> f32 {
+    fn value<O: LimitOrder, A: Act>(self, gate: f32) -> f32 {
         if O::AFTER { at_most(A::value(gate), self.limit) } else { A::value(at_most(gate, self.limit)) }
     }
 
-    /// The activation's value and its derivative by the gate.
+    /// The activation's value, limited, and its derivative with respect to the gate.
     #[inline(always)]
-    fn slope<O: Order, A: Act>(self, gate: f32) -> (f32, f32) {
+    fn slope<O: LimitOrder, A: Act>(self, gate: f32) -> (f32, f32) {
         let inner = if O::AFTER { gate } else { at_most(gate, self.limit) };
         let (value, slope) = A::slope(inner);
         let flat = if O::AFTER { value > self.limit } else { gate > self.limit };
         (if O::AFTER { at_most(value, self.limit) } else { value }, if flat { 0.0 } else { slope })
     }
 
-    /// Up within the limits.
+    /// Up, clamped.
     #[inline(always)]
     fn up(self, up: f32) -> f32 {
         at_least(at_most(up, self.limit), -self.limit)
@@ -352,18 +352,17 @@ impl Cuts {
 }
 
 vectorised! {
-    fn glu_values<O: Order, A: Act>(cuts: Cuts, gate: &'a [f32], up: &'a [f32], h: &'a mut [f32]) -> () {
+    fn glu_values<O: LimitOrder, A: Act>(limits: Limits, gate: &'a [f32], up: &'a [f32], h: &'a mut [f32]) -> () {
         for (h, (&gate, &up)) in h.iter_mut().zip(gate.iter().zip(up)) {
-            *h = cuts.value::<O, A>(gate) * (cuts.up(up) + cuts.offset);
+            *h = limits.value::<O, A>(gate) * (limits.up(up) + limits.offset);
         }
     }
 }
 
-/// Backward of [`forward_plain`] for rows whose result was weighted by `w [m]`.
+/// Backward of [`forward_plain`] for rows whose result is weighted by `w [m]`.
 ///
-/// `q [m, n]` is the gradient of the *unweighted* result multiplied by the down projection. Writes, for each row,
-/// `d_up = w q act'(up)`, `hw = w h` (what the down projection's gradient needs), and `dw = q . h`, the weight's
-/// gradient.
+/// `q [m, n]` is the gradient of the *unweighted* result times the down projection. Writes, for each row, `d_up = w q
+/// act'(up)`, `hw = w h` (for the gradient of the down projection), and `dw = q . h`, the gradient of the weight.
 #[allow(clippy::too_many_arguments)]
 pub fn backward_plain<E: Element>(
     act: Activation,
@@ -413,8 +412,8 @@ vectorised! {
     }
 }
 
-/// Backward of [`forward_gated`]; as [`backward_plain`], with `d_up = w q act(gate)` and
-/// `d_gate = w q up act'(gate)`, each 0 where `glu` cut it off.
+/// Backward of [`forward_gated`]. Like [`backward_plain`], with `d_up = w q act(gate)` and `d_gate = w q up
+/// act'(gate)`, each 0 where `glu` limits it.
 #[allow(clippy::too_many_arguments)]
 pub fn backward_gated<E: Element>(
     act: Activation,
@@ -446,16 +445,16 @@ pub fn backward_gated<E: Element>(
             if glu == Glu::PRODUCT {
                 with_act!(act, gated_gradients::<E>(w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw));
             } else {
-                let cuts = Cuts::of(glu);
+                let limits = Limits::of(glu);
                 if glu.limit_after {
                     with_act!(
                         act,
-                        glu_gradients::<E, AfterAct>(cuts, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw)
+                        glu_gradients::<E, AfterAct>(limits, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw)
                     );
                 } else {
                     with_act!(
                         act,
-                        glu_gradients::<E, BeforeAct>(cuts, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw)
+                        glu_gradients::<E, BeforeAct>(limits, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw)
                     );
                 }
             }
@@ -492,8 +491,8 @@ vectorised! {
 
 vectorised! {
     #[allow(clippy::too_many_arguments, clippy::double_comparisons)]
-    fn glu_gradients<E: Element, O: Order, A: Act>(
-        cuts: Cuts,
+    fn glu_gradients<E: Element, O: LimitOrder, A: Act>(
+        limits: Limits,
         w: f32,
         q: &'a [f32],
         gate: &'a [E],
@@ -507,19 +506,19 @@ vectorised! {
         assert!([gate.len(), up.len(), h.len(), d_gate.len(), d_up.len(), hw.len()] == [n; 6]);
         for i in 0..n {
             let dh = w * q[i];
-            let (value, slope) = cuts.slope::<O, A>(gate[i].to_f32());
+            let (value, slope) = limits.slope::<O, A>(gate[i].to_f32());
             let up = up[i].to_f32();
-            let inner = cuts.up(up);
-            // Not `!=`, which NaN is of itself. One comparison of vectors.
+            let inner = limits.up(up);
+            // Not `!=`, which is true for NaN. Compiles to one vector comparison.
             let flat = inner < up || inner > up;
             d_up[i] = if flat { 0.0 } else { dh * value };
-            d_gate[i] = dh * (inner + cuts.offset) * slope;
+            d_gate[i] = dh * (inner + limits.offset) * slope;
             hw[i] = w * h[i];
         }
     }
 }
 
-/// `sum_i a[i] b[i]`, summed in an order that the length and the CPU's vectors decide.
+/// `sum_i a[i] b[i]`. The order of summation depends on the length and the CPU's vector width.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     pulp::Arch::new().dispatch(Dot { a, b })
@@ -530,7 +529,7 @@ struct Dot<'a> {
     b: &'a [f32],
 }
 
-// Explicit vectors: the compiler keeps an array of sums in memory, where each waits for the one before.
+// Explicit vectors: the compiler would keep an array of sums in memory, which serialises the additions.
 impl pulp::WithSimd for Dot<'_> {
     type Output = f32;
 
@@ -578,11 +577,11 @@ vectorised! {
     }
 }
 
-/// Rows that are summed in f32 before the sum goes into one of f64: so many roundings, and no more however many rows there are.
+/// Rows summed in f32 before the sum is added to one in f64, which bounds the f32 roundings per sum.
 const SUMMED_IN_F32: usize = 32;
 
-/// `acc [n] += sum_r w[r] x[r, :]` over the rows of `x [m, n]`, in row order; `w` is 1 where `None`. As accurate for a million rows as
-/// for a few: long sums are in f64.
+/// `acc [n] += sum_r w[r] x[r, :]` over the rows of `x [m, n]`, in row order; `None` for weights of 1. Long sums use
+/// f64, so accuracy does not decrease with the number of rows.
 pub fn column_sum<E: Element>(m: usize, n: usize, x: &[E], weights: Option<&[f32]>, acc: &mut [f32]) {
     assert!(x.len() == m * n && acc.len() == n && weights.is_none_or(|w| w.len() == m));
     let mut total: Vec<f64> = acc.iter().map(|&acc| f64::from(acc)).collect();

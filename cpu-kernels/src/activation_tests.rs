@@ -76,7 +76,7 @@ fn slopes(act: Activation, x: &[f32]) -> Vec<f32> {
     d_up
 }
 
-/// Dense near 0, out to where everything is flat, and then far beyond.
+/// Dense near 0, sparse up to where all activations are flat, and powers of ten beyond.
 fn grid() -> Vec<f32> {
     let mut x: Vec<f32> = (-60_000..=60_000).map(|i| i as f32 * 1e-3 / 3.0).collect();
     x.extend((-2_000..=2_000).map(|i| i as f32 * 0.05));
@@ -92,10 +92,10 @@ fn values_and_derivatives_match_float64() {
     for act in ALL {
         for ((&x, value), slope) in x.iter().zip(values(act, &x)).zip(slopes(act, &x)) {
             let (want, want_slope) = reference(act, f64::from(x));
-            // Relative to x where the result is about x; absolute where it is a tail.
+            // Relative to x where the result is about x, absolute in the tail.
             let bound = 3e-7 * f64::from(x.abs()).min(1.0) + 3e-7 * want.abs();
             assert!((f64::from(value) - want).abs() <= bound, "{act:?}({x:e}) is {value:e}, expected {want:e}");
-            // 0 * infinity in the float64 formula.
+            // The float64 formula gives 0 * infinity here.
             let want_slope = if want_slope.is_nan() { f64::from(u8::from(x > 0.0)) } else { want_slope };
             assert!(
                 (f64::from(slope) - want_slope).abs() <= 6e-7,
@@ -106,7 +106,7 @@ fn values_and_derivatives_match_float64() {
 }
 
 #[test]
-fn relu_squared_is_its_formula() {
+fn relu_squared_matches_its_formula() {
     let x: Vec<f32> = (-400..400).map(|i| i as f32 * 0.02).collect();
     for ((&x, value), slope) in x.iter().zip(values(Activation::Relu2, &x)).zip(slopes(Activation::Relu2, &x)) {
         let (want, want_slope) = reference(Activation::Relu2, f64::from(x));
@@ -118,7 +118,7 @@ fn relu_squared_is_its_formula() {
     assert!(values(Activation::Relu2, &[f32::NAN])[0].is_nan());
 }
 
-/// Gate's and up's factor, each with its derivative, in float64.
+/// The factors of gate and up, each with its derivative, in float64.
 fn glu_reference(act: Activation, glu: Glu, gate: f64, up: f64) -> [(f64, f64); 2] {
     let limit = f64::from(glu.limit);
     let (cut_gate, flat) = if glu.limit_after { (gate, false) } else { (gate.min(limit), gate > limit) };
@@ -129,8 +129,8 @@ fn glu_reference(act: Activation, glu: Glu, gate: f64, up: f64) -> [(f64, f64); 
 }
 
 #[test]
-fn clamped_glus_are_their_formula() {
-    // Multiples of 1/8 on both sides of the limits, and on them.
+fn clamped_glus_match_their_formula() {
+    // Multiples of 1/8 below, above and equal to the limits.
     let grid: Vec<f32> = (-60..=60).map(|i| i as f32 / 8.0).collect();
     let (gate, up): (Vec<f32>, Vec<f32>) = grid.iter().flat_map(|&g| grid.iter().map(move |&u| (g, u))).unzip();
     let n = gate.len();
@@ -175,7 +175,7 @@ fn clamped_glus_are_their_formula() {
 
 #[test]
 fn derivatives_match_finite_differences() {
-    // Of the float64 values, so that the step can be small; relu has none at 0.
+    // Differences of float64 values allow a small step; relu has no derivative at 0.
     let step = 1e-5;
     for act in ALL {
         let x: Vec<f32> = (-400..400).map(|i| i as f32 * 0.02 + 0.003).collect();
@@ -189,7 +189,7 @@ fn derivatives_match_finite_differences() {
 
 #[test]
 fn tails_of_gelu_keep_relative_accuracy() {
-    // An erf of absolute accuracy would lose these; `1 + erf` is the difference of nearly equal numbers.
+    // 1 + erf(x) would cancel here.
     let x: Vec<f32> = (10..120).map(|i| -0.1 * i as f32).collect();
     for (&x, value) in x.iter().zip(values(Activation::Gelu, &x)) {
         let want = reference(Activation::Gelu, f64::from(x)).0;
@@ -198,8 +198,8 @@ fn tails_of_gelu_keep_relative_accuracy() {
 }
 
 #[test]
-fn infinities_give_limits_and_nan_stays() {
-    // Twice a vector and a tail, so that both the vector code and the rest see each.
+fn infinities_give_limits_and_nan_propagates() {
+    // Lengths for both the vector loop and its scalar tail.
     for len in [1, 3, 16, 37] {
         for act in ALL {
             let at = |x: f32| (values(act, &vec![x; len])[len - 1], slopes(act, &vec![x; len])[len - 1]);
@@ -209,7 +209,7 @@ fn infinities_give_limits_and_nan_stays() {
             assert_eq!(at(f32::MAX), (f32::MAX, 1.0), "{act:?}");
             for nan in [f32::NAN, f32::from_bits(0x7f80_0001), f32::from_bits(0xffff_ffff)] {
                 assert!(at(nan).0.is_nan(), "{act:?}");
-                // The gradient of relu is 1 there.
+                // The gradient of relu is 1 for NaN.
                 assert!(act == Activation::Relu || at(nan).1.is_nan(), "{act:?}");
             }
         }
@@ -236,7 +236,7 @@ fn assert_near(what: &str, got: f32, want: f64, tolerance: f64) {
     assert!((f64::from(got) - want).abs() <= tolerance * (1.0 + want.abs()), "{what}: {got}, expected {want}");
 }
 
-/// Every output of every function against its formula in float64, for lengths with every kind of tail.
+/// Compares every output of every function with its formula in float64, for lengths with every kind of tail.
 fn passes_match_formulas<E: Element>(tolerance: f64) {
     let mut rng = ChaCha8Rng::seed_from_u64(3);
     for (m, n) in [(1, 1), (3, 7), (2, 64), (2, 100), (1, 1024), (2, 1100), (0, 5), (4, 0)] {
@@ -316,12 +316,12 @@ fn bf16_passes_match_formulas() {
     passes_match_formulas::<bf16>(1.0 / 256.0);
 }
 
-/// As many rows as a long step of a large layer has: the sums stay as accurate as those of a few.
+/// The number of rows in a long step of a large layer.
 #[test]
 fn column_sums_of_a_million_rows_are_accurate() {
     let mut rng = ChaCha8Rng::seed_from_u64(8);
     let (m, n) = (1 << 20, 3);
-    // The mean is 1, so that every partial sum is large beside what comes next.
+    // A mean of 1 makes every partial sum large compared to the next term.
     let mut x: Vec<f32> = uniform(&mut rng, m * n);
     x.iter_mut().for_each(|x| *x += 1.0);
     let weights: Vec<f32> = uniform(&mut rng, m);

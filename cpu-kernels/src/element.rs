@@ -1,60 +1,48 @@
-//! The element types of activations and weights.
+//! Element types of activations and weights.
 
 use half::bf16;
 
 use super::gemm_bf16::ProductPath;
-use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32, vectorised};
-
-/// The shape of a prepared weight matrix `W [out, inp]`.
-pub trait WeightShape {
-    /// Rows of `W`: the width of the projection's result.
-    fn out(&self) -> usize;
-    /// Columns of `W`: the width of the projection's input.
-    fn inp(&self) -> usize;
-}
-
-/// A weight in memory of the caller's, row-major, which it keeps and does not change while this lives.
-pub type Lent<E> = Box<dyn AsRef<[E]> + Send + Sync>;
+use super::weight::{Lent, WeightShape, bf16_from_f32, bf16_to_f32, widen_bf16};
+use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32};
 
 /// Element type of activations and weights: f32 or bf16. Accumulation is always in f32.
 ///
-/// The matrix products overwrite `c`, or add to it if `accumulate`. Each panics if a slice is not of the
-/// length its shape says: the layer computes all shapes itself.
+/// GEMMs overwrite `c`, or add to it if `accumulate`. They panic if a slice does not have the length of its shape; the
+/// layer computes all shapes itself. The trait is sealed.
 ///
-/// It is sealed: the kernels are for these two types.
-///
-/// The same inputs and shapes give the same bits. In bf16 on AVX512-BF16 a row of [`gemm_nt`](Self::gemm_nt) and
-/// [`gemm_nn`](Self::gemm_nn) moreover does not depend on the other rows, nor on how many there are; through faer it may,
-/// in the last bits.
+/// The same inputs and shapes give the same bits. In bf16 on AVX512-BF16, a result row of [`gemm_nt`](Self::gemm_nt)
+/// and [`gemm_nn`](Self::gemm_nn) is also independent of the other rows and of their number; with faer, its last bits
+/// may depend on them.
 pub trait Element: sealed::Sealed + bytemuck::Pod + Default + Send + Sync + 'static {
     /// `"f32"` or `"bf16"`.
     const NAME: &'static str;
-    /// A weight matrix prepared for [`gemm_nt`](Self::gemm_nt) and [`gemm_nn`](Self::gemm_nn).
+    /// A weight matrix packed for [`gemm_nt`](Self::gemm_nt) and [`gemm_nn`](Self::gemm_nn).
     type Weight: WeightShape + Send + Sync;
 
     /// Rounds to nearest, ties to even.
     fn from_f32(x: f32) -> Self;
 
-    /// Widens, exactly.
+    /// Widens exactly.
     fn to_f32(self) -> f32;
 
-    /// Rounds a slice into another of the same length. What would be a denormal bf16 may become 0, as it counts as 0
-    /// in the products.
+    /// Rounds a slice into another of the same length. A value that would be a denormal bf16 may become 0, as GEMMs
+    /// treat it as 0.
     fn convert(src: &[f32], dst: &mut [Self]);
 
     /// Widens a slice into another of the same length.
     fn widen(src: &[Self], dst: &mut [f32]);
 
-    /// Prepares `w [out, inp]`, rounded to `Self`.
+    /// Rounds `w [out, inp]` to `Self` and packs it.
     fn prepare(w: &[f32], out: usize, inp: usize) -> Self::Weight;
 
-    /// A weight `[out, inp]` that is read where it lies: of f32 as it is; of bf16 packed for each product anew, as it has no second form.
+    /// Uses a weight `[out, inp]` in place: f32 directly, bf16 by packing it again for each product.
     fn lend(w: Lent<Self>, out: usize, inp: usize) -> Self::Weight;
 
-    /// As [`prepare`](Self::prepare), in place of what is there: allocates nothing once `ws` is large enough.
+    /// Replaces the values of a packed weight by `w [out, inp]`, in place. Does not allocate once `ws` is large enough.
     fn set_weight(ws: &mut Workspace, weight: &mut Self::Weight, w: &[f32]);
 
-    /// Widens a prepared weight into `w`, `[out, inp]`: what [`prepare`](Self::prepare) was given, rounded.
+    /// Copies a packed weight to `w [out, inp]` as f32, rounded as in [`prepare`](Self::prepare).
     fn get_weight(weight: &Self::Weight, w: &mut [f32]);
 
     /// Forward: `c [m, out] (+)= a [m, inp] Wᵀ`.
@@ -78,7 +66,7 @@ pub trait Element: sealed::Sealed + bytemuck::Pod + Default + Send + Sync + 'sta
 }
 
 mod sealed {
-    #[expect(unnameable_types, reason = "that nobody can name it is what seals Element")]
+    #[expect(unnameable_types, reason = "Element is sealed by an unnameable trait")]
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for half::bf16 {}
@@ -139,24 +127,18 @@ impl Element for bf16 {
     const NAME: &'static str = "bf16";
     type Weight = Bf16Weight;
 
-    // `half`'s own conversions test for CPU features on every call, which keeps loops from vectorising.
     #[inline(always)]
     fn from_f32(x: f32) -> Self {
-        // A NaN's carry could make it an infinity or a number.
-        let bits = if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
-        // Just under half a unit, and the kept bit's parity: to nearest, ties to even.
-        bf16::from_bits((bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
+        bf16_from_f32(x)
     }
 
     #[inline(always)]
     fn to_f32(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
+        bf16_to_f32(self)
     }
 
     fn convert(src: &[f32], dst: &mut [Self]) {
-        if !gemm_bf16::narrow(src, dst) {
-            narrow_bf16(src, dst);
-        }
+        gemm_bf16::convert(src, dst);
     }
 
     fn widen(src: &[Self], dst: &mut [f32]) {
@@ -198,23 +180,5 @@ impl Element for bf16 {
         accumulate: bool,
     ) {
         gemm_bf16::tn(ws, [m, n, k], a, b, c, accumulate);
-    }
-}
-
-vectorised! {
-    fn narrow_bf16<>(src: &'a [f32], dst: &'a mut [bf16]) -> () {
-        assert_eq!(src.len(), dst.len());
-        for (d, &s) in dst.iter_mut().zip(src) {
-            *d = <bf16 as Element>::from_f32(s);
-        }
-    }
-}
-
-vectorised! {
-    fn widen_bf16<>(src: &'a [bf16], dst: &'a mut [f32]) -> () {
-        assert_eq!(src.len(), dst.len());
-        for (d, &s) in dst.iter_mut().zip(src) {
-            *d = Element::to_f32(s);
-        }
     }
 }

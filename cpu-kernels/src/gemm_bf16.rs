@@ -1,32 +1,32 @@
-//! bf16 matrix products with f32 accumulation.
+//! bf16 GEMMs with f32 accumulation.
 //!
-//! On a CPU with AVX512-BF16 the products run in a kernel of this file; elsewhere the operands are widened to
-//! f32, exactly, and multiplied by faer.
+//! On a CPU with AVX512-BF16 they run in a kernel of this file; elsewhere operands are widened to f32, exactly, and
+//! multiplied by faer.
 //!
-//! `VDPBF16PS` adds to each f32 lane the products of two neighbouring bf16 pairs. Both operands are therefore
-//! packed as *pairs* along the summed dimension, one `u32` each (the earlier element in the low half; a zero
-//! stands in where the dimension is odd):
+//! `VDPBF16PS` adds to each f32 lane the products of two neighbouring bf16 pairs. Both operands are therefore packed as
+//! *pairs* along the summed dimension, one `u32` each (the earlier element in the low half; zero-padded if the
+//! dimension is odd):
 //!
-//! - the right operand in panels of `NR` columns, `[panel][pair][NR]`, columns past the end zero. A weight
-//!   is packed once, for each of its two products; `gemm_tn` packs its operand on every call;
+//! - the right operand in panels of `NR` columns, `[panel][pair][NR]`, columns past the end zero. A weight is packed
+//!   once, for each of its two products; `gemm_tn` packs its operand on every call;
 //! - the left operand in tiles of up to `MR` rows, `[tile][pair][rows]`, one cache block at a time.
 //!
-//! Loops, from the outside: blocks of the summed dimension (`KC`); blocks of rows, whose packed tiles stay in
-//! the L2 cache together with one panel; panels; tiles. The register tile is `MR x NR` f32 sums.
+//! Loops, outermost first: blocks of the summed dimension (`KC`); blocks of rows, whose packed tiles stay in the L2
+//! cache together with one panel; panels; tiles. The register tile is `MR x NR` f32 sums.
 //!
-//! An entry of `c` is summed in an order that only the summed dimension's length decides, so a row of a result
-//! does not depend on which other rows are computed with it. Denormals count as zero (the instruction's
-//! definition).
+//! The order of summation depends only on the length of the summed dimension, so a row of a result is independent of
+//! the other rows. Denormals count as zero (by definition of the instruction).
 
 use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
 use super::Line;
-use super::{Element, F32Weight, Lent, WeightShape, Workspace, gemm_f32, scratch};
+use super::weight::{bf16_from_f32, bf16_to_f32, narrow_bf16, widen_bf16};
+use super::{F32Weight, Lent, WeightShape, Workspace, gemm_f32, scratch};
 #[cfg(target_arch = "x86_64")]
 use avx512::{LeftOperand, pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
 
-/// Which implementation a product takes.
+/// GEMM implementation.
 #[derive(Clone, Copy)]
 pub(super) enum ProductPath {
     /// The AVX512-BF16 kernel.
@@ -37,7 +37,7 @@ pub(super) enum ProductPath {
 }
 
 impl ProductPath {
-    /// The best one this CPU has.
+    /// The fastest implementation for this CPU.
     pub(super) fn detect() -> ProductPath {
         #[cfg(target_arch = "x86_64")]
         if let Some(features) = avx512::Features::detect() {
@@ -47,13 +47,20 @@ impl ProductPath {
     }
 }
 
-/// Whether bf16 products use this CPU's AVX512-BF16 instructions.
+/// Whether bf16 GEMMs use this CPU's AVX512-BF16 instructions.
 pub fn uses_avx512_bf16() -> bool {
     !matches!(ProductPath::detect(), ProductPath::Widen)
 }
 
-/// Rounds `src` into `dst` with the CPU's own instruction; false if it has none.
-pub(super) fn narrow(src: &[f32], dst: &mut [bf16]) -> bool {
+/// [`Element::convert`](crate::Element::convert) to bf16.
+pub(super) fn convert(src: &[f32], dst: &mut [bf16]) {
+    if !narrow(src, dst) {
+        narrow_bf16(src, dst);
+    }
+}
+
+/// Rounds `src` into `dst` with the CPU's instruction; returns false if it has none.
+fn narrow(src: &[f32], dst: &mut [bf16]) -> bool {
     assert_eq!(src.len(), dst.len());
     match ProductPath::detect() {
         #[cfg(target_arch = "x86_64")]
@@ -82,21 +89,21 @@ enum Form {
         nn: Vec<Line>,
     },
     Wide(F32Weight),
-    /// In no form: brought into one for each product.
-    Lent(ProductPath, Lent<bf16>),
+    /// Unpacked; each product packs or widens it.
+    Borrowed(ProductPath, Lent<bf16>),
 }
 
 impl Bf16Weight {
     pub(super) fn lent(path: ProductPath, w: Lent<bf16>, out: usize, inp: usize) -> Self {
         assert_eq!(w.as_ref().as_ref().len(), out * inp, "weight of shape [{out}, {inp}]");
-        Bf16Weight { out, inp, form: Form::Lent(path, w) }
+        Bf16Weight { out, inp, form: Form::Borrowed(path, w) }
     }
 
     pub(super) fn new(w: &[f32], out: usize, inp: usize) -> Self {
         Self::with_path(ProductPath::detect(), w, out, inp)
     }
 
-    /// As [`new`](Self::new), on a chosen path.
+    /// Like [`new`](Self::new), with a given implementation.
     pub(super) fn with_path(path: ProductPath, w: &[f32], out: usize, inp: usize) -> Self {
         let form = match path {
             #[cfg(target_arch = "x86_64")]
@@ -112,7 +119,7 @@ impl Bf16Weight {
         weight
     }
 
-    /// Rounds and packs `w [out, inp]` in place of what is there.
+    /// Rounds and packs `w [out, inp]` in place of the current values.
     pub(super) fn set(&mut self, ws: &mut Workspace, w: &[f32]) {
         let (out, inp) = (self.out, self.inp);
         assert_eq!(w.len(), out * inp, "weight of shape [{out}, {inp}]");
@@ -120,27 +127,27 @@ impl Bf16Weight {
             #[cfg(target_arch = "x86_64")]
             Form::Packed { nt, nn, .. } => {
                 let rounded = scratch::<bf16>(&mut ws.a, w.len());
-                bf16::convert(w, rounded);
+                convert(w, rounded);
                 pack_panels_transposed(rounded, out, inp, bytemuck::cast_slice_mut(nt));
                 pack_panels(rounded, out, inp, bytemuck::cast_slice_mut(nn));
             }
             Form::Wide(wide) => {
                 for (to, &x) in wide.values_mut().iter_mut().zip(w) {
-                    *to = Element::to_f32(<bf16 as Element>::from_f32(x));
+                    *to = bf16_to_f32(bf16_from_f32(x));
                 }
             }
-            Form::Lent(path, _) => *self = Bf16Weight::with_path(*path, w, out, inp),
+            Form::Borrowed(path, _) => *self = Bf16Weight::with_path(*path, w, out, inp),
         }
     }
 
-    /// Widens the elements, `[out, inp]`, into `w`.
+    /// Copies the elements, `[out, inp]`, to `w` as f32.
     pub(super) fn get(&self, w: &mut [f32]) {
         assert_eq!(w.len(), self.out * self.inp, "weight of shape [{}, {}]", self.out, self.inp);
         match &self.form {
             #[cfg(target_arch = "x86_64")]
             Form::Packed { nn, .. } => unpack_panels(bytemuck::cast_slice(nn), self.out, self.inp, w),
             Form::Wide(wide) => w.copy_from_slice(wide.values()),
-            Form::Lent(_, lent) => bf16::widen(lent.as_ref().as_ref(), w),
+            Form::Borrowed(_, lent) => widen_bf16(lent.as_ref().as_ref(), w),
         }
     }
 }
@@ -165,30 +172,30 @@ pub(super) fn nt(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
         }
         Form::Wide(w) => {
             let wide = scratch::<f32>(&mut ws.a, a.len());
-            bf16::widen(a, wide);
+            widen_bf16(a, wide);
             gemm_f32::nt(m, wide, w, c, accumulate);
         }
-        Form::Lent(path, values) => {
-            let w = LentWeight { values: values.as_ref().as_ref(), shape: [w.out, w.inp], transposed: true };
-            lent(*path, ws, m, a, w, c, accumulate);
+        Form::Borrowed(path, values) => {
+            let w = BorrowedWeight { values: values.as_ref().as_ref(), shape: [w.out, w.inp], transposed: true };
+            borrowed_product(*path, ws, m, a, w, c, accumulate);
         }
     }
 }
 
-/// A weight `[out, inp]` in no form, as a product takes it.
-struct LentWeight<'w> {
+/// An unpacked weight `[out, inp]`, as operand of a product.
+struct BorrowedWeight<'w> {
     values: &'w [bf16],
     shape: [usize; 2],
     transposed: bool,
 }
 
-/// As [`nt`] where the weight is taken transposed, otherwise as [`nn`].
-fn lent(
+/// [`nt`] for a transposed weight, otherwise [`nn`].
+fn borrowed_product(
     path: ProductPath,
     ws: &mut Workspace,
     m: usize,
     a: &[bf16],
-    LentWeight { values: w, shape: [out, inp], transposed }: LentWeight<'_>,
+    BorrowedWeight { values: w, shape: [out, inp], transposed }: BorrowedWeight<'_>,
     c: &mut [f32],
     accumulate: bool,
 ) {
@@ -212,9 +219,9 @@ fn lent(
 
 fn widen_both(ws: &mut Workspace, a: &[bf16], b: &[bf16], product: impl FnOnce(&[f32], &[f32])) {
     let wide_a = scratch::<f32>(&mut ws.a, a.len());
-    bf16::widen(a, wide_a);
+    widen_bf16(a, wide_a);
     let wide_b = scratch::<f32>(&mut ws.b, b.len());
-    bf16::widen(b, wide_b);
+    widen_bf16(b, wide_b);
     product(wide_a, wide_b);
 }
 
@@ -228,12 +235,12 @@ pub(super) fn nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
         }
         Form::Wide(w) => {
             let wide = scratch::<f32>(&mut ws.a, a.len());
-            bf16::widen(a, wide);
+            widen_bf16(a, wide);
             gemm_f32::nn(m, wide, w, c, accumulate);
         }
-        Form::Lent(path, values) => {
-            let w = LentWeight { values: values.as_ref().as_ref(), shape: [w.out, w.inp], transposed: false };
-            lent(*path, ws, m, a, w, c, accumulate);
+        Form::Borrowed(path, values) => {
+            let w = BorrowedWeight { values: values.as_ref().as_ref(), shape: [w.out, w.inp], transposed: false };
+            borrowed_product(*path, ws, m, a, w, c, accumulate);
         }
     }
 }
@@ -243,7 +250,7 @@ pub(super) fn tn(ws: &mut Workspace, shape: [usize; 3], a: &[bf16], b: &[bf16], 
     tn_with_path(ProductPath::detect(), ws, shape, a, b, c, accumulate);
 }
 
-/// As [`tn`], on a chosen path.
+/// Like [`tn`], with a given implementation.
 pub(super) fn tn_with_path(
     path: ProductPath,
     ws: &mut Workspace,
@@ -271,18 +278,20 @@ mod avx512 {
 
     use half::bf16;
 
-    use crate::{Element, Line, scratch, vectorised};
+    use crate::weight::bf16_from_f32;
+    use crate::{Line, scratch, vectorised};
 
     /// Rows of a register tile.
     const MR: usize = 12;
     /// Columns of a register tile and of a packed panel: two vectors.
     const NR: usize = 32;
-    /// Most elements of the summed dimension in one block.
+    /// Maximum elements of the summed dimension in one block.
     const KC: usize = 2048;
-    /// Most bytes of packed left operand in one block: with a panel of `KC * NR * 2` bytes, well inside 1 MiB of L2.
+    /// Maximum bytes of packed left operand in one block: together with a panel of `KC * NR * 2` bytes well below 1 MiB
+    /// of L2.
     const A_BLOCK_BYTES: usize = 384 << 10;
 
-    /// Proof that the CPU has the instructions; only [`Features::detect`] makes one.
+    /// Proof that the CPU has the instructions; only [`Features::detect`] creates one.
     #[derive(Clone, Copy)]
     pub(crate) struct Features(());
 
@@ -295,7 +304,7 @@ mod avx512 {
         }
     }
 
-    /// Cache lines of a right operand of `k` rows and `n` columns, packed.
+    /// Cache lines of a packed right operand of `k` rows and `n` columns.
     pub(super) fn panel_lines(k: usize, n: usize) -> usize {
         n.div_ceil(NR) * k.div_ceil(2) * (NR / 16)
     }
@@ -307,7 +316,7 @@ mod avx512 {
     }
 
     vectorised! {
-        /// Packs `b [k, n]` as it stands: pairs of neighbouring rows.
+        /// Packs `b [k, n]`: pairs of neighbouring rows.
         pub(super) fn pack_panels<>(b: &'a [bf16], k: usize, n: usize, panels: &'a mut [u32]) -> () {
             let pairs = k.div_ceil(2);
             assert!(b.len() == k * n && panels.len() == panel_lines(k, n) * 16);
@@ -334,7 +343,7 @@ mod avx512 {
         }
     }
 
-    /// Widens what [`pack_panels`] packed, `[k, n]`.
+    /// Widens panels of [`pack_panels`] to `b [k, n]`.
     pub(super) fn unpack_panels(panels: &[u32], k: usize, n: usize, b: &mut [f32]) {
         let pairs = k.div_ceil(2);
         for (row, values) in b.chunks_mut(n.max(1)).enumerate() {
@@ -346,11 +355,12 @@ mod avx512 {
         }
     }
 
-    /// Pairs of a block of [`pack_panels_transposed`]: a cache line of each of a panel's rows.
+    /// Pairs per block of [`pack_panels_transposed`]: one cache line of each row of a panel.
     const BLOCK: usize = 16;
 
     vectorised! {
-        /// Packs `wᵀ` from `w [n, k]`: pairs along a row. By blocks that stay in L1, so that every line of the panels is written once.
+        /// Packs `wᵀ` from `w [n, k]`: pairs along a row. Works in blocks that stay in L1, so that every line of the
+        /// panels is written once.
         pub(super) fn pack_panels_transposed<>(w: &'a [bf16], n: usize, k: usize, panels: &'a mut [u32]) -> () {
             let pairs = k.div_ceil(2);
             assert!(w.len() == k * n && panels.len() == panel_lines(k, n) * 16);
@@ -379,7 +389,7 @@ mod avx512 {
         }
     }
 
-    /// Where a left operand `[m, k]` comes from.
+    /// Storage of a left operand `[m, k]`.
     #[derive(Clone, Copy)]
     pub(super) enum LeftOperand<'a> {
         /// Stored `[m, k]`.
@@ -430,7 +440,7 @@ mod avx512 {
             let pairs = kc.div_ceil(2);
             for p in 0..pairs {
                 let first = &a[(k0 + 2 * p) * m + i0..][..rows];
-                // Past an odd end the second of the pair is zero.
+                // At an odd end the second element of the pair is zero.
                 let second = if 2 * p + 1 < kc { &a[(k0 + 2 * p + 1) * m + i0..][..rows] } else { &[] };
                 for (t, x) in first.chunks(MR).enumerate() {
                     let tile = &mut tiles[t * pairs * MR..];
@@ -454,7 +464,7 @@ mod avx512 {
 
     /// Rounds `src` into `dst`, of the same length.
     pub(super) fn narrow(_: Features, src: &[f32], dst: &mut [bf16]) {
-        // SAFETY: a `Features` exists, so the CPU has what the function was compiled for.
+        // SAFETY: a `Features` exists, so the CPU has the instructions.
         unsafe { narrow_vectors(src, dst) }
     }
 
@@ -471,7 +481,7 @@ mod avx512 {
             }
         }
         for (&x, to) in rest.iter().zip(to_rest) {
-            *to = Element::from_f32(x);
+            *to = bf16_from_f32(x);
         }
     }
 
@@ -511,7 +521,7 @@ mod avx512 {
                     let columns = NR.min(n - j * NR);
                     for (t, tile) in tiles.chunks(pairs * MR).enumerate() {
                         let c = &mut c[(i0 + t * MR) * n + j * NR..];
-                        // SAFETY: a `Features` exists, so the CPU has what the function was compiled for.
+                        // SAFETY: a `Features` exists, so the CPU has the instructions.
                         unsafe { tile_of_any_height(tile, pairs, panel, c, n, columns, add) };
                     }
                 }
@@ -548,7 +558,7 @@ mod avx512 {
         let (a, _) = a.as_chunks::<R>();
         let (b, _) = b.as_chunks::<16>();
         let (b, _) = b.as_chunks::<VECTORS>();
-        // The tile's lines arrive while the sums are computed.
+        // Prefetch the tile's lines of `c` while the sums are computed.
         for r in 0..R {
             let row = &c[r * stride..][..columns];
             _mm_prefetch::<_MM_HINT_ET0>(row.as_ptr().cast());
@@ -559,7 +569,7 @@ mod avx512 {
             // SAFETY: an array of 16 words is 64 readable bytes, and every bit pattern is a vector.
             let b = b.each_ref().map(|b| unsafe { std::mem::transmute(_mm512_loadu_epi32(b.as_ptr().cast())) });
             for (sums, &a) in sums.iter_mut().zip(a) {
-                // SAFETY: both are 64 bytes of any bits.
+                // SAFETY: both types are 64 bytes of any bit pattern.
                 let a = unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(a as i32)) };
                 for (sum, &b) in sums.iter_mut().zip(&b) {
                     *sum = _mm512_dpbf16_ps(*sum, a, b);

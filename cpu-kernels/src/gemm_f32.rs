@@ -1,4 +1,4 @@
-//! f32 matrix products, through faer.
+//! f32 GEMMs through faer.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
@@ -14,7 +14,7 @@ pub struct F32Weight {
 
 enum Values {
     Own(Vec<f32>),
-    Lent(Lent<f32>),
+    Borrowed(Lent<f32>),
 }
 
 impl F32Weight {
@@ -25,25 +25,25 @@ impl F32Weight {
 
     pub(super) fn lent(w: Lent<f32>, out: usize, inp: usize) -> Self {
         assert_eq!(w.as_ref().as_ref().len(), out * inp, "weight of shape [{out}, {inp}]");
-        F32Weight { values: Values::Lent(w), out, inp }
+        F32Weight { values: Values::Borrowed(w), out, inp }
     }
 
-    /// Its elements, `[out, inp]`.
+    /// The elements, `[out, inp]`.
     pub(super) fn values(&self) -> &[f32] {
         match &self.values {
             Values::Own(values) => values,
-            Values::Lent(values) => values.as_ref().as_ref(),
+            Values::Borrowed(values) => values.as_ref().as_ref(),
         }
     }
 
-    /// The same, to be replaced; of a lent one a copy.
+    /// The elements, mutable. A borrowed weight is copied first.
     pub(super) fn values_mut(&mut self) -> &mut [f32] {
-        if let Values::Lent(values) = &self.values {
+        if let Values::Borrowed(values) = &self.values {
             self.values = Values::Own(values.as_ref().as_ref().to_vec());
         }
         match &mut self.values {
             Values::Own(values) => values,
-            Values::Lent(_) => &mut [],
+            Values::Borrowed(_) => &mut [],
         }
     }
 }
@@ -58,8 +58,8 @@ impl WeightShape for F32Weight {
     }
 }
 
-/// Columns of `c` per call of faer: it packs that part of the right operand, which then stays in L2. Measured on
-/// Zen 4 at up to 2048 rows, this gains a tenth over one call; 192 to 768 are alike. A multiple of faer's 96-wide tile.
+/// Columns of `c` per call of faer, which packs that part of the right operand so that it stays in L2. On Zen 4, with
+/// up to 2048 rows, this is a tenth faster than one call; 192 to 768 perform alike. A multiple of faer's 96-wide tile.
 const COLUMNS: usize = 384;
 
 fn product(mut c: MatMut<'_, f32>, accumulate: bool, a: MatRef<'_, f32>, b: MatRef<'_, f32>) {
@@ -80,21 +80,21 @@ pub(super) fn nn(m: usize, a: &[f32], w: &F32Weight, c: &mut [f32], accumulate: 
     nn_slices([m, w.out, w.inp], a, w.values(), c, accumulate);
 }
 
-/// As [`nt`], of `w [out, inp]`.
+/// Like [`nt`], with `w [out, inp]` as a slice.
 pub(super) fn nt_slices([m, out, inp]: [usize; 3], a: &[f32], w: &[f32], c: &mut [f32], accumulate: bool) {
     let c = MatMut::from_row_major_slice_mut(c, m, out);
     let w = MatRef::from_row_major_slice(w, out, inp);
     product(c, accumulate, MatRef::from_row_major_slice(a, m, inp), w.transpose());
 }
 
-/// As [`nn`], of `w [out, inp]`.
+/// Like [`nn`], with `w [out, inp]` as a slice.
 pub(super) fn nn_slices([m, out, inp]: [usize; 3], a: &[f32], w: &[f32], c: &mut [f32], accumulate: bool) {
     let c = MatMut::from_row_major_slice_mut(c, m, inp);
     let w = MatRef::from_row_major_slice(w, out, inp);
     product(c, accumulate, MatRef::from_row_major_slice(a, m, out), w);
 }
 
-/// Summed rows per step of [`tn`], so that what each block of columns reads again is still in L3.
+/// Summed rows per step of [`tn`], so that operands stay in L3 from one block of columns to the next.
 const ROWS: usize = 512;
 
 /// `c [n, k] (+)= aᵀ b` with `a [m, n]` and `b [m, k]`.

@@ -1,13 +1,13 @@
-//! CPU kernels of the layer: matrix products, activations, and the conversions between f32 and bf16.
+//! CPU kernels of the layer: GEMMs, activations, and conversions between f32 and bf16.
 //!
-//! Each function works on the thread that calls it; parallelism is the caller's.
-//! All matrices are row-major and contiguous. Elements are stored as [`Element`] (f32 or bf16) and every
-//! sum is accumulated in f32. The same inputs and shapes give the same bits on the same machine.
+//! Each function runs on the calling thread; parallelism is up to the caller. All matrices are row-major and
+//! contiguous. Elements are stored as [`Element`] (f32 or bf16) and all sums are accumulated in f32. The same inputs
+//! and shapes give the same bits on the same machine.
 //!
-//! - f32 products go through faer;
-//! - bf16 products have an in-tree kernel for AVX512-BF16 and, elsewhere, widen to f32 and use faer;
-//! - activations and vector helpers are plain loops compiled for the best instruction set that
-//!   [`pulp`] finds at run time.
+//! - f32 GEMMs use faer;
+//! - bf16 GEMMs use a kernel of this crate on AVX512-BF16; elsewhere they widen to f32 and use faer;
+//! - activations and vector helpers are plain loops, compiled for the best instruction set that [`pulp`] finds at run
+//!   time.
 
 mod activation;
 #[cfg(test)]
@@ -20,31 +20,33 @@ mod gemm_f32;
 mod skip;
 #[cfg(test)]
 mod tests;
+mod weight;
 
 pub use activation::{
     Activation, Glu, add_bias, axpy, backward_gated, backward_plain, column_sum, dot, forward_gated, forward_plain,
     sigmoid,
 };
-pub use element::{Element, Lent, WeightShape};
+pub use element::Element;
 pub use gemm_bf16::{Bf16Weight, uses_avx512_bf16};
 pub use gemm_f32::F32Weight;
+pub use weight::{Lent, WeightShape};
 
 use bytemuck::{Pod, Zeroable};
 
-/// One cache line; gives the packing buffers their alignment.
+/// One cache line; aligns the packing buffers.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 struct Line([u32; 16]);
 
-/// Scratch memory that the matrix products pack operands into. It grows to what the largest product
-/// needs and is then reused, so that a steady state allocates nothing.
+/// Scratch memory in which GEMMs pack operands. It grows to the size of the largest product and is then reused, so that
+/// a steady state does not allocate.
 #[derive(Default)]
 pub struct Workspace {
     a: Vec<Line>,
     b: Vec<Line>,
 }
 
-/// The first `len` elements of a buffer, grown if needed. What is in them is left over from earlier uses.
+/// The first `len` elements of a buffer, grown if needed. Contents are stale.
 fn scratch<T: Pod>(buffer: &mut Vec<Line>, len: usize) -> &mut [T] {
     let lines = (len * size_of::<T>()).div_ceil(size_of::<Line>());
     if buffer.len() < lines {
@@ -55,8 +57,8 @@ fn scratch<T: Pod>(buffer: &mut Vec<Line>, len: usize) -> &mut [T] {
 
 /// Defines a function whose body is compiled once per instruction set and dispatched at run time.
 ///
-/// The body is an inlined function of its own, so that its `&mut` arguments keep their no-alias
-/// guarantee and the loops vectorise. The caller writes the lifetime `'a` on every reference.
+/// The body is an inlined function, so that its `&mut` arguments keep their no-alias guarantee and the loops vectorise.
+/// The caller writes the lifetime `'a` on every reference.
 macro_rules! vectorised {
     ($(#[$attr:meta])* $vis:vis fn $name:ident<$($g:ident: $bound:ident),*>($($arg:ident: $ty:ty),* $(,)?) -> $ret:ty $body:block) => {
         $(#[$attr])*

@@ -35,7 +35,7 @@ fn wide<E: Element>(x: &[E]) -> Vec<f32> {
     x.iter().map(|x| x.to_f32()).collect()
 }
 
-/// `c0 + a b` in float64, and the sum of the magnitudes of what was added, entry by entry.
+/// `c0 + a b` in float64, and the sum of the magnitudes of all terms, for each entry.
 fn naive(
     [m, n, k]: [usize; 3],
     c0: &[f32],
@@ -58,7 +58,7 @@ fn naive(
     c
 }
 
-/// Every entry within the bound of a float32 sum of `k` terms.
+/// Checks every entry against the error bound of a float32 sum of `k` terms.
 fn assert_close(what: &str, got: &[f32], want: &[(f64, f64)]) {
     for (i, (&got, &(want, size))) in got.iter().zip(want).enumerate() {
         let bound = 1e-6 * size + 1e-30;
@@ -66,7 +66,7 @@ fn assert_close(what: &str, got: &[f32], want: &[(f64, f64)]) {
     }
 }
 
-/// `Element::gemm_tn`, or the same on a chosen path.
+/// `Element::gemm_tn`, or a variant with a given implementation.
 type GemmTn<E> = fn(&mut Workspace, usize, usize, usize, &[E], &[E], &mut [f32], bool);
 
 fn products_match_float64<E: Element>(prepare: fn(&[f32], usize, usize) -> E::Weight, gemm_tn: GemmTn<E>) {
@@ -76,7 +76,7 @@ fn products_match_float64<E: Element>(prepare: fn(&[f32], usize, usize) -> E::We
         let [m, n, k] = shape;
         for accumulate in [false, true] {
             let start = |rng: &mut ChaCha8Rng, len| {
-                // Without accumulation what was in `c` must not matter, not even NaN.
+                // Without accumulation the contents of `c` must not matter, not even NaN.
                 if accumulate { values::<f32>(rng, len) } else { vec![f32::NAN; len] }
             };
             let base = |c: &[f32]| if accumulate { c.to_vec() } else { vec![0.0; c.len()] };
@@ -139,7 +139,7 @@ fn bf16_products_without_the_instruction_match_float64() {
     );
 }
 
-/// Rounds values that are exact, into memory to be lent.
+/// A borrowed weight with these values, which `E` represents exactly.
 fn lent<E: Element>(w: &[f32]) -> Lent<E> {
     let mut values = vec![E::default(); w.len()];
     E::convert(w, &mut values);
@@ -147,7 +147,7 @@ fn lent<E: Element>(w: &[f32]) -> Lent<E> {
 }
 
 #[test]
-fn products_with_lent_weights_match_float64() {
+fn products_with_borrowed_weights_match_float64() {
     products_match_float64::<f32>(|w, out, inp| f32::lend(lent(w), out, inp), f32::gemm_tn);
     products_match_float64::<bf16>(|w, out, inp| bf16::lend(lent(w), out, inp), bf16::gemm_tn);
     let widened = |w: &[f32], out, inp| Bf16Weight::lent(ProductPath::Widen, lent(w), out, inp);
@@ -155,7 +155,7 @@ fn products_with_lent_weights_match_float64() {
 }
 
 #[test]
-fn a_lent_weight_that_is_replaced_becomes_a_copy() {
+fn replaced_borrowed_weight_is_copied() {
     let mut ws = Workspace::default();
     fn replaced<E: Element>(ws: &mut Workspace) {
         let mut weight = E::lend(lent(&[1.0, 2.0]), 2, 1);
@@ -171,8 +171,8 @@ fn a_lent_weight_that_is_replaced_becomes_a_copy() {
 }
 
 #[test]
-fn a_row_does_not_depend_on_the_other_rows() {
-    // Of the kernel in this crate; faer takes other ways for few rows.
+fn rows_do_not_depend_on_each_other() {
+    // Holds for the kernel of this crate; faer uses other code paths for few rows.
     if !super::uses_avx512_bf16() {
         return crate::skip::skip("this CPU has no AVX512-BF16");
     }
@@ -219,7 +219,7 @@ fn no_columns<E: Element>() {
 }
 
 #[test]
-fn zero_rows_and_columns_are_ordinary_cases() {
+fn zero_rows_and_columns_are_valid() {
     no_rows::<f32>();
     no_rows::<bf16>();
     no_columns::<f32>();

@@ -1,36 +1,30 @@
-//! Raw bindings of NVSHMEM's host library, opened at run time; see the README. `bindings` is made by `generate`.
+//! Raw bindings of NVSHMEM's host library, loaded at run time; see the README. `generate` creates `bindings`.
 
 #[allow(missing_docs, non_camel_case_types, non_snake_case)]
 #[allow(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc, clippy::too_many_arguments)]
 #[rustfmt::skip]
 mod bindings;
+mod handles;
 
-use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 
 pub use bindings::*;
+pub use handles::{CUmodule, cudaStream_t};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// A module loaded by the driver (`CUmodule`).
-#[allow(non_camel_case_types)]
-pub type CUmodule = *mut c_void;
-/// A stream (`CUstream`, which is the runtime's `cudaStream_t`).
-#[allow(non_camel_case_types)]
-pub type cudaStream_t = *mut c_void;
-
-/// The library's file name. Its number is that of NVSHMEM's major version.
+/// The library's file name, with NVSHMEM's major version.
 pub const LIBRARY: &str = "libnvshmem_host.so.3";
 
-/// The version of the headers that these bindings, and device code built with the pinned toolchain, are made from.
+/// Version of the headers from which these bindings are generated, and with which the pinned toolchain compiles device code.
 pub const HEADER_VERSION: [u32; 3] =
     [NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION];
 
-/// A library that cannot be used: which, and why. Displays as one line.
+/// Why the library cannot be loaded. Displays as one line.
 #[derive(Debug)]
 pub struct LoadError {
-    /// What was opened.
+    /// The path that was opened.
     pub path: PathBuf,
-    /// What the dynamic loader says; it names the missing file or symbol.
+    /// The dynamic loader's message, which names the missing file or symbol.
     pub message: String,
 }
 
@@ -42,18 +36,17 @@ impl std::fmt::Display for LoadError {
 
 impl std::error::Error for LoadError {}
 
-/// Opens the library at `path` (a name without a slash is searched for as the dynamic loader does) and looks up every
-/// function. It is never closed: it starts threads and leaves functions to be called at exit.
+/// Loads the library at `path` (a name without a slash is resolved by the dynamic loader) and resolves every function. The
+/// library is never closed: it starts threads and registers exit handlers.
 ///
 /// # Safety
-/// The file is NVSHMEM's host library: its constructors run, and its functions are taken to have the types of the
-/// bindings.
+/// The file is NVSHMEM's host library: its constructors run, and its functions are assumed to have the types of the bindings.
 ///
 /// # Errors
-/// Where it, a library that it needs, or one of the functions is missing.
+/// [`LoadError`] if the library, one of its dependencies, or a function is missing.
 pub unsafe fn load(path: &Path) -> Result<&'static NvshmemHost, LoadError> {
     let error = |e: libloading::Error| LoadError { path: path.to_path_buf(), message: cause(&e) };
-    // SAFETY: by this function's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let library = Library::open(Some(path), RTLD_NOW | RTLD_LOCAL).map_err(error)?;
         let host = NvshmemHost::from_library(library).map_err(error)?;
@@ -61,7 +54,7 @@ pub unsafe fn load(path: &Path) -> Result<&'static NvshmemHost, LoadError> {
     }
 }
 
-/// The dynamic loader's words, which the error has as its source or shows itself.
+/// The dynamic loader's message: the error's source, or the error itself.
 fn cause(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(source) => source.to_string(),
@@ -69,13 +62,12 @@ fn cause(error: &libloading::Error) -> String {
     }
 }
 
-/// An empty unique id, for `nvshmemx_get_uniqueid` to fill, or for the bytes of another PE's.
+/// An empty unique id, to be filled by `nvshmemx_get_uniqueid` or with the bytes of another PE's id.
 pub fn unique_id() -> nvshmemx_uniqueid_v1 {
     nvshmemx_uniqueid_v1 { version: version_of::<nvshmemx_uniqueid_v1>(), ..Default::default() }
 }
 
-/// Attributes for `nvshmemx_hostlib_init_attr`, for `nvshmemx_set_attr_uniqueid_args` to fill; as the headers'
-/// `NVSHMEMX_INIT_ATTR_INITIALIZER`.
+/// Attributes for `nvshmemx_hostlib_init_attr`, as initialised by the headers' `NVSHMEMX_INIT_ATTR_INITIALIZER`.
 pub fn init_attributes() -> nvshmemx_init_attr_v1 {
     let mut attributes = nvshmemx_init_attr_v1 { version: version_of::<nvshmemx_init_attr_v1>(), ..Default::default() };
     attributes.args.version = version_of::<nvshmemx_init_args_v1>();
@@ -85,7 +77,7 @@ pub fn init_attributes() -> nvshmemx_init_attr_v1 {
     attributes
 }
 
-/// What the library tells the layout of a structure by: version 1 and its size.
+/// The version field of a structure: version 1, and the structure's size.
 const fn version_of<T>() -> i32 {
     (1 << 16) + size_of::<T>() as i32
 }
@@ -128,7 +120,7 @@ mod tests {
 
     #[test]
     fn a_library_that_is_not_there_is_named() {
-        // SAFETY: there is no such file.
+        // SAFETY: the file does not exist.
         let error = unsafe { load(Path::new("/nowhere/libnvshmem_host.so.3")) }.map(|_| ()).unwrap_err();
         let text = error.to_string();
         assert!(text.contains("/nowhere/libnvshmem_host.so.3") && text.contains("No such file"), "{text}");
@@ -139,7 +131,7 @@ mod tests {
     fn a_missing_function_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let (source, library) = (dir.path().join("stub.c"), dir.path().join(LIBRARY));
-        // All but the last one that is looked up.
+        // All functions except the last one.
         let bindings = include_str!("bindings.rs");
         let mut functions: Vec<&str> =
             bindings.split("get(b\"").skip(1).map(|rest| rest.split('\\').next().unwrap()).collect();
@@ -158,7 +150,7 @@ mod tests {
         functions.push(last);
         std::fs::remove_file(&library).unwrap();
         make(&functions);
-        // SAFETY: as above.
+        // SAFETY: a library of empty functions, none of which is called.
         assert!(unsafe { load(&library) }.is_ok());
     }
 }

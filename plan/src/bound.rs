@@ -126,40 +126,38 @@ fn sort_lanes(rows: &mut [Lanes]) {
     }
 }
 
-impl Tiers {
-    /// Of each size s = 1..=n (index s - 1): the least that a device exchanges with s - 1 others, ms, `mb(s)` with each.
-    fn least_by_size(&self, mb: impl Fn(usize) -> f64) -> Vec<f64> {
-        let n = self.len();
-        let peers = self.peers();
-        let mut order: Vec<usize> = (0..peers.len()).collect();
-        let mut least = Vec::with_capacity(n);
-        for s in 1..=n {
-            let mb = mb(s);
-            let time = |tier: usize| self.tiers()[tier].link.time_ms(mb);
-            order.sort_by(|&a, &b| time(a).total_cmp(&time(b)));
-            let mut missing = s - 1;
-            let mut ms = 0.0;
-            for &tier in &order {
-                let taken = missing.min(peers[tier]);
-                ms += taken as f64 * time(tier);
-                missing -= taken;
-            }
-            least.push(ms);
+/// Of each size s = 1..=n (index s - 1): the least that a device exchanges with s - 1 others, ms, `mb(s)` with each.
+fn least_by_size(tiers: &Tiers, mb: impl Fn(usize) -> f64) -> Vec<f64> {
+    let n = tiers.len();
+    let peers = tiers.peers();
+    let mut order: Vec<usize> = (0..peers.len()).collect();
+    let mut least = Vec::with_capacity(n);
+    for s in 1..=n {
+        let mb = mb(s);
+        let time = |tier: usize| tiers.tiers()[tier].link.time_ms(mb);
+        order.sort_by(|&a, &b| time(a).total_cmp(&time(b)));
+        let mut missing = s - 1;
+        let mut ms = 0.0;
+        for &tier in &order {
+            let taken = missing.min(peers[tier]);
+            ms += taken as f64 * time(tier);
+            missing -= taken;
         }
-        least
+        least.push(ms);
     }
+    least
 }
 
 impl LeastExchange for Tiers {
     fn least_exchange(&self, mb: f64, mut each: impl FnMut(usize, usize, f64)) -> Vec<f64> {
-        let least = self.least_by_size(|s| mb / s as f64);
+        let least = least_by_size(self, |s| mb / s as f64);
         // Every device sees the same tiers; one stands for all.
         least.iter().zip(1..).for_each(|(&ms, s)| each(0, s, ms));
         least
     }
 
     fn least_received(&self, mb: impl Fn(usize) -> f64) -> Vec<f64> {
-        self.least_by_size(mb)
+        least_by_size(self, mb)
     }
 
     fn fastest(&self) -> Link {

@@ -32,12 +32,10 @@
 
 mod bound;
 mod choose;
-pub mod cluster;
 mod error;
 mod exact;
 mod explain;
 mod lysi;
-mod model;
 mod objective;
 mod options;
 mod outcome;
@@ -50,16 +48,16 @@ mod replicate;
 mod search;
 mod spread;
 mod state;
-mod workload;
 
 use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use crate::cluster::{Cluster, Links};
+use aristos_formats::workload;
+pub use aristos_formats::{Batch, InputError, MODELS, Model, Workload, cluster};
 use choose::{Chosen, THOROUGH_DEVICES, choose};
-pub use error::{InputError, PlanError};
+pub use error::PlanError;
 pub use explain::{Alternative, Explanation, explain};
-pub use model::{Batch, MODELS, Model};
 use objective::{Evaluation, Problem};
 use options::placement_kind;
 pub use options::{Algorithm, Objective, Options, PlacementKind};
@@ -70,7 +68,6 @@ pub use replan::{Replan, check, loads_of_report, replan};
 pub use replicate::Replication;
 use search::{THREAD_LEAST, in_threads};
 use spread::{Spread, evaluate_spreads};
-pub use workload::Workload;
 
 /// Plans.
 ///

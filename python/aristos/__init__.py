@@ -1,10 +1,10 @@
 """Mixture-of-Experts layers with one-sided communication, for PyTorch training loops.
 
-``import aristos`` registers the expert-parallel implementation ``"aristos"`` with transformers, where transformers is installed::
+If transformers is installed, ``import aristos`` registers the expert-parallel implementation ``"aristos"`` with it::
 
     DistributedConfig(ep_size=N, fsdp_size=N, ep_implementation="aristos")
 
-Without transformers: `MoE` is a layer with router and shared expert, `experts` the routed experts alone, by the caller's routing.
+Without transformers: `MoE` is a layer with router and shared expert; `experts` computes the routed experts for the caller's routing.
 """
 
 from . import _exit as _exit
@@ -18,5 +18,5 @@ __all__ = ["AristosError", "Group", "MoE", "Routing", "experts", "families", "in
 
 try:
     from . import _transformers as _transformers
-except ImportError:  # No transformers, or one without expert-parallel implementations.
+except ImportError:  # transformers is missing or has no expert-parallel implementations.
     pass

@@ -1,4 +1,4 @@
-"""The native part: addresses of contiguous tensors go in; `_experts.py` checks them first."""
+"""The native part. It takes addresses of contiguous tensors, which `_experts.py` has checked."""
 
 class AristosError(RuntimeError): ...
 

@@ -1,24 +1,24 @@
-"""The end of a program that used torch.distributed.
+"""A clean exit of programs that used torch.distributed.
 
-gloo's threads let go of a collective's tensors after they have said that it is done. Where a tensor had a Python object, that takes the
-interpreter, and a thread that asks for it when the program has begun to end is ended in the middle of C++ code: the process aborts, and a job that
-has done all its work fails (with torch 2.15 on a busy machine one job of four processes in 78). `destroy_process_group` joins these threads only
-where nothing holds their group any more.
+gloo's threads release a collective's tensors after they have reported its completion. Releasing a tensor with a Python object needs the
+interpreter, and a thread that requests the interpreter during its shutdown is terminated in the middle of C++ code: the process aborts,
+and a finished job fails (with torch 2.15 on a busy machine one of 78 jobs of four processes). `destroy_process_group` joins these threads
+only if nothing else references their group.
 """
 
 import atexit
 import pathlib
 import time
 
-# The name that torch gives them.
+# Name of gloo's threads in torch.
 _GLOO = "pt_gloo_runloop"
-_LOOK_EVERY_S = 0.002
-# What waits for a collective that never comes sleeps; so this is for a machine that is busy beyond measure.
-_LONGEST_S = 10.0
+_POLL_S = 0.002
+# Threads that wait for a missing collective sleep, so this limit is only reached on a heavily loaded machine.
+_LIMIT_S = 10.0
 
 
 def _gloo_threads():
-    """How often each of gloo's threads has been given a CPU, by its number; None where it has one or waits for one."""
+    """Per gloo thread: its number of context switches, or None if it is running or runnable."""
     seen = {}
     for task in pathlib.Path("/proc/self/task").iterdir():
         try:
@@ -33,13 +33,13 @@ def _gloo_threads():
 
 
 @atexit.register
-def let_gloo_finish():
-    """Waits until gloo's threads have nothing left to do: they sleep, and have not run since the last look though the interpreter was free."""
-    until, before = time.monotonic() + _LONGEST_S, None
+def wait_for_gloo_threads():
+    """Waits until gloo's threads are idle: all sleep, and none has run since the last check although the interpreter was free."""
+    until, before = time.monotonic() + _LIMIT_S, None
     while time.monotonic() < until:
         now = _gloo_threads()
         if not now or (now == before and None not in now.values()):
             return
         before = now
-        # Here a thread gets the interpreter.
-        time.sleep(_LOOK_EVERY_S)
+        # Releases the interpreter, so that a waiting thread can take it.
+        time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The routed experts of a layer over a group of processes, by the caller's routing: one operator forward, one backward."""
+"""The routed experts of a layer over a group of processes, with the caller's routing: one forward and one backward operator."""
 
 import ctypes
 import weakref
@@ -29,32 +29,31 @@ def experts(
     plus_one=False,
     batch_group=None,
 ):
-    """``sum over a token's experts of weight * expert(x)``, the experts being spread over a group in even contiguous blocks.
+    """``sum over a token's experts of weight * expert(x)``, with the experts distributed over a group in even contiguous blocks.
 
     Collective: every process of the group makes the same calls in the same order, each with its own tokens, or none. Differentiable in all
-    tensors but ``ids``; the gradients of weights are sums over all processes' tokens. Nothing of ``up`` and ``down`` is kept: they are
-    read where they are, so that they are never stale.
+    tensors except ``ids``; gradients of expert weights are sums over all processes' tokens. ``up`` and ``down`` are read in place, not
+    copied, so they are never stale.
 
     Args:
         x: tokens, [T, hidden], float32 or bfloat16.
-        ids: their experts, [T, top_k], integers; -1 is none. No expert twice for a token.
+        ids: the tokens' experts, [T, top_k], integers; -1 for none. A token may not have an expert twice.
         weights: the experts' weights, [T, top_k], of a floating type.
-        up: this process's experts' [E_local, 2 * intermediate, hidden], gate then up; without gate [E_local, intermediate, hidden].
+        up: weights of this process's experts, [E_local, 2 * intermediate, hidden], gate then up; without a gate [E_local, intermediate, hidden].
         down: [E_local, hidden, intermediate].
-        group: a `Group`; by default of all processes (`init`).
+        group: a `Group`; the default has all processes (`init`).
         activation: its name in transformers: "silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2" or "quick_gelu".
         gated: whether an expert is ``down(act(gate(x)) * up(x))``; otherwise ``down(act(up(x)))``.
         up_bias, down_bias: biases, [E_local, 2 * intermediate] and [E_local, hidden]; both or none.
-        limit: what gate and up are cut off at, 0 for nothing; `limit_after`: the activation instead of the gate; `plus_one`: 1 is added
-            to up.
-        batch_group: a `Group` whose processes all have the same tokens (tensor parallelism); each then computes a part.
+        limit: clamps gate and up, 0 for no limit; `limit_after`: clamps the activation instead of the gate; `plus_one`: adds 1 to up.
+        batch_group: a `Group` whose processes have the same tokens (tensor parallelism); each process then computes a part of them.
 
     Returns:
         [T, hidden], of x's type.
 
     Raises:
-        ValueError: a type, device, shape or expert that does not fit. The group is as it was before the call.
-        AristosError: another process did not do its part in time; the group is then not usable.
+        ValueError: if a type, device, shape or expert is invalid. The group stays usable.
+        AristosError: if another process is missing after the wait limit. The group is then unusable.
     """
     group = group or _group.default()
     if not limit >= 0:
@@ -106,7 +105,7 @@ def _check(x, ids, weights, up, down, up_bias, down_bias, gated, size):
 
 
 class _Pass:
-    """A forward pass until its backward: what the native layer saved, and which of the tokens it was on."""
+    """A forward pass until its backward pass: the native layer's saved state, and the division of the tokens."""
 
     def __init__(self, saved, batch_group, counts):
         self.saved = saved
@@ -114,17 +113,18 @@ class _Pass:
         self.counts = counts
 
     def mine(self, rows):
-        """This process's part of the tokens that a batch group shares."""
+        """This process's part of the rows of a batch group."""
         if self.counts is None:
             return rows
         return rows.tensor_split(len(self.counts))[self.batch_group.rank]
 
     def all(self, rows):
-        """The whole of what `mine` is a part of. Collective."""
+        """All rows, given this process's part. Collective."""
         return rows if self.counts is None else self.batch_group.gather_rows(rows, self.counts)
 
 
-# By the address of their tickets. A ticket is a tensor that stands for a pass in autograd's graph: the pass lives as long as its memory.
+# Keyed by the address of their tickets. A ticket is a tensor that represents a pass in autograd's graph: the pass lives as long
+# as its memory.
 _passes = weakref.WeakValueDictionary()
 
 
@@ -144,7 +144,7 @@ def _addresses(*tensors):
 
 
 def _narrow(ids, experts):
-    """ids as the native layer takes them. It refuses those out of range, but would not see what 32 bits cut off."""
+    """Converts ids for the native layer, which checks their range but cannot detect truncation to 32 bits."""
     narrow = ids.to(torch.int32).contiguous()
     for token, choice in (narrow != ids).nonzero()[:1].tolist():
         raise ValueError(f"token {token} has expert {ids[token, choice]}, expected 0 to {experts - 1}, or -1 for none")
@@ -196,8 +196,8 @@ def _forward(
     ids, weights = _narrow(ids, down.shape[0] * owner.size), _float(weights)
     up_bias, down_bias = _float(up_bias), _float(down_bias)
     output = torch.empty(x.shape, dtype=torch.float32)
-    tensors, lent = _addresses(x, ids, weights, output), _addresses(up, down, up_bias, down_bias)
-    one.saved = native.forward(x.shape[0], tensors, lent)
+    tensors, parameters = _addresses(x, ids, weights, output), _addresses(up, down, up_bias, down_bias)
+    one.saved = native.forward(x.shape[0], tensors, parameters)
     return one.all(output.to(x.dtype)), _ticket(one)
 
 
@@ -219,7 +219,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     one = _passes.get(ticket.data_ptr())
     if one is None:
-        raise ValueError("the forward pass is gone: its ticket was copied")
+        raise ValueError("the forward pass is not available: its ticket was copied")
     x, grad_output = one.mine(x), one.mine(grad_output)
     weights_dtype, pairs = weights.dtype, (x.shape[0], weights.shape[1])
     x, grad_output, up, down = _contiguous_all(x, grad_output.to(x.dtype), up, down)
@@ -250,7 +250,7 @@ def _setup(ctx, inputs, output):
 
 def _backward_formula(ctx, grad_output, _):
     ticket, x, weights, up, down, up_bias, down_bias = ctx.saved_tensors
-    # Another process's loss may depend on these experts where this one's does not: the backward is collective all the same.
+    # The backward is collective: another process's loss may depend on these experts even if this one's does not.
     if grad_output is None:
         grad_output = torch.zeros_like(x)
     tensors = (ticket, x, weights, up, down, up_bias, down_bias)

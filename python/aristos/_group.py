@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from . import _aristos
 
-# What starters of processes call the rank, the number of processes, and the rank on the host.
-_STARTERS = (
+# Environment variables in which launchers pass the rank and the number of processes.
+_LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -20,36 +20,36 @@ _STARTERS = (
 )
 _groups = []
 _default = None
-# A year.
-_LONGEST_WAIT_S = 31_536_000
-# Of messages between processes that no program's own have.
-_MEETING_TAG = 0x4152
+# One year.
+_MAX_WAIT_S = 31_536_000
+# Unlikely to be used by a program's own messages.
+_BARRIER_TAG = 0x4152
 _settings = dict(wait_limit_s=60.0, max_tokens=None)
 
 
 def init(*, wait_limit_s=60.0, max_tokens=None):
-    """Makes the default group, of all processes: those of torch.distributed, or of torchrun, Slurm or MPI, or this one alone.
+    """Creates the default group of all processes: those of torch.distributed, torchrun, Slurm or MPI, or this process alone. Collective.
 
-    Initialises torch.distributed (gloo) where a starter's variables say that there are more processes. Called again, which is the way on after an
-    error that ended a layer, it lets all groups begin anew; patched models go on with them. Collective.
+    Initialises torch.distributed (gloo) if a launcher's environment variables describe several processes. A second call, which is needed
+    after an error that made a layer unusable, resets all groups; patched models continue with them.
 
     Args:
-        wait_limit_s: seconds that a process waits for another one before it gives up and names it.
-        max_tokens: the most tokens that a process brings to a pass; by default the most that any brings to a layer's first pass.
+        wait_limit_s: seconds after which a process stops waiting for another one and names it.
+        max_tokens: maximum tokens of a process per pass; by default the maximum over the processes in a layer's first pass.
 
     Returns:
-        the `Group`.
+        The `Group`.
     """
     global _default, _settings
-    if not (isinstance(wait_limit_s, (int, float)) and 0 < wait_limit_s <= _LONGEST_WAIT_S):
-        raise ValueError(f"wait_limit_s is {wait_limit_s!r}, expected seconds above 0, at most {_LONGEST_WAIT_S}")
+    if not (isinstance(wait_limit_s, (int, float)) and 0 < wait_limit_s <= _MAX_WAIT_S):
+        raise ValueError(f"wait_limit_s is {wait_limit_s!r}, expected seconds above 0, at most {_MAX_WAIT_S}")
     if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens > 0):
         raise ValueError(f"max_tokens is {max_tokens!r}, expected 1 or more, or None")
     initialised = dist.is_available() and dist.is_initialized()
     if initialised and any(group._pid != os.getpid() for group in _groups):
         raise RuntimeError("this process was forked after torch.distributed was initialised: start it by spawn instead")
     if dist.is_available() and not initialised:
-        found = [names for names in _STARTERS if all(name in os.environ for name in names)]
+        found = [names for names in _LAUNCHERS if all(name in os.environ for name in names)]
         if found:
             rank, size = (int(os.environ[name]) for name in found[0])
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -64,36 +64,35 @@ def init(*, wait_limit_s=60.0, max_tokens=None):
 
 
 def default():
-    """The default group; made where there is none, which is collective."""
+    """The default group. The first call creates it, which is collective."""
     return _default or init()
 
 
 def numbered(number):
-    """The group of this number, as operators are given it."""
+    """The group with this number, which is how operators refer to it."""
     return _groups[number]
 
 
 @functools.cache
 def of(process_group):
-    """One group for all layers over a process group. Collective for the first."""
+    """The group of all layers over a process group. The first call is collective."""
     return Group(process_group)
 
 
 @functools.cache
 def alone():
-    """One group for all layers that run in this process alone."""
+    """The group of all layers that run in this process only."""
     return Group.alone()
 
 
 class Group:
-    """The processes of a torch.distributed group, or this one alone.
+    """The processes of a torch.distributed group, or this process alone.
 
-    Collective over the group. The processes must be on one host: they meet over shared memory.
+    Creating it is collective. The processes must be on one host, since they communicate through shared memory. The wait limit and the
+    maximum tokens are those of `init`.
 
     Args:
-        group: a process group; None is the default one, or this process alone where torch.distributed is not initialised.
-
-    Its wait limit and most tokens are those of `init`.
+        group: a process group; None is the default one, or this process alone if torch.distributed is not initialised.
     """
 
     def __init__(self, group=None):
@@ -110,7 +109,7 @@ class Group:
 
     @classmethod
     def alone(cls):
-        """This process alone, whatever torch.distributed is. Not collective."""
+        """A group of this process only, independent of torch.distributed. Not collective."""
         group = cls.__new__(cls)
         group._begin(None)
         group.rank, group.size, group._key = 0, 1, secrets.token_hex(16)
@@ -130,11 +129,11 @@ class Group:
         self._pid = os.getpid()
 
     def local_experts(self, experts):
-        """The numbers of this process's experts, of `experts` over the group: an even contiguous block."""
+        """The indices of this process's experts: an even contiguous block of `experts`."""
         return _aristos.local_experts(experts, self.rank, self.size)
 
     def layer(self, tokens, **shape):
-        """The native layer of this shape, which all alike share. Collective for the first."""
+        """The native layer of this shape, shared by all identical layers. The first call is collective."""
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked after its group was made: start it by spawn instead, or, alone, call aristos.init() in it")
         key = tuple(shape.values())
@@ -146,7 +145,7 @@ class Group:
         return native
 
     def sent_bytes(self):
-        """Bytes that this process has put into others' memory, over all layers."""
+        """Bytes that this process has put to other processes, over all layers."""
         return sum(native.sent_bytes() for native, _ in self._layers.values())
 
     def _make(self, tokens, shape):
@@ -168,31 +167,31 @@ class Group:
         return native, tokens
 
     def gather(self, value):
-        """All processes' values, in order. Collective, and bounded by the wait limit where gloo can say who is missing."""
+        """All processes' values, in rank order. Collective; with gloo limited by the wait limit, naming a missing process."""
         if self.size == 1:
             return [value]
         if dist.get_backend(self._group) == "gloo":
-            self._meet()
+            self._barrier()
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def _meet(self):
-        """Waits for all processes, on each of them no longer than the wait limit: of gloo's monitored barrier that holds on the first alone."""
-        until, message = time.monotonic() + self.wait_limit_s, torch.zeros(1)
+    def _barrier(self):
+        """A barrier with the wait limit on every process; gloo's monitored barrier has a limit on rank 0 only."""
+        deadline, message = time.monotonic() + self.wait_limit_s, torch.zeros(1)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        sent = [dist.isend(message, group=self._group, group_dst=rank, tag=_MEETING_TAG) for rank in others]
-        come = [dist.irecv(torch.zeros(1), group=self._group, group_src=rank, tag=_MEETING_TAG) for rank in others]
-        for rank, *works in zip(others, sent, come):
+        sent = [dist.isend(message, group=self._group, group_dst=rank, tag=_BARRIER_TAG) for rank in others]
+        received = [dist.irecv(torch.zeros(1), group=self._group, group_src=rank, tag=_BARRIER_TAG) for rank in others]
+        for rank, *works in zip(others, sent, received):
             try:
                 for work in works:
-                    work.wait(datetime.timedelta(seconds=max(0.001, until - time.monotonic())))
+                    work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
                 raise _aristos.AristosError(f"to make a layer: rank {rank} did not come in {self.wait_limit_s} s: {why}") from None
 
     def gather_rows(self, rows, counts):
-        """All processes' rows, in order: ``rows`` has ``counts[rank]`` of them. Collective."""
+        """All processes' rows, in rank order; ``rows`` has ``counts[rank]`` rows. Collective."""
         if self.size == 1:
             return rows
         most = max(counts)

@@ -15,28 +15,28 @@ _INDEX = "model.safetensors.index.json"
 
 
 class MoE(nn.Module):
-    """``sum over the top_k experts of weight * expert(x)``, plus a shared expert: Qwen2-MoE's layer, Mixtral's without the shared one.
+    """``sum over the top_k experts of weight * expert(x)``, plus a shared expert: Qwen2-MoE's layer, or Mixtral's without the shared expert.
 
-    The experts are spread over the group in even contiguous blocks; router and shared expert are on every process. Gradients of
-    experts are sums over all processes' tokens; those of the router and the shared expert are of this process's, and are the caller's to
-    average, with the experts' gradients divided by the group's size where the loss is a mean over processes (`scale_gradients`).
+    The experts are distributed over the group in even contiguous blocks; router and shared expert are replicated. Gradients of experts are
+    sums over all processes' tokens. Gradients of router and shared expert cover this process's tokens only: the caller averages them, and
+    divides the experts' gradients by the group's size if the loss is a mean over processes (`scale_gradients`).
 
-    After a forward pass `aux_loss` and `z_loss` have the losses, times their coefficients, to be added to the model's (0 without coefficient);
-    `expert_tokens`, [experts], says how many of this process's tokens went to each expert.
+    A forward pass sets `aux_loss` and `z_loss`, multiplied by their coefficients, to be added to the model's loss (0 without coefficient), and
+    `expert_tokens`, [experts], the number of this process's tokens per expert.
 
     Args:
         hidden: width of a token.
         intermediate: inner width of an expert.
         experts: number of experts, a multiple of the group's size.
-        top_k: experts of a token.
-        group: a `Group`; by default of all processes.
-        activation, gated: of the experts, as for `experts`.
-        scoring: "softmax" over all experts, or "sigmoid" for each.
+        top_k: experts per token.
+        group: a `Group`; the default has all processes.
+        activation, gated: as for `experts`.
+        scoring: "softmax" over all experts, or "sigmoid" per expert.
         normalise: whether the chosen scores are divided by their sum.
-        shared_intermediate: inner width of the shared expert, 0 for none; `shared_gate`: whether a sigmoid weighs its output.
-        aux_loss_coef: of the load-balancing loss (Fedus et al., Switch Transformers, section 2.2, summed over the top_k choices), the load
-            counted over the group; z_loss_coef: of the router z-loss (Zoph et al., ST-MoE, section 3.2, equation 5).
-        dtype: of all weights, float32 or bfloat16.
+        shared_intermediate: inner width of the shared expert, 0 for none; `shared_gate`: whether a sigmoid gate scales its output.
+        aux_loss_coef: coefficient of the load-balancing loss (Fedus et al., Switch Transformers, section 2.2, summed over the top_k choices),
+            with the load of the whole group; z_loss_coef: coefficient of the router z-loss (Zoph et al., ST-MoE, section 3.2, equation 5).
+        dtype: type of all weights, float32 or bfloat16.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class MoE(nn.Module):
         self.aux_loss = self.z_loss = self.expert_tokens = None
 
     def forward(self, hidden_states):
-        """Of [..., hidden] the same shape. Collective."""
+        """Maps [..., hidden] to the same shape. Collective."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.gate(x).float()
         scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
@@ -117,13 +117,13 @@ class MoE(nn.Module):
             self.z_loss = self.z_loss_coef * logits.logsumexp(-1).square().sum() / max(1, len(ids))
 
     def scale_gradients(self):
-        """Divides the experts' gradients, which are sums over the group, by its size: what averaging does to the other parameters'."""
+        """Divides the experts' gradients, sums over the group, by its size, to match averaged gradients of other parameters."""
         for parameter in (self.gate_up_proj, self.down_proj):
             if parameter.grad is not None:
                 parameter.grad /= self.group.size
 
     def _matrices(self, prefix):
-        """This process's experts' matrices: their names in a Hugging Face checkpoint, and views of the parameters."""
+        """Yields the names in a Hugging Face checkpoint of this process's expert matrices, and views of the parameters."""
         inner = self.down_proj.shape[2]
         for local, expert in enumerate(self.local):
             names = {"gate_proj": self.gate_up_proj[local, :inner], "up_proj": self.gate_up_proj[local, inner:]}
@@ -179,17 +179,17 @@ _ACTIVATIONS = {
 
 
 def _uniform(experts, out, width, dtype):
-    """As nn.Linear begins."""
+    """The initialisation of nn.Linear."""
     bound = 1 / math.sqrt(width)
     return torch.empty(experts, out, width, dtype=dtype).uniform_(-bound, bound)
 
 
 def save(module, folder, group=None):
-    """Writes a module's weights, each process its experts, as a sharded safetensors checkpoint in Hugging Face names. Collective.
+    """Writes a module's weights as a sharded safetensors checkpoint with Hugging Face names; each process writes its experts. Collective.
 
     Args:
-        module: one with `MoE` layers in it.
-        folder: made where it is missing; the same on all processes.
+        module: a module that contains `MoE` layers.
+        folder: created if missing; the same on all processes.
     """
     from safetensors.torch import save_file
 
@@ -209,11 +209,11 @@ def save(module, folder, group=None):
 
 
 def load(module, folder):
-    """Reads what `save` wrote, or any sharded safetensors checkpoint of the same names, on any number of processes.
+    """Loads a checkpoint of `save`, or any sharded safetensors checkpoint with the same names, on any number of processes.
 
     Raises:
-        RuntimeError: names that are missing or of other shapes.
-        ValueError: a file that is not what it should be, by its name.
+        RuntimeError: if names are missing or shapes differ.
+        ValueError: names a malformed file.
     """
     from safetensors import SafetensorError, safe_open
 

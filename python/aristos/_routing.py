@@ -1,4 +1,4 @@
-"""What routers chose, kept for the planner and the simulator."""
+"""Records routing decisions for the planner and the simulator."""
 
 import contextlib
 import json
@@ -9,14 +9,14 @@ _open = []
 
 
 class Routing:
-    """The routing of some steps of a training run, on its way to a routing file (docs/simulator.md)."""
+    """The routing of some steps of a training run, to be written to a routing file (docs/simulator.md)."""
 
     def __init__(self):
         self._steps = []
 
     @contextlib.contextmanager
     def step(self, number):
-        """Records the forward passes inside, each a layer's, as step `number`."""
+        """Records the forward passes inside the context, one per layer, as step `number`."""
         layers = []
         _open.append(layers)
         try:
@@ -29,9 +29,9 @@ class Routing:
         """Writes the file that `aristos sim comms`, `aristos workload` and `aristos simulate` read as `--routing`. Collective: rank 0 writes.
 
         Args:
-            path: of the file.
+            path: path of the file.
             experts: number of experts of each layer.
-            group: the `Group` of the passes; by default of all processes.
+            group: the `Group` of the passes; the default has all processes.
         """
         group = group or _group.default()
         mine = [[ids.tolist() for ids in layers] for _, layers in self._steps]
@@ -54,7 +54,7 @@ class Routing:
 
 
 def note(ids):
-    """Tells the steps that are open of a pass."""
+    """Adds a forward pass to all open steps."""
     if _open:
         for layers in _open:
             layers.append(ids.detach().cpu().clone())

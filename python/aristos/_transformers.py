@@ -13,13 +13,13 @@ def _local(parameter):
 
 
 class _Stored:
-    """An experts module's weights as `experts` takes them. What an expert computes is the family's, by the table of families; the module's
-    flags say how its weights are stored."""
+    """An experts module's weights in the layout of `experts`. The model family determines what an expert computes; the module's flags
+    determine how its weights are stored."""
 
     def __init__(self, module):
         name = type(module).__name__
         if getattr(module, "has_post_expert_norm", False):
-            raise NotImplementedError(f"{name} has a norm after each expert: not among the experts that aristos computes")
+            raise NotImplementedError(f"{name} has a norm after each expert: aristos does not support it")
         self.form = _aristos.family_expert(module.config.to_json_string(use_diff=False))
         self._has_bias = self.form.pop("bias")
         for flag, family in (("has_gate", self.form["gated"]), ("has_bias", self._has_bias)):
@@ -28,7 +28,7 @@ class _Stored:
         self._module = module
 
     def weights(self):
-        """up, down, and their biases by name: views where the module stores them so, otherwise copies that autograd knows."""
+        """up, down, and their biases by name: views if the module has this layout, otherwise copies tracked by autograd."""
         module, parameters, gated = self._module, self._module._parameters, self.form["gated"]
         name = "gate_up_proj" if gated else "up_proj"
         up, down = _local(parameters[name]), _local(parameters["down_proj"])
@@ -36,7 +36,7 @@ class _Stored:
         if getattr(module, "is_transposed", False):
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         if gated and not getattr(module, "is_concatenated", True):
-            # Gate and up in turns.
+            # Gate and up rows are interleaved.
             up = torch.cat([up[:, 0::2], up[:, 1::2]], dim=1)
             up_bias = None if up_bias is None else torch.cat([up_bias[:, 0::2], up_bias[:, 1::2]], dim=1)
         biases = dict(up_bias=up_bias, down_bias=_local(parameters["down_proj_bias"])) if self._has_bias else {}
@@ -50,13 +50,13 @@ class _Stored:
 
 
 class _AristosExperts(EPImplementation):
-    """Over an expert-parallel group."""
+    """Experts distributed over an expert-parallel group."""
 
     def __init__(self, experts, ep_mesh, tp_mesh):
         super().__init__(experts, ep_mesh, tp_mesh)
         self._stored = _Stored(experts)
         self._group = _group.of(ep_mesh.get_group())
-        # Where processes share a batch each brings a part of it to the pass.
+        # Processes that share a batch each compute a part of it.
         self._batch_group = _group.of(tp_mesh.get_group()) if tp_mesh.size() > 1 else None
 
     def __call__(self, hidden_states, top_k_index, top_k_weights):
@@ -64,7 +64,7 @@ class _AristosExperts(EPImplementation):
 
 
 def _alone(module, hidden_states, top_k_index, top_k_weights):
-    """All of a module's experts in this process."""
+    """Runs all of a module's experts in this process."""
     if not hasattr(module, "_aristos"):
         module._aristos = _Stored(module)
     return module._aristos.run(hidden_states, top_k_index, top_k_weights, _group.alone())

@@ -1,10 +1,10 @@
-"""Megatron-Core's MoE layer with routed experts by Aristos, with megatron-core 0.16.1, in place of its own in a specification::
+"""A Megatron-Core (0.16.1) MoE layer whose routed experts run in Aristos, to be used in a specification::
 
     spec = get_gpt_layer_local_spec(num_experts=N)
     mlp = spec.submodules.mlp
     spec.submodules.mlp = ModuleSpec(module=aristos.megatron.MoELayer, submodules=mlp.submodules, metainfo=mlp.metainfo)
 
-Router, shared expert and the experts' parameters stay Megatron's, and so do their names in checkpoints.
+Router, shared expert, the experts' parameters and their names in checkpoints stay Megatron's.
 """
 
 import torch
@@ -19,7 +19,7 @@ from . import _group, _routing
 from ._experts import experts as run_experts
 
 _ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", squared_relu: "relu2", quick_gelu: "quick_gelu"}
-# What changes what an expert computes, or where, and what it has to be.
+# Megatron options that affect experts, with the only supported value of each.
 _EXPECTED = dict(
     activation_func_clamp_value=None,
     add_bias_linear=False,
@@ -34,19 +34,19 @@ _EXPECTED = dict(
 
 
 class MoELayer(BaseMoELayer):
-    """Megatron's `MoELayer`, but that tokens travel and are computed by Aristos, over the expert-parallel group.
+    """Megatron's `MoELayer` with dispatch and expert computation by Aristos over the expert-parallel group.
 
-    The experts are to be a `SequentialMLP`; their weights are copied into one tensor for each pass. Gradients are sums over all tokens of the
+    The experts must be a `SequentialMLP`; their weights are copied into one tensor for each pass. Gradients are sums over all tokens of the
     expert-parallel group, as with Megatron's own dispatchers.
 
     Raises:
-        ValueError: a field of the configuration that Aristos' experts do not know, by name.
+        ValueError: names a configuration field whose value Aristos does not support.
     """
 
     def __init__(self, config, submodules=None, layer_number=None, pg_collection=None):
         for field, expected in _EXPECTED.items():
             if getattr(config, field) != expected:
-                raise ValueError(f"{field} is {getattr(config, field)}, expected {expected}: aristos.megatron.MoELayer has nothing else")
+                raise ValueError(f"{field} is {getattr(config, field)}, expected {expected}: aristos.megatron.MoELayer supports nothing else")
         if config.activation_func not in _ACTIVATIONS:
             names = ", ".join(_ACTIVATIONS.values())
             raise ValueError(f"activation_func is {config.activation_func}, expected one of {names}")
@@ -63,11 +63,11 @@ class MoELayer(BaseMoELayer):
             self.shared_experts = build_module(submodules.shared_experts, config=config, pg_collection=groups, gate=gate)
 
     def forward(self, hidden_states, padding_mask=None):
-        """hidden_states and the output are [sequence, batch, hidden], padding_mask [batch, sequence], True for tokens that the router leaves out
-        of its losses. The output, and None for a bias that there is not."""
+        """hidden_states and the output are [sequence, batch, hidden]; padding_mask is [batch, sequence], True for tokens that the router
+        excludes from its losses. Returns the output and None as bias."""
         mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
         probs, chosen = self.router(hidden_states, mask)
-        # A token that the router drops, by a capacity factor, has fewer experts than the others.
+        # A token that the router drops because of a capacity factor has fewer experts.
         weights, ids = probs.masked_fill(~chosen, -1).topk(self.config.moe_router_topk)
         dropped = ~chosen.gather(1, ids)
         weights, ids = weights.masked_fill(dropped, 0), ids.masked_fill(dropped, -1)

@@ -1,9 +1,9 @@
-"""torchtitan's routed experts forward and backward, by Aristos and by its own all_to_all over gloo, side by side.
+"""Compares forward and backward of torchtitan's routed experts between Aristos and its own all_to_all over gloo.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 python/bench/against_torchtitan.py
 
-Weights in float32, products in bfloat16, as torchtitan trains. Times: medians of passes in turns, of the slowest process, with the first and third
-quartile. Bytes: what Aristos put; of torchtitan what its four exchanges of rows send, counted from the routing. Both give the same, which is checked.
+Weights in float32, GEMMs in bfloat16, as in torchtitan's training. Times: medians over alternating passes, of the slowest process, with the first and
+third quartile. Bytes: of Aristos' puts; of torchtitan's four exchanges of rows, counted from the routing. The results are checked to be equal.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from against_transformers import slowest
 from torch.distributed.device_mesh import init_device_mesh
 
-# Kernels for GPUs, which nothing here calls and which need triton when they are imported.
+# GPU kernels that this benchmark does not call, but whose import needs triton.
 sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = mock.MagicMock()
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
@@ -26,7 +26,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from aristos import _group
 from aristos.torchtitan import AristosRoutedExperts
 
-# hidden, intermediate, experts, top_k, tokens of a process
+# hidden, intermediate, experts, top_k, tokens per process
 SHAPES = [(256, 128, 16, 4, 1024), (512, 256, 16, 4, 1024), (1024, 512, 8, 2, 1024), (2048, 768, 16, 8, 256)]
 WAYS = {"aristos": AristosRoutedExperts.Config, "torchtitan": RoutedExperts.Config}
 
@@ -72,7 +72,7 @@ def compare(shape, mesh, repeats):
     before = group.sent_bytes()
     passes(modules["aristos"], x, scores, ids, counts, grad)
     sent = group.sent_bytes() - before
-    # Tokens travel as they are, in float32, and so do the results.
+    # Tokens and results are sent in float32.
     theirs = 2 * 2 * (ids // local != rank).sum().item() * hidden * x.element_size()
     times = {way: [] for way in WAYS}
     for _ in range(repeats):

@@ -1,11 +1,11 @@
-"""An experts module forward and backward, by Aristos and by transformers' own all_to_all over gloo, side by side.
+"""Compares forward and backward of an experts module between Aristos and transformers' own all_to_all over gloo.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 python/bench/against_transformers.py            # times and bytes
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 python/bench/against_transformers.py --memory aristos | eager | grouped_mm
 
-Times: medians of passes in turns, of the slowest process. The built-in runs its experts as `eager` and as `grouped_mm`, and the faster one counts.
-Bytes: what Aristos put; of the built-in what its four exchanges of rows send, counted from the routing. `--memory`: the peak resident memory of a
-process that trains a model of four such layers with one of them (AdamW, 3 steps), summed over the processes; for each its own run.
+Times: medians over alternating passes, of the slowest process. transformers runs its experts as `eager` and as `grouped_mm`; the faster one counts.
+Bytes: of Aristos' puts; of transformers' four exchanges of rows, counted from the routing. `--memory`: peak resident memory, summed over the
+processes, of training a model of four such layers with one implementation (AdamW, 3 steps), one run per implementation.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from aristos import _group
 
-# hidden, intermediate, experts, top_k, tokens of a process
+# hidden, intermediate, experts, top_k, tokens per process
 SHAPES = [(256, 128, 16, 4, 1024), (512, 256, 16, 4, 1024), (1024, 512, 8, 2, 1024), (2048, 768, 16, 8, 256)]
 WAYS = ["aristos", "eager", "grouped_mm"]
 
 
 def make(way, shape, dtype, meshes, weights):
-    """An experts module's implementation, and its parameters."""
+    """An implementation of an experts module, and its parameters."""
     hidden, inner, experts, top_k, _ = shape
     config = Qwen3MoeConfig(
         hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts // dist.get_world_size(), num_experts_per_tok=top_k
@@ -42,7 +42,7 @@ def make(way, shape, dtype, meshes, weights):
 
 
 def drawn(shape, dtype, seed):
-    """Tokens, choices, routing weights, gradient of the output; and this process's weights."""
+    """Random tokens, choices, routing weights and output gradient, and this process's weights."""
     hidden, inner, experts, top_k, tokens = shape
     gen = torch.Generator().manual_seed(seed + dist.get_rank())
     draw = lambda *size: torch.randn(*size, generator=gen).to(dtype)

@@ -1,8 +1,8 @@
-"""A whole training step of a transformers model (a Qwen3-MoE of four layers, AdamW), by Aristos and by transformers' own, side by side on CPUs.
+"""Compares a training step of a transformers model (a Qwen3-MoE of four layers, AdamW) on CPUs between Aristos and transformers.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 python/bench/step_against_transformers.py
 
-Times: medians of steps in turns, of the slowest process. transformers' own way is `all_to_all` over gloo with its `eager` and its `grouped_mm` experts.
+Times: medians over alternating steps, of the slowest process. transformers uses `all_to_all` over gloo with `eager` and with `grouped_mm` experts.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 import aristos
 
 BATCH, LENGTH = 4, 256
-# hidden, width inside an expert, experts, top-k
+# hidden, width of an expert, experts, top-k
 SHAPES = [(256, 128, 16, 4), (512, 256, 16, 4)]
 
 
@@ -29,7 +29,7 @@ def slowest(seconds):
 
 
 def in_turns(ways, repeats):
-    """Each way's times, ms, in rounds; the first round is left out."""
+    """Times of each implementation, ms, over rounds; the first round is a warm-up."""
     times = {way: [] for way in ways}
     for _ in range(repeats + 1):
         for way, run in ways.items():

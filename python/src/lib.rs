@@ -1,5 +1,5 @@
-//! The layer for Python: what `aristos/` in this folder wraps. Memory is the caller's, by address; the wrapper checks types, shapes and
-//! strides before it calls.
+//! The native layer behind the Python package `aristos/`. It gets the caller's memory by address; the wrapper has checked
+//! types, shapes and strides.
 
 use std::marker::PhantomData;
 use std::slice;
@@ -28,17 +28,17 @@ use signals::Signals;
 
 create_exception!(_aristos, AristosError, PyRuntimeError, "What the runtime reports: one line.");
 
-type Over<E> = moe::Layer<Shmem<ShmTransport>, E>;
-type SavedOf<E> = <Over<E> as MoeLayer>::Saved;
+type CpuLayer<E> = moe::Layer<Shmem<ShmTransport>, E>;
+type SavedOf<E> = <CpuLayer<E> as MoeLayer>::Saved;
 
-/// The layer in one of its element types.
+/// A layer of either element type.
 enum Engine {
-    F32(Over<f32>),
-    /// With the gradients of one expert before they are rounded.
-    Bf16(Over<bf16>, Box<MlpGradients>),
+    F32(CpuLayer<f32>),
+    /// With a buffer for one expert's gradients before rounding.
+    Bf16(CpuLayer<bf16>, Box<MlpGradients>),
 }
 
-/// What a forward pass left for its backward.
+/// The saved state of a forward pass for its backward pass.
 enum PassState {
     F32(SavedOf<f32>),
     Bf16(SavedOf<bf16>),
@@ -48,7 +48,7 @@ fn error(e: impl std::fmt::Display) -> PyErr {
     AristosError::new_err(e.to_string())
 }
 
-/// Wrong arguments are Python's `ValueError`.
+/// Converts an error; wrong arguments become Python's `ValueError`.
 fn moe_error(e: MoeError) -> PyErr {
     match e {
         MoeError::Config(_) | MoeError::Shape { .. } | MoeError::Usage { .. } => PyValueError::new_err(e.to_string()),
@@ -56,47 +56,48 @@ fn moe_error(e: MoeError) -> PyErr {
     }
 }
 
-/// Memory of the caller.
+/// A slice of the caller's memory.
 ///
 /// # Safety
-/// `address` is that of `len` initialised elements, aligned, which nobody writes during `'a`.
+/// `address` is aligned and points to `len` initialised elements, which are not written during `'a`.
 unsafe fn read<'a, T>(address: usize, len: usize) -> &'a [T] {
     if len == 0 {
         return &[];
     }
-    // SAFETY: as the function's.
+    // SAFETY: guaranteed by the caller.
     unsafe { slice::from_raw_parts(address as *const T, len) }
 }
 
-/// Memory of the caller, to be written.
+/// A mutable slice of the caller's memory.
 ///
 /// # Safety
-/// As [`read`], and nobody else reads it during `'a`.
+/// As for [`read`]; the elements are not accessed otherwise during `'a`.
 unsafe fn write<'a, T>(address: usize, len: usize) -> &'a mut [T] {
     if len == 0 {
         return &mut [];
     }
-    // SAFETY: as the function's.
+    // SAFETY: guaranteed by the caller.
     unsafe { slice::from_raw_parts_mut(address as *mut T, len) }
 }
 
-/// Elements of the caller's, for the time of a call.
-struct Caller<E> {
+/// A slice of the caller's memory, valid during a call.
+struct CallerSlice<E> {
     address: usize,
     len: usize,
     element: PhantomData<fn() -> E>,
 }
 
-impl<E> AsRef<[E]> for Caller<E> {
+impl<E> AsRef<[E]> for CallerSlice<E> {
     fn as_ref(&self) -> &[E] {
-        // SAFETY: who makes one ([`Weights::lend`]) says that the memory is there for the call, and drops it at the call's end.
+        // SAFETY: [`Weights::borrow`], which creates it, requires that the memory is valid during the call, and it is dropped
+        // at the call's end.
         unsafe { read(self.address, self.len) }
     }
 }
 
-/// Addresses of this process's experts' weights, or of their gradients, contiguous, 0 for a bias that is not there: up `[experts, 2
-/// intermediate, hidden]`, gate then up, without gate `[experts, intermediate, hidden]`, and down `[experts, hidden, intermediate]` in the layer's
-/// element type; the biases of the same in f32, `[experts, out]`.
+/// Addresses of this process's expert weights, or of their gradients; all contiguous, 0 for a missing bias. In the layer's
+/// element type: up `[experts, 2 * intermediate, hidden]` with gate then up, without a gate `[experts, intermediate, hidden]`;
+/// down `[experts, hidden, intermediate]`. In f32: the biases, `[experts, out]`.
 #[derive(Clone, Copy)]
 struct Weights {
     up: usize,
@@ -112,8 +113,8 @@ impl From<[usize; 4]> for Weights {
 }
 
 impl Weights {
-    /// Where expert `local`'s matrix is: its address and length, of elements of `bytes` bytes. The same for its bias.
-    fn place(&self, config: &LayerConfig, local: usize, proj: Proj, bytes: usize) -> [(usize, usize); 2] {
+    /// Address and length of expert `local`'s matrix, with elements of `bytes` bytes, and of its bias.
+    fn matrix_and_bias(&self, config: &LayerConfig, local: usize, proj: Proj, bytes: usize) -> [(usize, usize); 2] {
         let (h, i) = (config.hidden, config.expert.intermediate);
         let parts = if config.expert.gated { 2 } else { 1 };
         let first = if config.expert.gated && proj == Proj::Up { i } else { 0 };
@@ -129,19 +130,19 @@ impl Weights {
         }
     }
 
-    /// The experts, read where they are.
+    /// The experts, borrowed from the caller's memory.
     ///
     /// # Safety
-    /// The addresses are those of the caller's tensors, of these shapes and types, which nobody writes while the experts live.
-    unsafe fn lend<E: Element>(&self, config: &LayerConfig, experts: usize) -> PyResult<Vec<Mlp<E>>> {
+    /// The addresses are those of tensors with these shapes and types, which are not written while the experts live.
+    unsafe fn borrow<E: Element>(&self, config: &LayerConfig, experts: usize) -> PyResult<Vec<Mlp<E>>> {
         let expert = |local| {
             let (mut lent, mut biases) = ([const { None }; 3], [const { Vec::new() }; 3]);
             for &proj in config.expert.projections() {
-                let [(address, len), (bias, out)] = self.place(config, local, proj, size_of::<E>());
-                let matrix: Lent<E> = Box::new(Caller { address, len, element: PhantomData });
+                let [(address, len), (bias, out)] = self.matrix_and_bias(config, local, proj, size_of::<E>());
+                let matrix: Lent<E> = Box::new(CallerSlice { address, len, element: PhantomData });
                 lent[proj_index(proj)] = Some(matrix);
                 if config.expert.bias {
-                    // SAFETY: as the function's.
+                    // SAFETY: guaranteed by the caller.
                     biases[proj_index(proj)] = unsafe { read::<f32>(bias, out) }.to_vec();
                 }
             }
@@ -150,27 +151,28 @@ impl Weights {
         (0..experts).map(expert).collect()
     }
 
-    /// Has expert `local`'s gradients computed into these places; those of another type than f32 in `rounded` first.
+    /// Calls `compute` with expert `local`'s gradients; if the element type is not f32, they are computed in `rounded` and then
+    /// converted.
     ///
     /// # Safety
-    /// As for [`Weights::lend`], and nobody else reads there.
-    unsafe fn take<E: Element>(
+    /// As for [`Weights::borrow`]; the gradients are not accessed otherwise meanwhile.
+    unsafe fn compute_into<E: Element>(
         &self,
         config: &LayerConfig,
         local: usize,
         rounded: &mut MlpGradients,
         compute: &mut dyn FnMut(MlpGradientsMut<'_>),
     ) {
-        let place = |proj| self.place(config, local, proj, size_of::<E>());
+        let location = |proj| self.matrix_and_bias(config, local, proj, size_of::<E>());
         if E::NAME == f32::NAME {
             let none = || -> [&mut [f32]; 3] { [&mut [], &mut [], &mut []] };
             let (mut matrix, mut bias) = (none(), none());
             for &proj in config.expert.projections() {
-                let [(address, len), (bias_address, out)] = place(proj);
-                // SAFETY: as the function's; the elements are f32, and no two projections' places overlap.
+                let [(address, len), (bias_address, out)] = location(proj);
+                // SAFETY: guaranteed by the caller; the elements are f32, and the projections do not overlap.
                 matrix[proj_index(proj)] = unsafe { write::<f32>(address, len) };
                 if config.expert.bias {
-                    // SAFETY: as above.
+                    // SAFETY: guaranteed by the caller.
                     bias[proj_index(proj)] = unsafe { write::<f32>(bias_address, out) };
                 }
             }
@@ -178,27 +180,27 @@ impl Weights {
         }
         compute(rounded.places());
         for &proj in config.expert.projections() {
-            let [(address, len), (bias, out)] = place(proj);
-            // SAFETY: as the function's.
+            let [(address, len), (bias, out)] = location(proj);
+            // SAFETY: guaranteed by the caller.
             E::convert(&rounded.matrix[proj_index(proj)], unsafe { write(address, len) });
             if config.expert.bias {
-                // SAFETY: as the function's.
+                // SAFETY: guaranteed by the caller.
                 unsafe { write::<f32>(bias, out) }.copy_from_slice(&rounded.bias[proj_index(proj)]);
             }
         }
     }
 }
 
-/// Addresses of a forward pass's tensors, all contiguous: x `[tokens, hidden]` in the layer's element type; ids i32 and weights f32 `[tokens,
-/// top_k]`; output f32 `[tokens, hidden]`.
+/// Addresses of a forward pass's tensors, all contiguous: x `[tokens, hidden]` in the layer's element type; ids i32 and weights
+/// f32 `[tokens, top_k]`; output f32 `[tokens, hidden]`.
 struct Forward {
     tokens: usize,
     tensors: [usize; 4],
     experts: Weights,
 }
 
-/// Of a backward pass: x as forward had it, grad_output in the layer's element type; grad_x f32 `[tokens, hidden]` and grad_weights f32
-/// `[tokens, top_k]`.
+/// Addresses of a backward pass's tensors: x as in forward and grad_output in the layer's element type; grad_x f32 `[tokens,
+/// hidden]`, grad_weights f32 `[tokens, top_k]`.
 struct Backward {
     tokens: usize,
     tensors: [usize; 4],
@@ -208,13 +210,13 @@ struct Backward {
 
 impl Forward {
     /// # Safety
-    /// The addresses are those of the caller's tensors, of these shapes and types, which nobody else touches meanwhile.
-    unsafe fn run<E: Element>(&self, layer: &mut Over<E>) -> PyResult<SavedOf<E>> {
+    /// The addresses are those of the caller's tensors with these shapes and types, which are not accessed otherwise meanwhile.
+    unsafe fn run<E: Element>(&self, layer: &mut CpuLayer<E>) -> PyResult<SavedOf<E>> {
         let (elements, pairs, local) = sizes(layer, self.tokens);
         let [x, ids, weights, output] = self.tensors;
-        // SAFETY: as the function's; the experts end with it.
+        // SAFETY: guaranteed by the caller; the borrowed experts are dropped at the end of this function.
         let (x, ids, weights, output, experts) = unsafe {
-            let experts = self.experts.lend::<E>(&layer.spec().config, local)?;
+            let experts = self.experts.borrow::<E>(&layer.spec().config, local)?;
             (read(x, elements), read(ids, pairs), read(weights, pairs), write(output, elements), experts)
         };
         layer.experts_lent(&experts, x, ids, weights, output).map_err(moe_error)
@@ -223,18 +225,18 @@ impl Forward {
 
 impl Backward {
     /// # Safety
-    /// As [`Forward::run`].
+    /// As for [`Forward::run`].
     unsafe fn run<E: Element>(
         &self,
-        layer: &mut Over<E>,
+        layer: &mut CpuLayer<E>,
         saved: &mut SavedOf<E>,
         rounded: &mut MlpGradients,
     ) -> PyResult<()> {
         let (elements, pairs, local) = sizes(layer, self.tokens);
         let [x, grad_output, grad_x, grad_weights] = self.tensors;
-        // SAFETY: as the function's; the experts end with it.
+        // SAFETY: guaranteed by the caller; the borrowed experts are dropped at the end of this function.
         let (x, grad_output, grad_x, grad_weights, experts) = unsafe {
-            let experts = self.experts.lend::<E>(&layer.spec().config, local)?;
+            let experts = self.experts.borrow::<E>(&layer.spec().config, local)?;
             (
                 read(x, elements),
                 read(grad_output, elements),
@@ -244,38 +246,38 @@ impl Backward {
             )
         };
         let config = layer.spec().config.clone();
-        let mut take = |local: usize, compute: &mut dyn FnMut(MlpGradientsMut<'_>)| {
-            // SAFETY: as the function's.
-            unsafe { self.gradients.take::<E>(&config, local, rounded, compute) };
+        let mut write_gradients = |local: usize, compute: &mut dyn FnMut(MlpGradientsMut<'_>)| {
+            // SAFETY: guaranteed by the caller.
+            unsafe { self.gradients.compute_into::<E>(&config, local, rounded, compute) };
         };
-        let gradients = LentGradients { input: grad_x, weights: grad_weights, experts: &mut take };
+        let gradients = LentGradients { input: grad_x, weights: grad_weights, experts: &mut write_gradients };
         layer.experts_lent_backward(&experts, saved, x, grad_output, gradients).map_err(moe_error)
     }
 }
 
-/// Elements of a pass's tokens, their pairs with experts, and this process's experts.
-fn sizes<E: Element>(layer: &Over<E>, tokens: usize) -> (usize, usize, usize) {
+/// Elements of a pass's tokens, number of (token, expert) pairs, and number of this process's experts.
+fn sizes<E: Element>(layer: &CpuLayer<E>, tokens: usize) -> (usize, usize, usize) {
     let config = &layer.spec().config;
     let local = layer.spec().placement.experts(layer.my_pe()).len();
     (tokens * config.hidden, tokens * config.router.top_k, local)
 }
 
-/// A layer, and why it cannot be used any more.
+/// A layer, and the reason if it is no longer usable.
 struct State {
     engine: Engine,
-    /// Whether the layer has the memory of a finished pass. One: each has what a backward needs, which no two need at a time.
+    /// Whether the layer holds the memory of a finished pass for reuse. One suffices, since passes rarely overlap.
     has_spare: bool,
     failed: Option<String>,
     signals: Arc<Signals>,
 }
 
-/// This process's part of a layer of experts that the caller brings and routes to. One serves all layers of a model that are alike.
+/// This process's part of a layer whose experts and routing come from the caller. All identical layers of a model share one.
 #[pyclass(frozen, module = "aristos._aristos")]
 struct Layer {
     state: Arc<Mutex<State>>,
 }
 
-/// What a forward pass left for its backward. Without one, its memory serves a later pass.
+/// The saved state of a forward pass. If it is dropped without a backward pass, a later pass reuses its memory.
 #[pyclass(frozen, module = "aristos._aristos")]
 struct Saved {
     pass: Mutex<Option<PassState>>,
@@ -286,7 +288,7 @@ struct Saved {
 impl Drop for Saved {
     fn drop(&mut self) {
         let Ok(Some(pass)) = self.pass.get_mut().map(Option::take) else { return };
-        // A layer in a pass is another thread's; the memory is then freed.
+        // If another thread uses the layer, the memory is freed instead.
         let Ok(mut state) = self.layer.try_lock() else { return };
         state.recycle(pass);
     }
@@ -304,7 +306,8 @@ impl State {
         }
     }
 
-    /// Runs a pass, unless one has failed. Wrong arguments end it before it begins; any other error leaves the processes at different places.
+    /// Runs a pass, unless an earlier one has failed. Invalid arguments are detected before a pass begins; any other error
+    /// leaves the processes in different states.
     fn pass<T>(&mut self, run: impl FnOnce(&mut Engine) -> PyResult<T>) -> PyResult<T> {
         if let Some(why) = &self.failed {
             return Err(error(format!("the layer failed before, and needs a new group (aristos.init()): {why}")));
@@ -322,7 +325,7 @@ fn lock(state: &Mutex<State>) -> PyResult<MutexGuard<'_, State>> {
     state.lock().map_err(|_| error("the layer failed before"))
 }
 
-/// An activation by its name in configurations.
+/// Looks up an activation by its name in configurations.
 fn activation_named(name: &str) -> PyResult<Activation> {
     let known = ACTIVATIONS.iter().find(|(known, _)| *known == name);
     known.map(|&(_, activation)| activation).ok_or_else(|| {
@@ -333,8 +336,8 @@ fn activation_named(name: &str) -> PyResult<Activation> {
 
 #[pymethods]
 impl Layer {
-    /// Makes the layer with the other processes that know `key`. Collective. `limit`, `limit_after` and `plus_one` are a gated expert's
-    /// `Glu`.
+    /// Creates the layer together with the other processes that pass the same `key` (collective). `limit`, `limit_after` and
+    /// `plus_one` are a gated expert's `Glu`.
     #[new]
     #[pyo3(signature = (key, rank, size, *, hidden, intermediate, experts, top_k, activation, gated, bias, limit, limit_after,
         plus_one, dtype, max_tokens, wait_limit_s))]
@@ -389,16 +392,16 @@ impl Layer {
         Ok(Layer { state: Arc::new(Mutex::new(State { engine, has_spare: false, failed: None, signals })) })
     }
 
-    /// `output = sum of weight * expert(x)`: the addresses of x, ids, weights and output (`Forward`), and of the experts' up, down and their
-    /// biases (`Weights`). Collective.
+    /// `output = sum of weight * expert(x)` (collective). `tensors` holds the addresses of x, ids, weights and output
+    /// (`Forward`), `experts` those of up, down and their biases (`Weights`).
     fn forward(&self, py: Python<'_>, tokens: usize, tensors: [usize; 4], experts: [usize; 4]) -> PyResult<Saved> {
         let forward = Forward { tokens, tensors, experts: experts.into() };
         let pass = py.detach(|| {
             let mut state = lock(&self.state)?;
             let pass = state.pass(|engine| match engine {
-                // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
+                // SAFETY: the wrapper keeps the tensors alive and has checked their types and sizes.
                 Engine::F32(layer) => unsafe { forward.run(layer) }.map(PassState::F32),
-                // SAFETY: as above.
+                // SAFETY: as for f32.
                 Engine::Bf16(layer, _) => unsafe { forward.run(layer) }.map(PassState::Bf16),
             })?;
             state.has_spare = false;
@@ -407,7 +410,7 @@ impl Layer {
         Ok(Saved { pass: Mutex::new(Some(pass)), tokens, layer: self.state.clone() })
     }
 
-    /// Bytes put to other processes so far.
+    /// Total bytes put to other processes.
     fn sent_bytes(&self) -> PyResult<u64> {
         Ok(match &lock(&self.state)?.engine {
             Engine::F32(layer) => layer.bytes_put(),
@@ -418,8 +421,8 @@ impl Layer {
 
 #[pymethods]
 impl Saved {
-    /// The backward of this pass: the addresses of x, grad_output, grad_x and grad_weights (`Backward`), of the experts, and of where their
-    /// gradients go. Collective.
+    /// The backward of this pass (collective). `tensors` holds the addresses of x, grad_output, grad_x and grad_weights
+    /// (`Backward`), `experts` those of the experts, and `gradients` those of the experts' gradients.
     fn backward(
         &self,
         py: Python<'_>,
@@ -435,11 +438,11 @@ impl Saved {
             let mut pass = taken.ok_or_else(gone)?;
             let mut state = lock(&self.layer)?;
             state.pass(|engine| match (engine, &mut pass) {
-                // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
+                // SAFETY: the wrapper keeps the tensors alive and has checked their types and sizes.
                 (Engine::F32(layer), PassState::F32(saved)) => unsafe {
                     backward.run(layer, saved, &mut MlpGradients::default())
                 },
-                // SAFETY: as above.
+                // SAFETY: as for f32.
                 (Engine::Bf16(layer, rounded), PassState::Bf16(saved)) => unsafe {
                     backward.run(layer, saved, rounded)
                 },
@@ -451,7 +454,7 @@ impl Saved {
     }
 }
 
-/// What a model's configuration (JSON) says of its routed experts: activation, gated, bias, limit, limit_after, plus_one.
+/// The routed experts of a model configuration (JSON): activation, gated, bias, limit, limit_after, plus_one.
 #[pyfunction]
 fn family_expert<'py>(py: Python<'py>, config: &str) -> PyResult<Bound<'py, PyDict>> {
     let wrong = |e: String| PyValueError::new_err(e);
@@ -469,13 +472,13 @@ fn family_expert<'py>(py: Python<'py>, config: &str) -> PyResult<Bound<'py, PyDi
     Ok(dict)
 }
 
-/// The model families whose experts are known, by the `model_type` of the text model.
+/// The supported model families, by the text model's `model_type`.
 #[pyfunction]
 fn families() -> Vec<&'static str> {
     Family::all().map(Family::model_type).collect()
 }
 
-/// The numbers of the experts that are process `rank`'s, of `experts` over `size` processes.
+/// The indices of process `rank`'s experts, for `experts` over `size` processes.
 #[pyfunction]
 fn local_experts(experts: usize, rank: usize, size: usize) -> Vec<usize> {
     block(experts, size, rank).collect()

@@ -1,5 +1,5 @@
-//! Ctrl-C while a pass waits for other processes: the interpreter is released meanwhile, so that Python itself would see a signal only
-//! when the pass has ended.
+//! Handles Ctrl-C while a pass waits for other processes. The pass has released the interpreter, so Python itself would only
+//! handle the signal after the pass.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -7,40 +7,40 @@ use std::time::{Duration, Instant};
 use aristos::shmem::{LostPe, Watch};
 use pyo3::prelude::*;
 
-/// Between two looks, which each take the interpreter.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Interval between checks, each of which takes the interpreter.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Runs Python's handlers of signals that came, in waits of the main thread; once one has raised an exception, all waits end.
+/// Runs Python's signal handlers during waits of the main thread; once a handler has raised an exception, all waits end.
 pub(crate) struct Signals {
     rank: usize,
-    looked: Mutex<Looked>,
+    last_check: Mutex<LastCheck>,
 }
 
-struct Looked {
+struct LastCheck {
     at: Instant,
     raised: Option<PyErr>,
 }
 
 impl Signals {
     pub(crate) fn new(rank: usize) -> Signals {
-        Signals { rank, looked: Mutex::new(Looked { at: Instant::now(), raised: None }) }
+        Signals { rank, last_check: Mutex::new(LastCheck { at: Instant::now(), raised: None }) }
     }
 
-    /// The exception that ended a wait.
+    /// The exception that has ended a wait.
     pub(crate) fn raised(&self) -> Option<PyErr> {
-        let looked = self.looked.lock().ok()?;
-        Python::attach(|py| looked.raised.as_ref().map(|raised| raised.clone_ref(py)))
+        let last_check = self.last_check.lock().ok()?;
+        Python::attach(|py| last_check.raised.as_ref().map(|raised| raised.clone_ref(py)))
     }
 }
 
 impl Watch for Signals {
     fn lost(&self) -> Option<LostPe> {
-        let mut looked = self.looked.lock().ok()?;
-        if looked.raised.is_none() && looked.at.elapsed() >= LOOK_EVERY {
-            // None when the interpreter is about to end.
-            looked.raised = Python::try_attach(|py| py.check_signals()).and_then(Result::err);
-            looked.at = Instant::now();
+        let mut last_check = self.last_check.lock().ok()?;
+        if last_check.raised.is_none() && last_check.at.elapsed() >= CHECK_INTERVAL {
+            // `None` if the interpreter is shutting down.
+            last_check.raised = Python::try_attach(|py| py.check_signals()).and_then(Result::err);
+            last_check.at = Instant::now();
         }
-        looked.raised.is_some().then(|| LostPe::new(self.rank, "it was interrupted"))
+        last_check.raised.is_some().then(|| LostPe::new(self.rank, "it was interrupted"))
     }
 }

@@ -1,4 +1,4 @@
-"""What the tests share: cases run on all processes, a line for each from rank 0."""
+"""Test harness: runs cases on all processes; rank 0 prints a line per case."""
 
 import traceback
 
@@ -8,19 +8,19 @@ import aristos
 
 
 def relative_error(got, want):
-    """The norm of the difference over the norm of what is wanted; infinity for what is not a number."""
+    """Norm of the difference divided by the norm of `want`; infinity if a value is not finite."""
     got, want = got.detach().float(), want.detach().float()
     error = ((got - want).norm() / (want.norm() + 1e-12)).item()
     return error if error == error else float("inf")
 
 
 def full(tensor):
-    """A DTensor whole; collective."""
+    """The full tensor of a DTensor. Collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def run(cases):
-    """Runs (name, function) cases; each returns what is to be said of it, or raises. How many failed on any process."""
+    """Runs (name, function) cases; a function returns a remark or raises. Returns the number of cases that failed on any process."""
     group = aristos.init()
     rank, size = group.rank, group.size
     failures = 0
@@ -45,7 +45,7 @@ def run(cases):
 
 
 def refused(kind, words, call):
-    """That a call raises this kind of error, in one line with these words."""
+    """Checks that a call raises an error of this kind, in one line that contains these words."""
     try:
         call()
     except kind as error:

@@ -1,7 +1,7 @@
-"""Runs cases of the tests in this folder, a line for each: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
+"""Runs test cases of this folder and prints a line per case: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
-A case is ``docs``, ``torchtitan``, ``megatron``, ``experts``, which is all of test_experts.py, ``experts:NAME``, or one of test_transformers.py's. Processes
-are forked with torchrun's variables, after torch and transformers have been imported, which takes longer than most cases.
+A case is ``docs``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, or a case of test_transformers.py. Processes
+are forked with torchrun's variables after importing torch and transformers, because the imports take longer than most cases.
 """
 
 import os
@@ -16,26 +16,26 @@ import test_docs
 import test_experts
 import test_transformers
 
-# How long the other processes have when one has failed.
+# Time that the other processes have after one has failed.
 GRACE_S = 20
 
 
 def torchtitan():
-    # Not for all processes: it takes seconds to import.
+    # Imported here only, because it takes seconds.
     import test_torchtitan
 
     return test_torchtitan.overridden_experts_equal_torchtitans()
 
 
 def megatron():
-    # The same.
+    # Imported here only, because it takes seconds.
     import test_megatron
 
     return test_megatron.layer_by_specification_equals_megatrons()
 
 
 def cases_of(text, size):
-    """The (name, function) pairs that a word of the command line stands for."""
+    """The (name, function) pairs of a word of the command line."""
     module, _, name = text.partition(":")
     if text == "docs":
         return [("docs::the_ten_lines", test_docs.the_ten_lines)]
@@ -49,7 +49,7 @@ def cases_of(text, size):
 
 
 def process(rank, size, port, cases):
-    """A forked process's part; does not return."""
+    """Body of a forked process; does not return."""
     failed = 1
     try:
         os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -63,7 +63,7 @@ def process(rank, size, port, cases):
 
 
 def launch(size, cases):
-    """Runs cases on as many processes; whether all ended well."""
+    """Runs cases on `size` processes; returns whether all succeeded."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Runs the Python lines of docs/training.md as they stand, by torchrun from the repository's root."""
+"""Runs the unmodified Python example of docs/training.md under torchrun from the repository's root."""
 
 import pathlib
 import re
@@ -15,7 +15,7 @@ def the_ten_lines():
     names = {}
     exec(compile(blocks[0], str(PAGE), "exec"), names)
     loss = names["loss"].item()
-    # A trained model: well below the ln 128 of one that knows nothing.
+    # Training must reduce the loss well below ln 128, the loss of a uniform guess.
     assert 0 < loss < 4, loss
     router = names["model"].model.layers[0].mlp.gate.weight.grad
     assert router is not None and router.norm() > 0

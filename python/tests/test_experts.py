@@ -1,4 +1,4 @@
-"""The operators, the layer, and what they refuse, against the same mathematics in plain PyTorch."""
+"""Compares the operators and the layer with plain PyTorch, and checks their errors."""
 
 import gc
 import multiprocessing
@@ -24,7 +24,7 @@ def tokens_of(rank):
 
 
 class Problem:
-    """Tokens, routing and weights of all processes, and this one's part."""
+    """Tokens, routing and weights of all processes, and this process's part."""
 
     def __init__(self, dtype=torch.float32, seed=0):
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -51,7 +51,7 @@ class Problem:
         return aristos.experts(self.x, self.ids, self.w, self.up, self.down, **form)
 
     def wanted(self):
-        """Output and gradients of this process's leaves, by one process in float64."""
+        """Reference output and gradients of this process's leaves, computed by one process in float64."""
         x, w, up, down = (t.double().requires_grad_() for t in (self.all_x, self.all_w, self.all_up, self.all_down))
         y = 0
         for k in range(TOP_K):
@@ -84,10 +84,10 @@ def operators_pass_opcheck():
     group = aristos.init()
     arguments = (problem.x, problem.ids, *problem.leaves()[1:], None, None, group.number, -1, "silu", True, 0.0, False, False)
     torch.library.opcheck(torch.ops.aristos.experts.default, arguments)
-    # The check of AOT dispatch above runs the backward operator too; by itself it cannot be checked, as the checks copy its ticket.
+    # AOT dispatch runs the backward operator above. It cannot be checked by itself, because the checks copy its ticket.
 
 
-def compiled_without_a_break():
+def compile_has_no_graph_break():
     problem = Problem()
     aristos.init()
 
@@ -114,7 +114,7 @@ def checkpointed():
 
 
 def forwards_before_backwards():
-    # In the order of the forwards, which is not autograd's own.
+    # In the order of the forward passes, which differs from autograd's.
     first, second = Problem(seed=1), Problem(seed=2)
     outputs = [problem.experts() for problem in (first, second)]
     for problem, output in zip((first, second), outputs):
@@ -168,7 +168,7 @@ def strided_inputs():
 def weights_are_never_stale():
     problem = Problem()
     problem.experts()
-    # Three ways to change them: in place, through .data, which no version counter sees, and as an optimizer does.
+    # Three ways to change weights: in place, through .data without a version counter, and like an optimizer.
     with torch.no_grad():
         problem.up.mul_(0.5)
         problem.all_up.mul_(0.5)
@@ -180,7 +180,7 @@ def weights_are_never_stale():
 
 
 def finite_differences():
-    # Of a random direction, in f32: the central difference's own error is about 1e-3 at this step.
+    # In a random direction, in f32: the error of the central difference is about 1e-3 at this step.
     problem = Problem()
     output = problem.experts()
     output.backward(problem.grad)
@@ -204,8 +204,8 @@ def finite_differences():
     return f"{error:.1e}"
 
 
-def on_a_part_of_the_processes():
-    # Collective over all, used by the first alone.
+def group_of_a_subset():
+    # Created by all processes, used by the first only.
     part = dist.new_group([0])
     if dist.get_rank() == 0:
         group = aristos.Group(part)
@@ -232,7 +232,7 @@ def moe_equals_one_process():
         aristos.save(single, folder[0], alone)
     dist.barrier()
     spread = moe_of(group)
-    # Other weights than `single`, to see that they are loaded.
+    # Weights that differ from `single`'s, so that loading them is visible.
     with torch.no_grad():
         for parameter in spread.parameters():
             parameter.fill_(9.0)
@@ -263,7 +263,7 @@ def moe_equals_one_process():
     counts = spread.expert_tokens.clone()
     dist.all_reduce(counts)
     assert counts.tolist() == single.expert_tokens.tolist() and counts.sum() == size * 6 * TOP_K
-    # Saved on all processes, loaded by one.
+    # Saved by all processes, loaded by one.
     again = [tempfile.mkdtemp()]
     dist.broadcast_object_list(again)
     aristos.save(spread, again[0], group)
@@ -281,7 +281,7 @@ def moe_equals_one_process():
         assert "experts.3.up_proj.weight" in str(error)
 
 
-def wrong_arguments_are_named_and_the_next_pass_works():
+def invalid_arguments_are_named_and_the_next_pass_works():
     p = Problem()
     group = aristos.init()
     call = lambda **changed: aristos.experts(**(dict(x=p.x, ids=p.ids, weights=p.w, up=p.up, down=p.down) | changed))
@@ -301,7 +301,7 @@ def wrong_arguments_are_named_and_the_next_pass_works():
     ids, weights = torch.cat([p.all_ids] * 9), torch.cat([p.all_w] * 9)
     p.experts()
     refused(ValueError, ["tokens, expected at most", "max_tokens"], lambda: call(x=more, ids=ids, weights=weights))
-    # On one process alone: the others wait for its next call.
+    # On one process only; the others wait for its next call.
     if dist.get_rank() == 0:
         refused(ValueError, ["token 0 has expert 8"], lambda: call(ids=torch.full_like(p.ids, 8)))
     output = p.experts()
@@ -311,7 +311,7 @@ def wrong_arguments_are_named_and_the_next_pass_works():
     return f"group {group.number}"
 
 
-def wrong_settings_are_named():
+def invalid_settings_are_named():
     for limit in (0, -1.0, float("nan"), 1e300, "a"):
         refused(ValueError, ["wait_limit_s is", "expected seconds"], lambda: aristos.init(wait_limit_s=limit))
     for most in (0, 1.5, "a"):
@@ -345,7 +345,7 @@ def nan_weights_pass_through():
     return equal_in(torch.float32, 1e-5)()
 
 
-def shapes_that_differ_are_named():
+def different_shapes_are_named():
     aristos.init(wait_limit_s=20)
     rank = dist.get_rank()
     inner = INNER + 8 * (rank == 1)
@@ -358,7 +358,7 @@ def shapes_that_differ_are_named():
     return text
 
 
-def a_rank_that_stops_is_named():
+def stopped_rank_is_named():
     aristos.init(wait_limit_s=3)
     problem = Problem()
     problem.experts()
@@ -375,7 +375,7 @@ def a_rank_that_stops_is_named():
     return text
 
 
-def an_exception_in_a_step_leaves_the_next_one():
+def next_step_works_after_an_exception():
     problem = Problem()
     for _ in range(2):
         try:
@@ -394,7 +394,7 @@ def _in_a_fork(queue, problem):
         queue.put(f"{type(error).__name__}: {error}")
 
 
-def a_fork_is_refused():
+def fork_is_refused():
     problem = Problem()
     problem.experts()
     context = multiprocessing.get_context("fork")
@@ -410,7 +410,7 @@ CASES = [
     ("equal_in_f32", equal_in(torch.float32, 1e-5)),
     ("equal_in_bf16", equal_in(torch.bfloat16, 2e-2)),
     ("operators_pass_opcheck", operators_pass_opcheck),
-    ("compiled_without_a_break", compiled_without_a_break),
+    ("compile_has_no_graph_break", compile_has_no_graph_break),
     ("checkpointed", checkpointed),
     ("forwards_before_backwards", forwards_before_backwards),
     ("one_layer_twice_in_a_step", one_layer_twice_in_a_step),
@@ -418,22 +418,22 @@ CASES = [
     ("strided_inputs", strided_inputs),
     ("weights_are_never_stale", weights_are_never_stale),
     ("finite_differences", finite_differences),
-    ("on_a_part_of_the_processes", on_a_part_of_the_processes),
+    ("group_of_a_subset", group_of_a_subset),
     ("moe_equals_one_process", moe_equals_one_process),
-    ("wrong_arguments_are_named_and_the_next_pass_works", wrong_arguments_are_named_and_the_next_pass_works),
-    ("wrong_settings_are_named", wrong_settings_are_named),
+    ("invalid_arguments_are_named_and_the_next_pass_works", invalid_arguments_are_named_and_the_next_pass_works),
+    ("invalid_settings_are_named", invalid_settings_are_named),
     ("nan_weights_pass_through", nan_weights_pass_through),
-    ("shapes_that_differ_are_named", shapes_that_differ_are_named),
-    ("a_rank_that_stops_is_named", a_rank_that_stops_is_named),
-    ("an_exception_in_a_step_leaves_the_next_one", an_exception_in_a_step_leaves_the_next_one),
-    ("a_fork_is_refused", a_fork_is_refused),
+    ("different_shapes_are_named", different_shapes_are_named),
+    ("stopped_rank_is_named", stopped_rank_is_named),
+    ("next_step_works_after_an_exception", next_step_works_after_an_exception),
+    ("fork_is_refused", fork_is_refused),
 ]
 
-# What one process alone has no part in.
-SEVERAL = {"on_a_part_of_the_processes", "shapes_that_differ_are_named", "a_rank_that_stops_is_named"}
+# Cases that need more than one process.
+SEVERAL = {"group_of_a_subset", "different_shapes_are_named", "stopped_rank_is_named"}
 
 
 def cases(wanted, size):
-    """Those for this number of processes as (name, function), or only the one that is wanted."""
+    """The cases for this number of processes as (name, function), or only the wanted one."""
     found = [(f"experts::{name}", case) for name, case in CASES if name == wanted or not wanted and (size > 1 or name not in SEVERAL)]
     return found or sys.exit(f"no case experts:{wanted}")

@@ -1,4 +1,4 @@
-"""What needs processes started and ended: run by tools/test-python as it is, in the repository's root; `--deep` also trains 300 steps."""
+"""Tests that start and end processes; tools/test-python runs this script in the repository's root. `--deep` also trains 300 steps."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import time
 import typing
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Of a job that hangs: one that does not takes 10 s, and many times that where others use the processors.
+# Limit of a hanging job. A working one takes 10 s, and much longer on a busy machine.
 LIMIT_S = 600
 STUCK = """
 import os, sys, time, torch, aristos
@@ -29,7 +29,8 @@ except KeyboardInterrupt:
     raise
 """
 
-# After a pass that all agree on, one process makes a layer of another shape: the one waits in a pass, the other for it to make the layer.
+# After a common pass, one process creates a layer of another shape: the other waits in a pass, and it waits for the other to
+# create the layer.
 PARTED = """
 import time, torch, aristos
 group = aristos.init(wait_limit_s=3)
@@ -41,13 +42,13 @@ try:
     call(4 + group.rank)
 except aristos.AristosError as error:
     print(f"rank {group.rank}: {error}", flush=True)
-# No process's end is what lets the other one go.
+# Stay alive: the error must not be caused by a process that ends.
 time.sleep(6)
 """
 
 
-# All but the last rank end while gloo's thread, which is to let go of the tensor, waits for the interpreter: by itself that is given away only when
-# the program's end has begun.
+# All but the last rank exit while gloo's thread, which must release the tensor, waits for the interpreter. The interpreter is
+# only released once the exit has begun.
 ENDING = """
 import sys, time, torch, torch.distributed as dist, aristos
 group = aristos.init()
@@ -67,7 +68,7 @@ if group.rank < group.size - 1:
 else:
     time.sleep(0.2)
     dist.all_reduce(torch.ones(4))
-    # The others' end is not for want of this process.
+    # Outlive the other processes, so that their exit does not depend on this one.
     time.sleep(1.5)
 """
 
@@ -78,7 +79,7 @@ def torchrun(pes, *command, **more):
 
 
 def alive(pid):
-    """Whether a process runs; one that nobody has waited for does not."""
+    """Whether a process runs; zombies do not count."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -98,7 +99,7 @@ def ctrl_c_ends_all_ranks():
             time.sleep(0.1)
         time.sleep(0.5)
         ranks = [int(file.name) for file in pids.iterdir()]
-        # As a terminal does: to all of them.
+        # Like a terminal: to all processes.
         began = time.monotonic()
         os.killpg(job.pid, signal.SIGINT)
         try:
@@ -108,13 +109,13 @@ def ctrl_c_ends_all_ranks():
                 if alive(pid):
                     os.kill(pid, signal.SIGKILL)
                     raise AssertionError(f"process {pid} runs after Ctrl-C")
-        # By themselves: torchrun kills after 30 s what has not ended.
+        # Without torchrun's help, which kills remaining processes after 30 s.
         for pid in ranks:
             assert (pids / f"{pid}.interrupted").exists(), f"process {pid} did not see Ctrl-C"
         return f"{time.monotonic() - began:.1f} s"
 
 
-def another_shape_later_ends_in_an_error_on_each():
+def different_later_shapes_are_an_error_on_each_rank():
     with tempfile.TemporaryDirectory() as folder:
         script = pathlib.Path(folder) / "parted.py"
         script.write_text(PARTED)
@@ -127,7 +128,7 @@ def another_shape_later_ends_in_an_error_on_each():
         assert "rank 1: to make a layer: rank 0 did not come in 3" in said, said[-400:]
 
 
-def a_job_that_has_done_its_work_ends_well():
+def finished_job_exits_cleanly():
     with tempfile.TemporaryDirectory() as folder:
         script = pathlib.Path(folder) / "ending.py"
         script.write_text(ENDING)
@@ -137,7 +138,7 @@ def a_job_that_has_done_its_work_ends_well():
 
 
 def reason(said):
-    """The end of what a job's processes said, without what torchrun says of how they ended."""
+    """The end of a job's output, without torchrun's report about its processes."""
     lines = said.split("failed (exitcode")[0].splitlines()
     return "\n".join(line for line in lines if "torch/distributed/elastic" not in line)[-1200:]
 
@@ -148,7 +149,7 @@ def train(pes, out, *more, batch=4, length=64):
     assert job.returncode == 0, reason(said)
 
 
-def training_goes_on_with_another_number_of_processes():
+def training_resumes_with_another_number_of_processes():
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder)
         train(2, out, "--steps", 12, "--save-every", 6)
@@ -166,8 +167,9 @@ def training_goes_on_with_another_number_of_processes():
         return f"resumed {again:.1e}, unpatched {unpatched:.1e}"
 
 
-def losses_stay_together_for_300_steps():
-    # Fine-tuning on a text of another kind. From random weights transformers' own ways to compute experts leave each other too.
+def losses_agree_for_300_steps():
+    # Fine-tuning on a different text. From random weights, transformers' own expert implementations diverge from each other
+    # too.
     how = ("--from-model", "examples/tiny-moe", "--text", typing.__file__, "--learning-rate", 1e-4, "--epsilon", 1e-6, "--warm-up", 20)
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder)
@@ -185,14 +187,14 @@ def losses_stay_together_for_300_steps():
 
 CASES = [
     ctrl_c_ends_all_ranks,
-    another_shape_later_ends_in_an_error_on_each,
-    a_job_that_has_done_its_work_ends_well,
-    training_goes_on_with_another_number_of_processes,
+    different_later_shapes_are_an_error_on_each_rank,
+    finished_job_exits_cleanly,
+    training_resumes_with_another_number_of_processes,
 ]
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--deep"]:
-        CASES.append(losses_stay_together_for_300_steps)
+        CASES.append(losses_agree_for_300_steps)
     print(f"running {len(CASES)} cases", flush=True)
     failures = 0
     for case in CASES:

@@ -1,6 +1,6 @@
-"""Megatron-Core's MoE layer by its specification, with Aristos, against its own experts in one process.
+"""Compares Megatron-Core's MoE layer with Aristos, built from its specification, with its own experts in one process.
 
-Without Apex, Transformer Engine and a GPU: `without_gpu`.
+`without_gpu` replaces Apex, Transformer Engine and the GPU.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ def config_of(**changed):
 
 
 def layer_of(module, config):
-    """A layer as Megatron builds it, of this class."""
+    """Builds a layer of this class like Megatron."""
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
     mlp = spec.submodules.mlp
     return build_module(ModuleSpec(module=module, submodules=mlp.submodules, metainfo=mlp.metainfo), config=config)
 
 
 def passes(layer, x, grad):
-    """Output, gradient of the input, and those of the parameters by name."""
+    """Output, gradient of the input, and gradients of the parameters by name."""
     x = x.clone().requires_grad_()
     output, bias = layer(x)
     assert bias is None
@@ -46,12 +46,12 @@ def passes(layer, x, grad):
 
 
 def numbered_from(name, first):
-    """The name that a parameter of a process has, whose experts begin with `first`, where one process has all."""
+    """The name in a one-process layer of a parameter of a process whose first expert is `first`."""
     return re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number[0]) + first), name)
 
 
 def without_gpu():
-    """Megatron's router asks for the current GPU and, in this version, for Transformer Engine by a name that is not there without it."""
+    """Patches the router's queries of the current GPU and of Transformer Engine, which this version makes even without them."""
     patches = contextlib.ExitStack()
     patches.enter_context(mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")))
     patches.enter_context(mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True))
@@ -71,7 +71,7 @@ def layer_by_specification_equals_megatrons():
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x, grad = torch.randn(size, LENGTH, BATCH, HIDDEN), torch.randn(size, LENGTH, BATCH, HIDDEN)
-    # Megatron's own, with all experts, on each process's tokens in turn: gradients of the experts are sums over all.
+    # Megatron's layer with all experts, on each process's tokens in turn: the experts' gradients are sums over all tokens.
     with without_gpu(), parallel(1):
         own = layer_of(MoELayer, config_of())
         weights = dict(own.named_parameters())
@@ -91,7 +91,7 @@ def layer_by_specification_equals_megatrons():
         refused(ValueError, ["glu_linear_offset is 1.0, expected 0.0"], lambda: layer_of(aristos.megatron.MoELayer, config_of(**wrong)))
     errors = {"output": relative_error(output, wanted[rank][0]), "x": relative_error(grad_x, wanted[rank][1])}
     for name, got in gradients.items():
-        # Of what every process has, the gradient is its own tokens'.
+        # Gradients of replicated parameters are of the process's own tokens.
         want = summed if "local_experts" in name else wanted[rank][2]
         errors[name] = relative_error(got, want[names[name]])
     worst = max(errors, key=errors.get)

@@ -1,4 +1,4 @@
-"""torchtitan's routed experts, overridden as its command does it, against its own in one process; both compute in bfloat16."""
+"""Compares torchtitan's routed experts, overridden as by its command, with its own in one process; both compute in bfloat16."""
 
 import sys
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from harness import relative_error
 from torch.distributed.device_mesh import init_device_mesh
 
-# Kernels for GPUs, which nothing here calls and which need triton when they are imported: 0.2 GB to download.
+# GPU kernels that these tests do not call, but whose import needs triton: 0.2 GB to download.
 sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = mock.MagicMock()
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts

@@ -1,7 +1,7 @@
 """Output and every parameter's gradient with experts over N processes equal the unpatched model's in one process.
 
-A case is a mode (``fsdp``, ``tp``, ``both``: tp of
-2 within fsdp, or ``alone``: one process, without expert parallelism), a colon, and a model type; ``:bf16`` for bfloat16; ``:FAULT`` for a fault that is planted, and that the comparison must see.
+A case is a mode (``fsdp``, ``tp``, ``both``: tp of 2 within fsdp, or ``alone``: one process, without expert parallelism), a colon, and a model
+type; ``:bf16`` for bfloat16; ``:FAULT`` for an injected fault that the comparison must detect.
 """
 
 import contextlib
@@ -23,22 +23,23 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests" / "parity"))
 from make_families import configure
 
 EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8)
-# What only one family has; the other fields are the parity tests'.
+# Fields that only one family has; the others are those of the parity tests.
 FIELDS = {
     "deepseek_v3": dict(n_group=2, topk_group=1),
     "dots1": dict(n_shared_experts=1),
     "ernie4_5_moe": dict(moe_k=2),
     "qwen3_moe": dict(norm_topk_prob=True),
 }
-# Rows of 16 bytes or a multiple: grouped products of bfloat16 in the unpatched model take no others.
+# The unpatched model's grouped GEMM in bfloat16 needs rows of a multiple of 16 bytes.
 WIDTHS = dict(moe_intermediate_size=16, intermediate_size=32, shared_intermediate_size=16)
 ROUTERS = ("gate.weight", "router.weight", "gate.wg.weight")
 BATCH, LENGTH = 4, 16
-# In bfloat16 a second step begins with other weights: rounding alone makes them differ.
+# In bfloat16 a second step would start with different weights because of rounding alone.
 STEPS = {torch.float32: 2, torch.bfloat16: 1}
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-# A gradient above that may be so much further from a wider type's than the unpatched model's own is: in bfloat16 that of a router or a layer
-# norm is up to 0.3 off by rounding alone, in float32 FlexOlmo's 1.0e-5 after a step.
+# Maximum error of a gradient above the general limit, relative to the unpatched model's own distance from a wider type: in
+# bfloat16, rounding alone changes gradients of routers and layer norms by up to 0.3, and in float32 FlexOlmo's by 1.0e-5 after
+# a step.
 ROUNDING, WIDER = 1.1, {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 
 
@@ -54,7 +55,7 @@ def with_first_weights(original):
     first = {}
 
     def experts(x, ids, weights, up, down, **form):
-        # As if the layer had kept the weights of its first pass, and their gradients' place.
+        # As if the layer had kept the weights of its first pass and the storage of their gradients.
         def stale(tensor, part):
             key = (tensor.data_ptr(), part)
             return tensor + (first.setdefault(key, tensor.detach().clone()) - tensor).detach()
@@ -65,8 +66,8 @@ def with_first_weights(original):
 
 
 @contextlib.contextmanager
-def planted(fault):
-    """The plug-in with a fault, or as it is with none."""
+def injected(fault):
+    """The plug-in with an injected fault, or unchanged without one."""
     original = torch.ops.aristos.experts_backward, _transformers.run_experts
     if fault == "no-gradient-of-weights":
         torch.ops.aristos.experts_backward = without_routing_gradient(original[0])
@@ -79,7 +80,7 @@ def planted(fault):
 
 
 def steps(model, batches, count):
-    """The logits of the first batch, and the gradients of the last of some steps of SGD."""
+    """The logits of the first batch, and the gradients of the last of `count` SGD steps."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     logits = None
@@ -97,8 +98,8 @@ _folders = []
 
 @functools.cache
 def folder_of(name):
-    """A folder with a tiny model of a family, the same on all processes."""
-    # Deleted at the end, by the process that made it.
+    """A folder with a tiny model of a family, identical on all processes."""
+    # Deleted at the end by the process that created it.
     made = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
     _folders.append(made)
     shared = [made and made.name]
@@ -108,7 +109,7 @@ def folder_of(name):
         config = configure(name, {})
         fields = {field: n for field, n in (EXPERTS | WIDTHS).items() if hasattr(config, field)} | FIELDS.get(name, {})
         model = AutoModelForCausalLM.from_config(configure(name, fields))
-        # Scores far apart, so that bfloat16 does not decide who is chosen.
+        # Widely separated scores, so that rounding to bfloat16 does not change the selection.
         for key, parameter in model.named_parameters():
             if key.endswith(ROUTERS) and parameter.dim() == 2:
                 parameter.data.mul_(40)
@@ -119,7 +120,7 @@ def folder_of(name):
 
 @functools.cache
 def wanted(name, dtype, batches, split_attention):
-    """By the unpatched model: on one process, or with its attention split as the patched one's is, and its own way to spread experts."""
+    """Reference of the unpatched model: on one process, or with attention split as in the patched model and its own expert parallelism."""
     how = dict(experts_implementation="eager")
     if split_attention:
         size = dist.get_world_size()
@@ -130,7 +131,7 @@ def wanted(name, dtype, batches, split_attention):
 
 @functools.cache
 def exact(name, dtype, batches):
-    """The gradients in a wider type, from the weights that `dtype` has."""
+    """The gradients in a wider type, from weights rounded to `dtype`."""
     reference = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=dtype, experts_implementation="eager").to(WIDER[dtype])
     return steps(reference, batches_of(batches), STEPS[dtype])[1]
 
@@ -145,9 +146,9 @@ def batches_of(n):
 
 
 def compare(mode, name, dtype):
-    """The worst relative error over the logits and all parameters' gradients but those that are rounded alike; of which, and which are."""
+    """The worst relative error of the logits and all gradients except those with similar rounding; its name, and the excepted names."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    # In bfloat16 attention that is split rounds otherwise, as much as what is compared.
+    # In bfloat16, split attention rounds differently, by as much as the compared differences.
     logits, gradients = wanted(name, dtype, BATCH * size, mode == "tp" and dtype == torch.bfloat16)
     split = {"fsdp": dict(fsdp_size=size), "tp": dict(tp_size=size), "both": dict(fsdp_size=size // 2, tp_size=2), "alone": {}}[mode]
     if mode == "alone":
@@ -175,7 +176,7 @@ def compare(mode, name, dtype):
 
 
 def case(mode, name, dtype, fault):
-    with planted(fault):
+    with injected(fault):
         error, worst = compare(mode, name, dtype)
     seen = error > LIMITS[dtype]
     said = f"{error:.1e}, {worst}"

@@ -1,85 +1,50 @@
 //! Collective data movement: all-reduce and all-gather, one-sided, through a bounded staging buffer.
 //!
-//! Everything goes over *channels*, one for each ordered pair of PEs. The channel from `s` to `d` has two slots in
-//! `d`'s staging buffer, used in turn, and for each slot a word that counts the messages put there. Message `m`, counted
-//! from 0, goes to slot `m % 2` by one put_signal, the data and an ADD of 1; `d` waits until the word is at least
-//! `m / 2 + 1`, and reads the slot. Two PEs take part in common collectives in the same order, whatever the teams,
-//! so the m-th message sent is the m-th expected. Nothing is ever reset.
+//! PEs communicate over *channels*, one for each ordered pair of PEs. The channel from `s` to `d` has two slots in `d`'s
+//! staging buffer, which alternate, and for each slot a word that counts the messages put into it. Message `m`, counted from 0,
+//! goes to slot `m % 2` by one put_signal (the data and an ADD of 1); `d` waits until the word is at least `m / 2 + 1` and
+//! reads the slot. Two PEs take part in their common collectives in the same order, whatever the teams, so the m-th message
+//! sent is the m-th expected. Words are never reset.
 //!
-//! No slot is overwritten before it is read, though nobody acknowledges: **before `s` sends message `m + 2` to `d`, it
-//! has received one that `d` sent after reading message `m`.** Hence at most one message is under way per slot, its
-//! word cannot count a later one in its place, and no fence is needed: the only order asked for is put_signal's own,
-//! data before signal. The proof, by stages. In a stage a PE sends to other members, then receives what they send it in
-//! that stage; a message it sends in a later stage says that it has read all those of the earlier ones. All-gather
-//! is one exchange per step: everybody sends to everybody. All-reduce is two stages per chunk: in reduce-scatter
-//! (RS) everybody sends to each member whose part is not empty, in all-gather (AG) each of those sends to everybody.
+//! No slot is overwritten before it is read, although receivers send no acknowledgements: **before `s` sends message `m + 2` to
+//! `d`, it has received a message that `d` sent after reading message `m`.** Hence at most one message per slot is in flight,
+//! its word cannot count a later message instead, and no fence is needed: the only ordering used is that of put_signal, data
+//! before signal. The proof goes by stages. In a stage a PE sends to other members and then receives what they send in that
+//! stage; a message of a later stage implies that its sender has read all messages of the earlier ones. All-gather is one
+//! exchange per step, in which every member sends to every other. All-reduce has two stages per chunk: in reduce-scatter (RS)
+//! every member sends to each member whose part is not empty; in all-gather (AG) each of those sends to every other.
 //! - `m` is an RS: `d`'s part is not empty, so `s` receives `d`'s AG of that chunk, which `d` sends after reading `m`.
 //!   That is before message `m + 2`, since the chunk has at most one message, its AG, after `m`.
-//! - `m` is an AG or an exchange. Message `m + 1` belongs to a later stage. Before `m + 2`, `s` receives a message of
-//!   `d` from the stage of `m + 1` or after, or, `m + 1` being an AG, from the RS before it; in either case `d` has
-//!   then left the stage of `m`. For if `m + 1` is an exchange, so is `d`'s of the same step; if it is an RS, `d`'s
-//!   part is not empty, and either `s` sends AG, after receiving `d`'s RS, or the chunk ends with `d`'s AG.
+//! - `m` is an AG or an exchange. Message `m + 1` belongs to a later stage. Before `m + 2`, `s` receives a message of `d` from
+//!   the stage of `m + 1` or later, or, if `m + 1` is an AG, from the RS before it; in either case `d` has then left the stage
+//!   of `m`. For if `m + 1` is an exchange, so is `d`'s of the same step; if it is an RS, `d`'s part is not empty, and either
+//!   `s` sends AG, after receiving `d`'s RS, or the chunk ends with `d`'s AG.
 //!
-//! Nobody deadlocks: sending does not wait, and what a PE waits for is sent by PEs that need no more than it has sent.
+//! There is no deadlock: sending never blocks, and a PE waits only for messages whose senders need at most what it has already
+//! sent.
 
 use std::time::Instant;
 
+use super::channels::{Channels, SLOTS};
 use super::{Pod, Shmem, SignalOp, Sym, Team, Transport, WaitTimeout};
 
-/// Slots of a channel: two, so that messages need no acknowledgement (see above).
-const SLOTS: usize = 2;
-
-/// The largest slot, bytes.
-const SLOT_BYTES_MAX: usize = 16 << 10;
-
-/// The size of one slot, bytes: a multiple of 64, so that all of them take at most 1/16 of a heap that is large enough.
-pub(super) fn slot_bytes(n_pes: usize, heap_bytes: usize) -> usize {
-    (heap_bytes / 16 / (SLOTS * n_pes) / 64 * 64).clamp(64, SLOT_BYTES_MAX)
-}
-
-/// The ends, at this PE, of the channels from and to every PE.
-#[derive(Debug)]
-pub(super) struct Channels {
-    /// Word `s * SLOTS + slot`: messages that `s` has put into that slot of its channel to this PE.
-    full: Sym<u64>,
-    /// Slot `s * SLOTS + slot`, of `slot_bytes`.
-    staging: Sym<u8>,
-    slot_bytes: usize,
-    /// Messages sent so far, per PE.
-    sent: Vec<u64>,
-    /// Messages received so far, per PE.
-    received: Vec<u64>,
-}
-
 impl Channels {
-    /// How many words `full` has, and bytes `staging`.
-    pub(super) fn sizes(n_pes: usize, heap_bytes: usize) -> (usize, usize) {
-        (SLOTS * n_pes, SLOTS * n_pes * slot_bytes(n_pes, heap_bytes))
-    }
-
-    /// Over words that are zero; sizes as [`Channels::sizes`] gives them.
-    pub(super) fn new(full: Sym<u64>, staging: Sym<u8>) -> Self {
-        let n_pes = full.len() / SLOTS;
-        let slot_bytes = staging.len() / full.len();
-        Self { full, staging, slot_bytes, sent: vec![0; n_pes], received: vec![0; n_pes] }
-    }
-
-    /// Where message `m` of `sender` goes, at its receiver: `bytes` bytes of a slot, and the slot's word.
-    fn place(&self, sender: usize, m: u64, bytes: usize) -> (Sym<u8>, Sym<u64>) {
+    /// Location of message `m` of `sender` at the receiver: `bytes` bytes of a slot, and the slot's word.
+    fn location(&self, sender: usize, m: u64, bytes: usize) -> (Sym<u8>, Sym<u64>) {
         let index = sender * SLOTS + (m % SLOTS as u64) as usize;
         let start = index * self.slot_bytes;
         (self.staging.slice(start..start + bytes), self.full.at(index))
     }
 
-    /// Sends `data`, no longer than a slot, to `to`.
+    /// Sends `data`, at most one slot long, to `to`.
     fn send<T: Transport, E: Pod>(&mut self, shmem: &Shmem<T>, data: &[E], to: usize) {
         let bytes: &[u8] = bytemuck::cast_slice(data);
-        let (slot, full) = self.place(shmem.my_pe(), self.sent[to], bytes.len());
+        let (slot, full) = self.location(shmem.my_pe(), self.sent[to], bytes.len());
         self.sent[to] += 1;
         shmem.put_signal(slot, bytes, full, 1, SignalOp::Add, to);
     }
 
-    /// Receives what `from` sent, as many elements as `data` has.
+    /// Receives a message of `data.len()` elements from `from`.
     fn receive<T: Transport, E: Pod>(
         &mut self,
         shmem: &Shmem<T>,
@@ -88,7 +53,7 @@ impl Channels {
         deadline: Instant,
     ) -> Result<(), WaitTimeout> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(data);
-        let (slot, full) = self.place(from, self.received[from], bytes.len());
+        let (slot, full) = self.location(from, self.received[from], bytes.len());
         let count = self.received[from] / SLOTS as u64 + 1;
         self.received[from] += 1;
         shmem.wait_at_least(full, count, from, deadline)?;
@@ -115,7 +80,7 @@ impl Channels {
             let len = chunk.len();
             let part = |i: usize| len * i / size..len * (i + 1) / size;
             let my_part = part(me);
-            // Reduce-scatter: part i of everybody's data goes to member i, who adds it up in team order.
+            // Reduce-scatter: part i of each member's data goes to member i, which sums in team order.
             for i in others(me, size).filter(|&i| !part(i).is_empty()) {
                 self.send(shmem, &chunk[part(i)], team.members()[i]);
             }
@@ -135,7 +100,7 @@ impl Channels {
                     }
                 }
                 chunk[my_part.clone()].copy_from_slice(sum);
-                // All-gather: the sum goes to everybody.
+                // All-gather: the sum goes to all other members.
                 for i in others(me, size) {
                     self.send(shmem, &chunk[my_part.clone()], team.members()[i]);
                 }
@@ -173,24 +138,7 @@ impl Channels {
     }
 }
 
-/// The members other than `me`, starting with the next one, so that not everybody sends to member 0 first.
+/// The members other than `me`, starting with the next one, so that the first messages do not all go to member 0.
 fn others(me: usize, size: usize) -> impl Iterator<Item = usize> {
     (1..size).map(move |distance| (me + distance) % size)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn staging_stays_within_a_sixteenth_of_a_heap() {
-        for n_pes in [1, 2, 3, 8, 64] {
-            for heap_bytes in [1 << 20, 16 << 20, 1 << 30] {
-                let (_, staging) = Channels::sizes(n_pes, heap_bytes);
-                assert!(staging <= heap_bytes / 16, "{n_pes} PEs, {heap_bytes} bytes: {staging}");
-                assert!(staging <= SLOTS * n_pes * SLOT_BYTES_MAX);
-            }
-        }
-        assert_eq!(slot_bytes(8, 0), 64, "a tiny heap still gets slots");
-    }
 }

@@ -57,17 +57,17 @@ macro_rules! word {
 word!(AtomicU32, u32);
 word!(AtomicU64, u64);
 
-/// What the two sides share besides the signal words, and how to sleep on it.
+/// The state that both sides share in addition to the signal words, and the futex on it.
 pub(super) trait Doorbell {
     /// The type of its words.
     type U32: Word<u32>;
-    /// How many threads of the PE that owns it are asleep or about to be.
+    /// Number of threads of the owning PE that sleep or are about to.
     fn waiters(&self) -> &Self::U32;
-    /// What changes whenever somebody rings.
+    /// Changes at every ring.
     fn bell(&self) -> &Self::U32;
-    /// Sleeps while `bell` is `seen`, `at_most` so long; may wake for no reason.
+    /// Sleeps while `bell` is `seen`, at most for `at_most`; may wake spuriously.
     fn futex_wait(&self, seen: u32, at_most: Duration);
-    /// Wakes all that sleep.
+    /// Wakes all sleeping threads.
     fn futex_wake(&self);
     /// A SeqCst fence.
     fn full_fence();
@@ -84,7 +84,7 @@ pub(super) fn signal<D: Doorbell>(word: &impl Word<u64>, value: u64, op: SignalO
     ring(doorbell);
 }
 
-/// Wakes the PE that owns `doorbell`, if it sleeps, after a word of it was changed.
+/// Wakes the PE that owns `doorbell`, if it sleeps, after one of its words has changed.
 pub(super) fn ring<D: Doorbell>(doorbell: &D) {
     D::full_fence();
     // S2
@@ -94,7 +94,7 @@ pub(super) fn ring<D: Doorbell>(doorbell: &D) {
     }
 }
 
-/// Sleeps until `check`, whose loads are acquire, finds something, or `time_left` says that there is none.
+/// Sleeps until `check`, whose loads must be acquire, returns a value, or `time_left` returns `None`.
 pub(super) fn sleep_until<D: Doorbell, R>(
     doorbell: &D,
     mut check: impl FnMut() -> Option<R>,

@@ -1,11 +1,11 @@
-//! What the one-sided layer reports.
+//! Errors of the one-sided layer.
 
 use std::io;
 use std::time::Duration;
 
-use super::Cmp;
+use super::{Cmp, LostPe};
 
-/// What can go wrong outside of waits.
+/// An error outside of waits.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ShmemError {
@@ -17,72 +17,53 @@ pub enum ShmemError {
     OutOfMemory {
         /// Size of the heap, bytes.
         heap_bytes: usize,
-        /// What was asked for, bytes.
+        /// Requested bytes.
         asked_bytes: usize,
-        /// What is free in all, bytes.
+        /// Total free bytes.
         free_bytes: usize,
         /// The largest free range, bytes.
         largest_bytes: usize,
     },
-    /// A team that cannot be.
+    /// Invalid team members.
     #[error("cannot form the team {members:?}: {why}")]
     Team {
-        /// The members asked for.
+        /// The requested members.
         members: Vec<usize>,
-        /// What is wrong with them.
+        /// The reason.
         why: String,
     },
-    /// The system refused a shared segment.
+    /// A system call for a shared segment failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was attempted, with its size.
+        /// The operation, with its size.
         what: String,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// Processes that were to become one world did not.
+    /// Processes could not form a world.
     #[error("cannot meet the other PEs: {0}")]
     Meeting(String),
-    /// A file descriptor, or a set of segments, that a transport cannot use.
+    /// A file descriptor or a set of segments that a transport cannot use.
     #[error("unusable segment: {0}")]
     Segment(String),
 }
 
-/// A PE that takes no further part: its process has ended, or cannot be reached.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("PE {pe} is lost: {why}")]
-#[non_exhaustive]
-pub struct LostPe {
-    /// The PE, as messages call it ([`Transport::world_pe`](super::Transport::world_pe)).
-    pub pe: usize,
-    /// What was noticed, half a line.
-    pub why: String,
-}
-
-impl LostPe {
-    /// PE `pe`, with half a line that says what was noticed.
-    pub fn new(pe: usize, why: impl Into<String>) -> Self {
-        LostPe { pe, why: why.into() }
-    }
-}
-
-/// A wait's deadline passed, or a PE was lost before it.
+/// A wait ended because its deadline passed or a PE was lost.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("waited {waited:.3?} for a signal {} {expected}, saw {seen}{}", .cmp.symbol(), of_loss(.lost))]
 #[non_exhaustive]
 pub struct WaitTimeout {
     /// The right side of the comparison.
     pub expected: u64,
-    /// The word's value when the wait gave up.
+    /// The word's value when the wait ended.
     pub seen: u64,
     /// The comparison that did not hold.
     pub cmp: Cmp,
-    /// Which wait: its index in the list given; in a collective operation, the PE waited for. Of several waits
-    /// that all failed, the first.
+    /// The index of the failed wait in the given list (the first, if all failed); in a collective operation, the missing PE.
     pub index: usize,
-    /// How long this wait took.
+    /// Duration of the wait.
     pub waited: Duration,
-    /// The PE whose loss ended it, where that did.
+    /// The lost PE, if a loss ended the wait.
     pub lost: Option<LostPe>,
 }
 

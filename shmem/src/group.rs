@@ -1,12 +1,12 @@
-//! A team as a world of its own: [`GroupTransport`].
+//! A team as a world: [`GroupTransport`].
 
 use std::ptr::NonNull;
 use std::time::Instant;
 
 use super::{LostPe, RawWait, Shmem, ShmemError, SignalOp, Sym, Team, Transport};
 
-/// The members of a team, numbered by their place in it, over a block of the world's symmetric heap. What runs on a world
-/// runs on it unchanged, such as a layer on an expert-parallel group.
+/// The members of a team, renumbered by their index in it, over a block of the world's symmetric heap. Code written for a
+/// world, such as a layer, runs unchanged on a group, such as an expert-parallel group.
 #[derive(Debug)]
 pub struct GroupTransport<'w, T: Transport> {
     world: &'w Shmem<T>,
@@ -15,22 +15,22 @@ pub struct GroupTransport<'w, T: Transport> {
 }
 
 impl<'w, T: Transport> GroupTransport<'w, T> {
-    /// The group of `team`, each member with a heap of `heap_bytes` bytes inside `world`'s. All PEs of the world call this with
-    /// the same `heap_bytes`, each with its own team, before anything of the world's heap has been freed: the
-    /// group's heap must be zero, as one that nobody has used is.
+    /// Creates the group of `team`, in which each member has a heap of `heap_bytes` bytes within `world`'s. All PEs of the
+    /// world must call this with the same `heap_bytes`, each with its own team, before anything is freed in the world's heap,
+    /// because the group's heap must be zero.
     ///
     /// # Errors
-    /// When the world's heap has no room for it.
+    /// [`ShmemError::OutOfMemory`] if the world's heap is too full.
     pub fn new(world: &'w Shmem<T>, team: Team, heap_bytes: usize) -> Result<Self, ShmemError> {
         Ok(GroupTransport { block: world.alloc(heap_bytes)?, world, team })
     }
 
-    /// The members' world numbers, in the order of their numbers here.
+    /// The members' world numbers, in group order.
     pub fn members(&self) -> &[usize] {
         self.team.members()
     }
 
-    /// The offset in the world's heap of `bytes` bytes at `offset` of this one.
+    /// Translates `bytes` bytes at `offset` of the group's heap to the offset in the world's heap.
     fn at(&self, offset: usize, bytes: usize) -> usize {
         let end = offset.checked_add(bytes);
         assert!(
@@ -49,7 +49,7 @@ impl<'w, T: Transport> GroupTransport<'w, T> {
         self.team.members()[pe]
     }
 
-    fn all(&self) -> &T {
+    fn transport(&self) -> &T {
         self.world.transport()
     }
 }
@@ -64,7 +64,7 @@ impl<T: Transport> Transport for GroupTransport<'_, T> {
     }
 
     fn world_pe(&self, pe: usize) -> usize {
-        self.all().world_pe(self.pe(pe))
+        self.transport().world_pe(self.pe(pe))
     }
 
     fn heap_bytes(&self) -> usize {
@@ -72,63 +72,63 @@ impl<T: Transport> Transport for GroupTransport<'_, T> {
     }
 
     fn put(&self, dest: usize, src: &[u8], pe: usize) {
-        self.all().put(self.at(dest, src.len()), src, self.pe(pe));
+        self.transport().put(self.at(dest, src.len()), src, self.pe(pe));
     }
 
     fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
-        self.all().put_nbi(self.at(dest, bytes), self.at(src, bytes), bytes, self.pe(pe));
+        self.transport().put_nbi(self.at(dest, bytes), self.at(src, bytes), bytes, self.pe(pe));
     }
 
     fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
         let src = self.at(src, dest.len());
-        self.all().get(dest, src, self.pe(pe));
+        self.transport().get(dest, src, self.pe(pe));
     }
 
     fn get_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
-        self.all().get_nbi(self.at(dest, bytes), self.at(src, bytes), bytes, self.pe(pe));
+        self.transport().get_nbi(self.at(dest, bytes), self.at(src, bytes), bytes, self.pe(pe));
     }
 
     fn put_signal(&self, dest: usize, src: &[u8], signal: usize, value: u64, op: SignalOp, pe: usize) {
-        self.all().put_signal(self.at(dest, src.len()), src, self.word(signal), value, op, self.pe(pe));
+        self.transport().put_signal(self.at(dest, src.len()), src, self.word(signal), value, op, self.pe(pe));
     }
 
     fn signal_op(&self, signal: usize, value: u64, op: SignalOp, pe: usize) {
-        self.all().signal_op(self.word(signal), value, op, self.pe(pe));
+        self.transport().signal_op(self.word(signal), value, op, self.pe(pe));
     }
 
     fn signal_fetch(&self, signal: usize) -> u64 {
-        self.all().signal_fetch(self.word(signal))
+        self.transport().signal_fetch(self.word(signal))
     }
 
     fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
-        self.all().fetch_add(self.word(target), value, self.pe(pe))
+        self.transport().fetch_add(self.word(target), value, self.pe(pe))
     }
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
-        let moved = |wait: &RawWait| RawWait { signal: self.word(wait.signal), ..*wait };
+        let translated = |wait: &RawWait| RawWait { signal: self.word(wait.signal), ..*wait };
         match waits {
-            [one] => self.all().wait_any(&[moved(one)], deadline),
-            many => self.all().wait_any(&many.iter().map(moved).collect::<Vec<_>>(), deadline),
+            [one] => self.transport().wait_any(&[translated(one)], deadline),
+            many => self.transport().wait_any(&many.iter().map(translated).collect::<Vec<_>>(), deadline),
         }
     }
 
     fn fence(&self) {
-        self.all().fence();
+        self.transport().fence();
     }
 
     fn quiet(&self) {
-        self.all().quiet();
+        self.transport().quiet();
     }
 
     fn lost(&self) -> Option<LostPe> {
-        self.all().lost()
+        self.transport().lost()
     }
 
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {
-        self.all().ptr(self.at(offset, 0), self.pe(pe))
+        self.transport().ptr(self.at(offset, 0), self.pe(pe))
     }
 
     fn is_reachable(&self, pe: usize) -> bool {
-        self.team.members().get(pe).is_some_and(|&pe| self.all().is_reachable(pe))
+        self.team.members().get(pe).is_some_and(|&pe| self.transport().is_reachable(pe))
     }
 }

@@ -1,17 +1,16 @@
-//! A PE's one-sided layer, borrowed or owned.
+//! Owned, borrowed or shared access to a [`Shmem`].
 
 use std::rc::Rc;
 use std::sync::Arc;
 
 use super::{Shmem, Transport};
 
-/// What holds a [`Shmem`]: the value itself, a reference, a box, a counted pointer. Who takes one of these leaves it to the
-/// caller whether it owns the PE's symmetric memory or shares it.
+/// Lets an API accept an owned, borrowed or reference-counted [`Shmem`].
 pub trait AsShmem {
-    /// The transport under it.
+    /// The transport of the [`Shmem`].
     type Transport: Transport;
 
-    /// The one-sided layer of this PE.
+    /// The [`Shmem`] of this PE.
     fn as_shmem(&self) -> &Shmem<Self::Transport>;
 }
 

@@ -1,17 +1,17 @@
-//! The allocator of the symmetric heap: offsets only, no memory is touched.
+//! The allocator of the symmetric heap. It manages offsets and does not access memory.
 //!
-//! It is deterministic, first fit over offsets: every PE that makes the same calls in the same order gets the
-//! same offsets, which is what makes an allocation symmetric without a message.
+//! It is deterministic (first fit): PEs that make the same calls in the same order get the same offsets, so an allocation is
+//! symmetric without communication.
 
 use std::collections::BTreeMap;
 
-/// Every allocation starts at a multiple of this, and takes a multiple of it: one cache line, bytes.
+/// Alignment and granularity of allocations: one cache line, bytes.
 pub const ALIGN_BYTES: usize = 64;
 
 /// A first-fit allocator over `0..capacity`, with coalescing free.
 #[derive(Debug)]
 pub struct Heap {
-    /// Free ranges, offset to bytes; never empty, never touching.
+    /// Free ranges, offset to bytes; none is empty and no two are adjacent.
     free: BTreeMap<usize, usize>,
     /// Allocated ranges, offset to bytes.
     live: BTreeMap<usize, usize>,
@@ -19,10 +19,10 @@ pub struct Heap {
     peak_bytes: usize,
 }
 
-/// Why an allocation failed: what was free.
+/// A failed allocation, with the free space.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Full {
-    /// Bytes free in all.
+    /// Total free bytes.
     pub free_bytes: usize,
     /// Bytes of the largest free range.
     pub largest_bytes: usize,
@@ -36,10 +36,10 @@ impl Heap {
         Self { free, live: BTreeMap::new(), used_bytes: 0, peak_bytes: 0 }
     }
 
-    /// Takes `bytes` (more than 0), and returns their offset.
+    /// Allocates `bytes` (more than 0) and returns the offset.
     ///
     /// # Errors
-    /// When no free range is that large.
+    /// [`Full`] if no free range is large enough.
     pub fn alloc(&mut self, bytes: usize) -> Result<usize, Full> {
         debug_assert!(bytes > 0);
         let fit = bytes
@@ -61,7 +61,7 @@ impl Heap {
         Ok(offset)
     }
 
-    /// Gives back the allocation of `bytes` at `offset`; false when there is none.
+    /// Frees the allocation of `bytes` at `offset`; returns false if there is no such allocation.
     pub fn free(&mut self, offset: usize, bytes: usize) -> bool {
         if self.live.get(&offset) != Some(&bytes.next_multiple_of(ALIGN_BYTES)) {
             return false;
@@ -85,7 +85,7 @@ impl Heap {
         self.used_bytes
     }
 
-    /// The most that was ever allocated at once, bytes.
+    /// Maximum of [`Heap::used_bytes`] since the start, bytes.
     pub fn peak_bytes(&self) -> usize {
         self.peak_bytes
     }
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn freeing_in_any_order_coalesces() {
+    fn free_coalesces_in_any_order() {
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
             let mut heap = Heap::new(768);
             let at: Vec<_> = (0..3).map(|_| heap.alloc(200).unwrap()).collect();
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn the_peak_outlives_the_use() {
+    fn peak_is_kept_after_free() {
         let mut heap = Heap::new(4096);
         let a = heap.alloc(1000).unwrap();
         let b = heap.alloc(1000).unwrap();
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_heap_says_what_is_left() {
+    fn full_heap_reports_free_space() {
         let mut heap = Heap::new(300);
         let a = heap.alloc(64).unwrap();
         let _ = heap.alloc(64).unwrap();
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_allocated_is_not_freed() {
+    fn free_rejects_ranges_that_are_not_allocated() {
         let mut heap = Heap::new(1024);
         let a = heap.alloc(256).unwrap();
         assert!(!heap.free(a + 64, 192), "inside an allocation");

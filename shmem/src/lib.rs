@@ -2,31 +2,31 @@
 //!
 //! The semantics are OpenSHMEM 1.5's (sections 9.3 to 9.11), and no stronger, whatever the transport:
 //!
-//! - **Symmetric objects.** A [`Sym`] names the same place in every PE's heap. Allocation is collective: every PE
-//!   allocates the same sizes in the same order.
-//! - **put** returns when its source may be reused, not when the data has arrived. **put_nbi** and **get_nbi** move
-//!   data between symmetric objects, and return at once: until [`Shmem::quiet`] the source must not change and the
-//!   destination must not be read. Puts to one PE are unordered among each other without a fence.
-//! - **put_signal**: its own data is visible to whoever sees its signal; it orders no other put.
-//! - **fence** orders deliveries to each PE (puts, signal operations, atomics before it are delivered before those
-//!   after it); it completes nothing and orders no get. **quiet** completes everything this PE issued, everywhere.
-//! - **Signals** are symmetric u64 words, atomic with signal operations and waits. Concurrent
-//!   [`SignalOp::Set`] by several PEs race; use [`SignalOp::Add`], or one word per sender.
-//! - **A lost PE**, where a transport notices ([`Transport::lost`]), ends every wait of the PEs that noticed, with an error that names it.
-//! - A wait or test that sees a signal value also sees everything ordered before the operation that
-//!   produced it: the put_signal's own data, and, through a fence, every earlier delivery of the same PE.
+//! - **Symmetric objects.** A [`Sym`] is the same location in every PE's heap. Allocation is collective: every PE allocates the
+//!   same sizes in the same order.
+//! - **put** returns when its source may be reused, possibly before the data arrives. **put_nbi** and **get_nbi** copy between
+//!   symmetric objects and return at once: until [`Shmem::quiet`] the source must not change and the destination must not be
+//!   read. Without a fence, puts to one PE are unordered.
+//! - **put_signal**: a PE that sees the signal also sees the data of the same operation; other puts are not ordered.
+//! - **fence** orders deliveries to each PE: puts, signal operations and atomics before it are delivered before those after it.
+//!   It completes nothing and does not order gets. **quiet** completes all operations of this PE.
+//! - **Signals** are symmetric u64 words, atomic with respect to signal operations and waits. Concurrent [`SignalOp::Set`] of
+//!   several PEs race; use [`SignalOp::Add`], or one word per sender.
+//! - **A lost PE**, if the transport detects it ([`Transport::lost`]), ends every wait of the PEs that detect it, with an error
+//!   that names the lost PE.
+//! - A wait or test that sees a signal value also sees everything ordered before the operation that produced it: the data of
+//!   the same put_signal and, through a fence, every earlier delivery of the same PE.
 //!
-//! To read or write bytes that a peer accesses meanwhile, one of the two writing, is against this contract, and yields
-//! unspecified bytes. Memory holds plain bytes ([`Pod`]), for which any bytes are a value, so that a protocol in error gets
-//! wrong values, never invalid ones; every access is checked against the object's bounds when its [`Sym`] is made.
+//! Accessing bytes while a peer accesses them violates this contract if either writes, and yields unspecified bytes. Memory
+//! holds plain bytes ([`Pod`]), of which every pattern is a valid value, so a protocol error produces wrong values, never
+//! invalid ones. A [`Sym`] is bounds-checked when it is created, and accesses are checked against its bounds.
 //!
 //! # Threads
-//! [`Shmem`] is `Send` and `Sync` where its transport is: over [`ShmTransport`], [`tcp::TcpTransport`] and
-//! [`reorder::ReorderTransport`] it is made in one thread and used in another. MPI's transport stays in the thread that
-//! initialised MPI.
+//! [`Shmem`] is `Send` and `Sync` if its transport is. This holds for [`ShmTransport`], [`tcp::TcpTransport`] and
+//! [`reorder::ReorderTransport`]; MPI's transport stays in the thread that initialised MPI.
 //!
 //! # Example
-//! Two PEs, threads of this process, that give each other a message.
+//! Two PEs, threads of this process, exchange a message.
 //! ```
 //! use std::time::{Duration, Instant};
 //! use aristos_shmem::{Cmp, SignalOp, Wait};
@@ -49,6 +49,7 @@
 //! # Ok::<(), aristos_shmem::ShmemError>(())
 //! ```
 
+mod channels;
 mod collective;
 mod doorbell;
 mod error;
@@ -67,8 +68,10 @@ mod pace;
 pub mod reorder;
 mod segment;
 mod shm;
+mod sync;
 pub mod tcp;
 mod team;
+mod threads;
 mod typed;
 mod wait;
 
@@ -79,7 +82,7 @@ use std::time::Instant;
 
 pub use bytemuck::Pod;
 
-pub use error::{LostPe, ShmemError, WaitTimeout};
+pub use error::{ShmemError, WaitTimeout};
 pub use group::GroupTransport;
 pub use handle::AsShmem;
 pub use host::host_id;
@@ -89,34 +92,11 @@ pub use pace::{Hold, Pace};
 pub use segment::Segment;
 pub use shm::{ShmTransport, Watch};
 pub use team::Team;
+pub(crate) use threads::check_heap;
+pub use threads::threads;
 pub use typed::Shmem;
 
-/// A world of `n_pes` PEs over shared memory in this process, by number: one for each of as many threads.
-///
-/// `heap_bytes` is the size of each PE's heap, what [`Shmem::new`] takes of it included: [`Shmem::heap_bytes_for`] says how
-/// large it is for what a caller needs.
-///
-/// # Errors
-/// When the heap is too small for [`Shmem::new`], or more than the host has.
-pub fn threads(n_pes: usize, heap_bytes: usize) -> Result<Vec<Shmem<ShmTransport>>, ShmemError> {
-    if n_pes == 0 {
-        return Ok(Vec::new());
-    }
-    check_heap(n_pes, heap_bytes)?;
-    Ok(ShmTransport::threads(n_pes, heap_bytes)?.into_iter().map(Shmem::new).collect())
-}
-
-/// Whether a heap has room for what [`Shmem::new`] takes of it.
-fn check_heap(n_pes: usize, heap_bytes: usize) -> Result<(), ShmemError> {
-    let reserved = Shmem::<ShmTransport>::reserved_bytes(n_pes, heap_bytes);
-    if heap_bytes < reserved {
-        let why = format!("a symmetric heap for {n_pes} PEs has at least {reserved} bytes, this one {heap_bytes}");
-        return Err(ShmemError::Segment(why));
-    }
-    Ok(())
-}
-
-/// What a signal operation does with its value.
+/// How a signal operation combines its value with the word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SignalOp {
     /// Replaces the word.
@@ -156,7 +136,7 @@ impl Cmp {
         }
     }
 
-    /// As it is written between its sides.
+    /// The operator, such as "==".
     pub fn symbol(self) -> &'static str {
         match self {
             Cmp::Eq => "==",
@@ -176,21 +156,39 @@ pub struct RawWait {
     pub signal: usize,
     /// The comparison.
     pub cmp: Cmp,
-    /// Its right side.
+    /// The right side of the comparison.
     pub value: u64,
 }
 
-/// What a transport provides: byte-level one-sided operations on a symmetric heap of fixed size.
+/// A PE that no longer takes part: its process has exited or is unreachable.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("PE {pe} is lost: {why}")]
+#[non_exhaustive]
+pub struct LostPe {
+    /// The PE's number in messages ([`Transport::world_pe`]).
+    pub pe: usize,
+    /// The observed cause, as a phrase.
+    pub why: String,
+}
+
+impl LostPe {
+    /// The loss of `pe`, with the observed cause as a phrase.
+    pub fn new(pe: usize, why: impl Into<String>) -> Self {
+        LostPe { pe, why: why.into() }
+    }
+}
+
+/// Byte-level one-sided operations on a symmetric heap of fixed size.
 ///
-/// Offsets are bytes from the heap's start, the same on every PE; the typed layer, [`Shmem`], has checked them.
-/// An implementation must still never touch memory outside the heap: it panics instead. The semantics of each
-/// operation are the module's. The heap is zero when the transport is made.
+/// Offsets are bytes from the heap's start, the same on every PE. The typed layer, [`Shmem`], has checked them, but an
+/// implementation must still panic rather than access memory outside the heap. The crate documentation defines the semantics.
+/// The heap is zero when the transport is created.
 pub trait Transport {
     /// This PE's number, `0..n_pes`.
     fn my_pe(&self) -> usize;
     /// Number of PEs.
     fn n_pes(&self) -> usize;
-    /// What messages call PE `pe`: another number where this world is a part of one.
+    /// The number by which messages refer to PE `pe`; it differs from `pe` if this world is a group of a larger one.
     fn world_pe(&self, pe: usize) -> usize {
         pe
     }
@@ -210,23 +208,23 @@ pub trait Transport {
     fn signal_op(&self, signal: usize, value: u64, op: SignalOp, pe: usize);
     /// Reads the own signal word at offset `signal` (acquire).
     fn signal_fetch(&self, signal: usize) -> u64;
-    /// Atomically adds to the u64 at offset `target` of `pe`; returns what it was.
+    /// Atomically adds to the u64 at offset `target` of `pe`; returns the previous value.
     fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64;
-    /// Waits until one of `waits` holds, and says which; `None` when `deadline` passes first, or a PE is lost.
+    /// Waits until one of `waits` holds and returns its index; returns `None` if `deadline` passes or a PE is lost first.
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize>;
     /// Orders deliveries to each PE.
     fn fence(&self);
     /// Completes every operation this PE has issued.
     fn quiet(&self);
-    /// The first PE that is known to be lost, for good: from then on waits that do not hold end at once, puts and signals to a lost PE
-    /// go nowhere, gets and atomics bring 0, and quiet waits for no lost PE.
+    /// The first PE known to be lost, permanently. From then on, waits that do not hold end at once; puts and signals to a lost
+    /// PE are dropped, gets and atomics on it return 0, and quiet does not wait for it.
     fn lost(&self) -> Option<LostPe> {
         None
     }
-    /// The address of offset `offset` of `pe`, where this PE can load and store it directly.
+    /// The address of offset `offset` of `pe`, if this PE can load and store it directly.
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>>;
-    /// Whether `pe`'s heap is within reach of loads and stores (the same host, or NVLink) rather than of a network:
-    /// what [`Transport::ptr`] is `Some` for, and what chunk sizes are chosen by.
+    /// Whether loads and stores reach `pe`'s heap (same host or NVLink), so that [`Transport::ptr`] is `Some`, rather than a
+    /// network. Chunk sizes depend on it.
     fn is_reachable(&self, pe: usize) -> bool;
 }
 
@@ -270,10 +268,10 @@ impl<T: Pod> Sym<T> {
         Sym { offset: self.offset + range.start * size_of::<T>(), len: range.len(), element: PhantomData }
     }
 
-    /// Element `index` of this object, as an object of one element.
+    /// Element `index`, as an object of one element.
     ///
     /// # Panics
-    /// If there is no such element.
+    /// If `index` is out of bounds.
     pub fn at(&self, index: usize) -> Sym<T> {
         self.slice(index..index + 1)
     }
@@ -282,11 +280,11 @@ impl<T: Pod> Sym<T> {
 /// A condition on one signal word of this PE.
 #[derive(Clone, Copy, Debug)]
 pub struct Wait {
-    /// The word (the first of the object).
+    /// The word: the first element of the object.
     pub signal: Sym<u64>,
     /// The comparison.
     pub cmp: Cmp,
-    /// Its right side.
+    /// The right side of the comparison.
     pub value: u64,
 }
 
@@ -295,22 +293,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pes_move_between_threads() {
-        fn moves<T: Send>() {}
+    fn pes_are_send_and_sync() {
+        fn is_send<T: Send>() {}
         fn is_shared<T: Send + Sync>() {}
         is_shared::<Shmem<ShmTransport>>();
         is_shared::<Shmem<tcp::TcpTransport>>();
         #[cfg(feature = "ofi")]
         is_shared::<Shmem<ofi::OfiTransport>>();
         is_shared::<Shmem<reorder::ReorderTransport>>();
-        moves::<Shmem<GroupTransport<'_, ShmTransport>>>();
-        moves::<Sym<f32>>();
-        moves::<Team>();
+        is_send::<Shmem<GroupTransport<'_, ShmTransport>>>();
+        is_send::<Sym<f32>>();
+        is_send::<Team>();
     }
 
     #[cfg(not(miri))] // Miri has no memfd.
     #[test]
-    fn a_world_of_threads() {
+    fn threads_creates_a_world() {
         let need = Shmem::<ShmTransport>::heap_bytes_for(3, 0);
         let pes = threads(3, need).unwrap();
         let seen: Vec<_> = pes.iter().map(|pe| (pe.my_pe(), pe.n_pes(), pe.heap_bytes())).collect();
@@ -324,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_counts_elements() {
+    fn slice_offsets_count_elements() {
         let sym = Sym::<u32>::new(128, 10);
         assert_eq!((sym.slice(3..7).offset(), sym.slice(3..7).len()), (140, 4));
         assert_eq!((sym.slice(3..7).at(3).offset(), sym.at(9).len()), (152, 1));
@@ -333,12 +331,12 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "range 2..5 outside a symmetric object of 4 elements")]
-    fn a_slice_of_a_slice_stays_inside() {
+    fn slice_of_a_slice_is_bounds_checked() {
         let _ = Sym::<u32>::new(0, 10).slice(2..6).slice(2..5);
     }
 
     #[test]
-    fn a_comparison_reads_as_it_is_written() {
+    fn comparisons_and_symbols_agree() {
         let holds = |cmp: Cmp| [4, 5, 6].map(|seen| cmp.holds(seen, 5));
         let table = [
             (Cmp::Eq, "==", [false, true, false]),

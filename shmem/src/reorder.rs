@@ -1,24 +1,24 @@
-//! For tests: a seeded transport that delays and reorders whatever the OpenSHMEM memory model lets it.
+//! For tests: a seeded transport that delays and reorders operations as far as the OpenSHMEM memory model allows.
 //!
-//! The PEs are threads of one process, each with its [`ReorderTransport`]. What a network may do to a protocol some
-//! day, this does every time:
-//! - a put, or the data of a put_signal, arrives late and in pieces; a put_nbi reads its source when it is delivered, so
-//!   that a source overwritten before quiet shows; a get_nbi happens any time before quiet's end;
-//! - puts, signal operations and put_signals overtake one another unless a fence of their PE stands between them and
-//!   they go to the same PE; only a put_signal's own data comes before its signal; so do the PE's puts to itself;
-//! - some operations are held back until nothing else can happen;
+//! The PEs are threads of one process, each with its [`ReorderTransport`]. Every run shows behaviour that is rare on a real
+//! network:
+//! - a put, or the data of a put_signal, arrives late and in pieces; a put_nbi reads its source at delivery, so that
+//!   overwriting a source before quiet is detected; a get_nbi happens at any time before the end of quiet;
+//! - puts, signal operations and put_signals overtake one another, unless they go to the same PE with a fence of their PE in
+//!   between; only the data of a put_signal always precedes its signal. This includes a PE's puts to itself;
+//! - some operations are delayed until nothing else can happen;
 //! - a PE may start late, stop for long, or run far ahead of the others.
 //!
-//! get and fetch_add are round trips: they happen at once, and flush nothing (fetch_add: nothing that no fence puts
-//! before it).
+//! get and fetch_add are round trips: they happen at once and complete no other operation (fetch_add: only those that a fence
+//! orders before it).
 //!
-//! # One seed, one run
-//! The PEs take turns: only the PE whose turn it is proceeds in a call, and the seed decides when the turn goes to
-//! whom. Between calls PEs compute in parallel, but see nothing of each other; so a seed that fails fails again. It
-//! follows that every PE needs a thread of its own, and that PEs must wait for each other only through the transport.
+//! # Determinism
+//! Only one PE at a time proceeds inside a call, and the seed decides when the turn passes to which PE. Between calls PEs
+//! compute in parallel but cannot observe each other, so a failing seed fails again. Therefore every PE needs its own thread,
+//! and PEs must wait for each other only through the transport.
 //!
-//! When all PEs wait and nothing is under way, no signal can come any more: all waits return as if their deadlines had
-//! passed, so that a lost signal is found at once, whatever the deadline.
+//! If all PEs wait and no operation is in flight, no signal can arrive any more. All waits then return as if their deadlines
+//! had passed, so a lost signal is detected at once, whatever the deadline.
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
@@ -30,7 +30,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::{RawWait, SignalOp, Transport};
 
-/// A PE that keeps its turn so long without a call is taken for one that waits outside of the transport.
+/// A PE that holds its turn longer than this without a call is assumed to wait outside of the transport.
 const TURN_MAX: Duration = Duration::from_secs(120);
 
 /// A world of PEs over the reordering transport.
@@ -40,11 +40,11 @@ pub struct ReorderWorld {
     heap_bytes: usize,
     reachable: bool,
     state: Mutex<State>,
-    /// One per PE: its turn has come.
+    /// Per PE: notified when its turn begins.
     turns: Vec<Condvar>,
 }
 
-/// One PE of a [`ReorderWorld`]. Move each to a thread of its own; a PE is gone when its transport is dropped.
+/// One PE of a [`ReorderWorld`], to be moved to its own thread. The PE ends when its transport is dropped.
 #[derive(Debug)]
 pub struct ReorderTransport {
     my_pe: usize,
@@ -52,13 +52,13 @@ pub struct ReorderTransport {
 }
 
 impl ReorderWorld {
-    /// The transports of `n_pes` PEs with heaps of `heap_bytes`, which say that no PE is reachable by load and store.
+    /// The transports of `n_pes` PEs with heaps of `heap_bytes` bytes; [`Transport::is_reachable`] is false.
     #[expect(clippy::new_ret_no_self, reason = "a world is used through its PEs only")]
     pub fn new(n_pes: usize, heap_bytes: usize, seed: u64) -> Vec<ReorderTransport> {
         Self::with_reachable(n_pes, heap_bytes, seed, false)
     }
 
-    /// The same, where [`Transport::is_reachable`] is `reachable`, for code that distinguishes. `ptr` is `None` anyway.
+    /// Like [`ReorderWorld::new`], with [`Transport::is_reachable`] set to `reachable`. `ptr` returns `None` in either case.
     pub fn with_reachable(n_pes: usize, heap_bytes: usize, seed: u64, reachable: bool) -> Vec<ReorderTransport> {
         let state = Mutex::new(State::new(n_pes, heap_bytes, seed));
         let turns = (0..n_pes).map(|_| Condvar::new()).collect();
@@ -67,48 +67,48 @@ impl ReorderWorld {
     }
 }
 
-/// What differs from seed to seed: how fast things are delivered, how long a PE keeps its turn.
+/// Parameters that depend on the seed.
 #[derive(Debug)]
 struct Behaviour {
-    /// Chance, per call and then per delivery, that something is delivered.
+    /// Probability, per call and then per delivery, of a delivery.
     deliver: f64,
-    /// Usual delays are below this, in calls.
+    /// Upper bound of ordinary delays, in calls.
     delay: u64,
-    /// Chance that an operation is held back much longer.
+    /// Probability of a much longer delay of an operation.
     hold: f64,
-    /// Chance, per call, that the turn goes on.
+    /// Probability, per call, that the turn passes.
     switch: f64,
-    /// Chance, whenever a PE is given the turn, that it stops for long instead.
-    nap: f64,
-    /// Chance that a put is delivered in pieces.
+    /// Probability that a PE pauses for long instead of receiving the turn.
+    pause: f64,
+    /// Probability that a put is delivered in pieces.
     split: f64,
 }
 
 #[derive(Debug)]
 struct State {
     rng: ChaCha8Rng,
-    habits: Behaviour,
-    /// Counts calls.
+    behaviour: Behaviour,
+    /// Number of calls.
     clock: u64,
-    /// Whose turn it is.
+    /// The PE whose turn it is.
     turn: usize,
     heaps: Vec<Vec<u8>>,
     pes: Vec<Pe>,
-    /// What was issued and has not been delivered whole, in no order.
+    /// Operations not completely delivered, in no particular order.
     pending: Vec<OpInFlight>,
-    /// For each pair (from, to): the fence epochs with pending operations, oldest first, with how many.
+    /// For each pair (from, to): the fence epochs with pending operations, oldest first, and the number of those operations.
     epochs: Vec<VecDeque<(u64, usize)>>,
 }
 
 #[derive(Debug)]
 struct Pe {
     status: PeState,
-    /// Has made a call.
+    /// Whether it has made a call.
     started: bool,
-    /// Fences so far.
+    /// Number of fences.
     epoch: u64,
-    /// Does not run before, unless nobody else can.
-    naps_until: u64,
+    /// Does not run before this time unless no other PE can run.
+    paused_until: u64,
 }
 
 #[derive(Debug)]
@@ -118,20 +118,20 @@ enum PeState {
         waits: Vec<RawWait>,
         deadline: Instant,
     },
-    /// Its wait can never end.
+    /// The wait can never be satisfied.
     Stuck,
     Gone,
 }
 
-/// An operation under way: its pieces, in any order, then its signal.
+/// An operation in flight: its pieces, in any order, then its signal.
 #[derive(Debug)]
 struct OpInFlight {
     issuer: usize,
-    /// Whose heap it changes.
-    writes: usize,
-    /// The issuer's fences before it; `None` for a get, which fences do not order.
+    /// The PE whose heap it changes.
+    target_pe: usize,
+    /// The issuer's number of fences before it; `None` for a get, which fences do not order.
     epoch: Option<u64>,
-    /// Not delivered before, unless nothing else can happen.
+    /// Not delivered before this time unless nothing else can happen.
     due: u64,
     pieces: Vec<Piece>,
     signal: Option<(usize, u64, SignalOp)>,
@@ -145,9 +145,9 @@ struct Piece {
 
 #[derive(Debug)]
 enum Data {
-    /// Copied when it was issued.
+    /// Copied at issue.
     Copied(Vec<u8>),
-    /// Read when it is delivered.
+    /// Read at delivery.
     Heap { pe: usize, offset: usize, bytes: usize },
 }
 
@@ -157,25 +157,25 @@ impl State {
         fn one_of<V: Copy>(rng: &mut ChaCha8Rng, values: &[V]) -> V {
             values[rng.random_range(0..values.len())]
         }
-        let habits = Behaviour {
+        let behaviour = Behaviour {
             deliver: one_of(&mut rng, &[0.02, 0.2, 0.5, 0.9]),
             delay: one_of(&mut rng, &[1, 10, 100]),
             hold: one_of(&mut rng, &[0.0, 0.05, 0.3]),
             switch: one_of(&mut rng, &[0.02, 0.1, 0.4]),
-            nap: one_of(&mut rng, &[0.0, 0.02, 0.2]),
+            pause: one_of(&mut rng, &[0.0, 0.02, 0.2]),
             split: one_of(&mut rng, &[0.0, 0.3]),
         };
         let late = one_of(&mut rng, &[0.0, 0.3]);
         let pes = (0..n_pes)
             .map(|_| {
-                let naps_until = if rng.random_bool(late) { rng.random_range(0..2000) } else { 0 };
-                Pe { status: PeState::Running, started: false, epoch: 0, naps_until }
+                let paused_until = if rng.random_bool(late) { rng.random_range(0..2000) } else { 0 };
+                Pe { status: PeState::Running, started: false, epoch: 0, paused_until }
             })
             .collect();
         Self {
             turn: rng.random_range(0..n_pes.max(1)),
             rng,
-            habits,
+            behaviour,
             clock: 0,
             heaps: (0..n_pes).map(|_| vec![0; heap_bytes]).collect(),
             pes,
@@ -184,54 +184,54 @@ impl State {
         }
     }
 
-    /// Puts an operation under way.
+    /// Adds a pending operation.
     fn issue(
         &mut self,
         issuer: usize,
-        writes: usize,
+        target_pe: usize,
         fenced: bool,
         parts: (Vec<Piece>, Option<(usize, u64, SignalOp)>),
     ) {
         let epoch = fenced.then_some(self.pes[issuer].epoch);
         if let Some(epoch) = epoch {
-            let epochs = &mut self.epochs[issuer * self.heaps.len() + writes];
+            let epochs = &mut self.epochs[issuer * self.heaps.len() + target_pe];
             match epochs.back_mut() {
                 Some((last, count)) if *last == epoch => *count += 1,
                 _ => epochs.push_back((epoch, 1)),
             }
         }
-        let delay = match self.rng.random_bool(self.habits.hold) {
+        let delay = match self.rng.random_bool(self.behaviour.hold) {
             true => self.rng.random_range(50..3000),
-            false => self.rng.random_range(0..self.habits.delay),
+            false => self.rng.random_range(0..self.behaviour.delay),
         };
         let (pieces, signal) = parts;
-        self.pending.push(OpInFlight { issuer, writes, epoch, due: self.clock + delay, pieces, signal });
+        self.pending.push(OpInFlight { issuer, target_pe, epoch, due: self.clock + delay, pieces, signal });
     }
 
-    /// A transfer of `bytes` bytes to `dest`, whole or in pieces; `data` makes the piece of a range of it.
+    /// Splits a transfer of `bytes` bytes to `dest` into one or more pieces; `data` creates the piece of a range.
     fn pieces(&mut self, dest: usize, bytes: usize, data: impl Fn(std::ops::Range<usize>) -> Data) -> Vec<Piece> {
-        let mut cuts = vec![0, bytes];
-        if bytes > 1 && self.rng.random_bool(self.habits.split) {
+        let mut bounds = vec![0, bytes];
+        if bytes > 1 && self.rng.random_bool(self.behaviour.split) {
             let cut = |rng: &mut ChaCha8Rng| rng.random_range(1..bytes);
-            cuts.extend([cut(&mut self.rng), cut(&mut self.rng)]);
-            cuts.sort_unstable();
-            cuts.dedup();
+            bounds.extend([cut(&mut self.rng), cut(&mut self.rng)]);
+            bounds.sort_unstable();
+            bounds.dedup();
         }
-        cuts.windows(2).map(|cut| Piece { dest: dest + cut[0], data: data(cut[0]..cut[1]) }).collect()
+        bounds.windows(2).map(|cut| Piece { dest: dest + cut[0], data: data(cut[0]..cut[1]) }).collect()
     }
 
-    /// Whether no operation that a fence puts before `op` is pending.
+    /// Whether no pending operation is ordered before `op` by a fence.
     fn eligible(&self, op: &OpInFlight) -> bool {
-        let oldest = self.epochs[op.issuer * self.heaps.len() + op.writes].front();
+        let oldest = self.epochs[op.issuer * self.heaps.len() + op.target_pe].front();
         op.epoch.is_none_or(|epoch| oldest.is_some_and(|(oldest, _)| *oldest == epoch))
     }
 
-    /// Delivers one piece of pending operation `index`, or, when all are, its signal.
+    /// Delivers one piece of pending operation `index`, or its signal once all pieces are delivered.
     fn deliver(&mut self, index: usize) {
         let op = &mut self.pending[index];
         if op.pieces.is_empty() {
             if let Some((offset, value, what)) = op.signal.take() {
-                let word = word_mut(&mut self.heaps[op.writes], offset);
+                let word = word_mut(&mut self.heaps[op.target_pe], offset);
                 let new = match what {
                     SignalOp::Set => value,
                     SignalOp::Add => u64::from_ne_bytes(*word).wrapping_add(value),
@@ -244,13 +244,13 @@ impl State {
                 Data::Copied(data) => data,
                 Data::Heap { pe, offset, bytes } => self.heaps[pe][offset..offset + bytes].to_vec(),
             };
-            self.heaps[op.writes][piece.dest..piece.dest + data.len()].copy_from_slice(&data);
+            self.heaps[op.target_pe][piece.dest..piece.dest + data.len()].copy_from_slice(&data);
         }
         let op = &self.pending[index];
         if op.pieces.is_empty() && op.signal.is_none() {
             let op = self.pending.swap_remove(index);
             if op.epoch.is_some() {
-                let epochs = &mut self.epochs[op.issuer * self.heaps.len() + op.writes];
+                let epochs = &mut self.epochs[op.issuer * self.heaps.len() + op.target_pe];
                 let oldest = epochs.front_mut().expect("a pending operation is counted");
                 oldest.1 -= 1;
                 if oldest.1 == 0 {
@@ -260,7 +260,7 @@ impl State {
         }
     }
 
-    /// Delivers all that `which` chooses, in an order that fences allow.
+    /// Delivers all operations that `which` selects, in an order that fences allow.
     fn drain(&mut self, which: impl Fn(&OpInFlight) -> bool) {
         loop {
             let chosen = |op: &OpInFlight| which(op) && self.eligible(op);
@@ -273,10 +273,10 @@ impl State {
         }
     }
 
-    /// Lets time pass: perhaps delivers something.
+    /// Advances the clock and delivers operations with the configured probability.
     fn tick(&mut self) {
         self.clock += 1;
-        while !self.pending.is_empty() && self.rng.random_bool(self.habits.deliver) {
+        while !self.pending.is_empty() && self.rng.random_bool(self.behaviour.deliver) {
             let index = self.rng.random_range(0..self.pending.len());
             let op = &self.pending[index];
             if op.due <= self.clock && self.eligible(op) {
@@ -285,7 +285,7 @@ impl State {
         }
     }
 
-    /// Delivers something, what is due if there is such; false when nothing is under way.
+    /// Delivers one operation, preferably a due one; returns false if no operation is in flight.
     fn deliver_something(&mut self) -> bool {
         let eligible: Vec<_> = (0..self.pending.len()).filter(|&i| self.eligible(&self.pending[i])).collect();
         let due: Vec<_> = eligible.iter().copied().filter(|&i| self.pending[i].due <= self.clock).collect();
@@ -300,8 +300,8 @@ impl State {
         true
     }
 
-    /// The waits of `waits` that hold for `pe`.
-    fn holding(&self, pe: usize, waits: &[RawWait]) -> Vec<usize> {
+    /// Indices of the waits that hold for `pe`.
+    fn satisfied(&self, pe: usize, waits: &[RawWait]) -> Vec<usize> {
         let holds = |wait: &RawWait| wait.cmp.holds(word(&self.heaps[pe], wait.signal), wait.value);
         (0..waits.len()).filter(|&i| holds(&waits[i])).collect()
     }
@@ -309,24 +309,24 @@ impl State {
     fn can_run(&self, pe: usize, now: Instant) -> bool {
         match &self.pes[pe].status {
             PeState::Running | PeState::Stuck => true,
-            PeState::Waiting { waits, deadline } => now >= *deadline || !self.holding(pe, waits).is_empty(),
+            PeState::Waiting { waits, deadline } => now >= *deadline || !self.satisfied(pe, waits).is_empty(),
             PeState::Gone => false,
         }
     }
 
-    /// Gives the turn to a PE that can run, delivering things until there is one.
+    /// Gives the turn to a PE that can run, delivering operations until there is one.
     fn pass_turn(&mut self) {
         loop {
             let now = Instant::now();
             let can_run: Vec<_> = (0..self.pes.len()).filter(|&pe| self.can_run(pe, now)).collect();
-            let awake: Vec<_> = can_run.iter().copied().filter(|&pe| self.pes[pe].naps_until <= self.clock).collect();
+            let awake: Vec<_> = can_run.iter().copied().filter(|&pe| self.pes[pe].paused_until <= self.clock).collect();
             let asleep_only = awake.is_empty();
             let candidates = if asleep_only { can_run } else { awake };
             if candidates.is_empty() || (asleep_only && !self.pending.is_empty() && self.rng.random_bool(0.5)) {
                 if self.deliver_something() {
                     continue;
                 }
-                // Nobody can run and nothing is under way.
+                // No PE can run and no operation is in flight.
                 let mut stuck = false;
                 for pe in &mut self.pes {
                     if matches!(pe.status, PeState::Waiting { .. }) {
@@ -340,8 +340,8 @@ impl State {
                 return;
             }
             let next = candidates[self.rng.random_range(0..candidates.len())];
-            if candidates.len() > 1 && self.rng.random_bool(self.habits.nap) {
-                self.pes[next].naps_until = self.clock + self.rng.random_range(10..2000);
+            if candidates.len() > 1 && self.rng.random_bool(self.behaviour.pause) {
+                self.pes[next].paused_until = self.clock + self.rng.random_range(10..2000);
                 continue;
             }
             self.turn = next;
@@ -368,10 +368,10 @@ impl ReorderTransport {
         state
     }
 
-    /// Ends a call: time passes, and the turn with it.
+    /// Ends a call: advances the clock and possibly passes the turn.
     fn done(&self, mut state: MutexGuard<'_, State>) {
         state.tick();
-        let switch = state.habits.switch;
+        let switch = state.behaviour.switch;
         if state.rng.random_bool(switch) {
             self.pass_turn(&mut state);
         }
@@ -384,7 +384,7 @@ impl ReorderTransport {
         }
     }
 
-    /// The offsets of an access, checked before anything is touched.
+    /// Bounds check before an access.
     fn check(&self, offset: usize, bytes: usize) {
         let heap_bytes = self.world.heap_bytes;
         assert!(
@@ -476,7 +476,7 @@ impl Transport for ReorderTransport {
         self.check_word(target);
         let mut state = self.turn();
         let (me, epoch) = (self.my_pe, state.pes[self.my_pe].epoch);
-        state.drain(|op| op.issuer == me && op.writes == pe && op.epoch.is_some_and(|before| before < epoch));
+        state.drain(|op| op.issuer == me && op.target_pe == pe && op.epoch.is_some_and(|before| before < epoch));
         let word = word_mut(&mut state.heaps[pe], target);
         let was = u64::from_ne_bytes(*word);
         *word = was.wrapping_add(value).to_ne_bytes();
@@ -487,15 +487,15 @@ impl Transport for ReorderTransport {
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
         waits.iter().for_each(|wait| self.check_word(wait.signal));
         let mut state = self.turn();
-        if state.holding(self.my_pe, waits).is_empty() {
+        if state.satisfied(self.my_pe, waits).is_empty() {
             state.pes[self.my_pe].status = PeState::Waiting { waits: waits.to_vec(), deadline };
             self.pass_turn(&mut state);
             drop(state);
             state = self.turn();
             state.pes[self.my_pe].status = PeState::Running;
         }
-        let holding = state.holding(self.my_pe, waits);
-        let found = (!holding.is_empty()).then(|| holding[state.rng.random_range(0..holding.len())]);
+        let satisfied = state.satisfied(self.my_pe, waits);
+        let found = (!satisfied.is_empty()).then(|| satisfied[state.rng.random_range(0..satisfied.len())]);
         self.done(state);
         found
     }
@@ -524,7 +524,7 @@ impl Transport for ReorderTransport {
 impl Drop for ReorderTransport {
     fn drop(&mut self) {
         let lock = || self.world.state.lock().unwrap_or_else(PoisonError::into_inner);
-        // In its turn, for the sake of one run per seed; but a PE that panics, or that was never used, just goes.
+        // During its turn, so that the run stays deterministic; but a PE that panics or was never used ends at once.
         let waits = !std::thread::panicking() && lock().pes[self.my_pe].started;
         let mut state = if waits { self.turn() } else { lock() };
         state.pes[self.my_pe].status = PeState::Gone;

@@ -1,6 +1,6 @@
-//! A PE's symmetric heap as shared memory: an anonymous file in memory (memfd), mapped by every PE of the host.
+//! A PE's symmetric heap as shared memory: an anonymous in-memory file (memfd), mapped by every PE of the host.
 //!
-//! It has no name in any file system: when the last PE that maps it is gone, however it went, so is the memory.
+//! It has no name in a file system: the kernel frees the memory when the last process that maps it ends, even by a crash.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -16,20 +16,20 @@ use super::ShmemError;
 use super::doorbell::Doorbell;
 use crate::memory::available_bytes;
 
-/// What lies before the heap's offset 0: a page, so that the heap is aligned to one.
+/// Bytes before the heap's offset 0: one page, so that the heap is page-aligned.
 const HEADER_BYTES: usize = 4096;
 
-/// Marks a header of this layout.
+/// Identifies this layout of the header.
 const MAGIC: u64 = u64::from_le_bytes(*b"aristos1");
 
-/// The private part of a segment: not symmetric memory, no operation's offset reaches it.
+/// The header is not symmetric memory: no operation can access it.
 #[repr(C)]
 struct Header {
     magic: AtomicU64,
     bell: Bell,
 }
 
-/// The doorbell of the segment's PE, on cache lines of its own: every signaller reads it.
+/// The doorbell of the segment's PE, on separate cache lines, because every signaller reads it.
 #[repr(C, align(128))]
 pub(super) struct Bell {
     waiters: AtomicU32,
@@ -38,32 +38,32 @@ pub(super) struct Bell {
 
 /// One PE's heap, mapped into this process.
 ///
-/// Copies are plain, and only the transport makes them. Where another PE, be it a process or a thread, accesses the
-/// same bytes meanwhile and one of the two writes, the bytes read are unspecified. No type can rule that out: the
-/// other side is mostly another process. What rules it out is the protocol, whose signals order the copies
-/// ([`super::ShmTransport`] says how); the rules in [the crate](crate) are thus a contract, which callers keep. Short of that,
-/// objects are [`Pod`](super::Pod), for which any bytes are a value; every access is checked against the heap's
-/// bounds; and the file's size is sealed, so that no access faults.
+/// Only the transport copies, with plain loads and stores. If another PE (process or thread) accesses the same bytes
+/// concurrently and one of them writes, the bytes read are unspecified. No type can prevent this, because the other side is
+/// usually another process; the protocol prevents it, whose signals order the copies (see [`super::ShmTransport`]). The rules
+/// of [the crate](crate) are therefore a contract of callers. Memory safety does not depend on it: objects are
+/// [`Pod`](super::Pod), of which every byte pattern is valid; every access is bounds-checked; and the file's size is sealed, so
+/// that no access faults.
 #[derive(Debug)]
 pub struct Segment {
-    /// The start of the mapping, and of the header.
+    /// Start of the mapping, where the header is.
     base: NonNull<u8>,
     heap_bytes: usize,
     fd: OwnedFd,
 }
 
-// SAFETY: the mapping belongs to the whole process and lives as long as the value. Everything it is accessed by is
-// an atomic, or a copy of bytes by the transport, which the protocol keeps apart from other PEs' of the same bytes,
-// whether they are threads or processes; see the type.
+// SAFETY: the mapping belongs to the process and lives as long as the value. It is accessed by atomics, and by copies of bytes
+// that the protocol orders against those of other PEs, whether threads or processes; see the type.
 unsafe impl Send for Segment {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Segment {}
 
 impl Segment {
-    /// A new segment with a zeroed heap of `heap_bytes` bytes, all of them reserved; `name` shows in `/proc`.
+    /// Creates a segment with a zeroed, fully reserved heap of `heap_bytes` bytes; `name` appears in `/proc`.
     ///
     /// # Errors
-    /// When `heap_bytes` is 0 or more than the host has available, or the system refuses.
+    /// [`ShmemError::Segment`] if `heap_bytes` is 0; [`ShmemError::System`] if it exceeds the host's available memory or a
+    /// system call fails.
     pub fn create(name: &str, heap_bytes: usize) -> Result<Self, ShmemError> {
         let refuse = |source: io::Error| ShmemError::System {
             what: format!("create a symmetric heap of {heap_bytes} bytes"),
@@ -72,11 +72,11 @@ impl Segment {
         if heap_bytes == 0 {
             return Err(ShmemError::Segment("a symmetric heap has at least 1 byte".into()));
         }
-        // No object in memory is larger; and the file's size, with its header, is a number.
+        // The limit of any allocation; it also keeps the file's size representable.
         if heap_bytes > isize::MAX as usize - HEADER_BYTES {
             return Err(refuse(io::ErrorKind::OutOfMemory.into()));
         }
-        // A reservation too large would not fail: the kernel would end a process, perhaps this one.
+        // An excessive reservation does not fail; the kernel would kill a process, possibly this one.
         if let Some(available) = available_bytes().filter(|&available| available < heap_bytes as u64) {
             return Err(refuse(io::Error::new(
                 io::ErrorKind::OutOfMemory,
@@ -99,7 +99,7 @@ impl Segment {
     /// Maps a segment that another process created.
     ///
     /// # Errors
-    /// When `fd` is not one, or cannot be mapped.
+    /// [`ShmemError::Segment`] if `fd` is not a segment; [`ShmemError::System`] if a system call fails.
     pub fn from_fd(fd: OwnedFd) -> Result<Self, ShmemError> {
         let system = |what: &str, errno: rustix::io::Errno| ShmemError::System {
             what: format!("{what} a peer's segment"),
@@ -112,7 +112,7 @@ impl Segment {
                 "the file has {file_bytes} bytes, too few for a header and a heap"
             )));
         };
-        // Without the seals its owner could shrink the file under the mapping.
+        // Without the seals the file's owner could shrink it under the mapping.
         let seals = rustix::fs::fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
         if !seals.contains(SealFlags::SHRINK | SealFlags::SEAL) {
             return Err(ShmemError::Segment("the file's size is not sealed".into()));
@@ -124,9 +124,9 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Maps `fd`, whose size is sealed at `HEADER_BYTES + heap_bytes`.
+    /// Maps `fd`, which has the sealed size `HEADER_BYTES + heap_bytes`.
     fn map(fd: OwnedFd, heap_bytes: usize) -> Result<Self, ShmemError> {
-        // SAFETY: a new mapping, at an address the kernel chooses; it aliases nothing of Rust's.
+        // SAFETY: a new mapping at an address that the kernel chooses, so it aliases no Rust object.
         let mapped = unsafe {
             rustix::mm::mmap(
                 ptr::null_mut(),
@@ -145,17 +145,17 @@ impl Segment {
         Ok(Self { base, heap_bytes, fd })
     }
 
-    /// The file, to pass to another process.
+    /// The file descriptor, to be passed to another process.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// The number of the file in this process.
+    /// The descriptor's number in this process.
     pub(super) fn fd_number(&self) -> u32 {
         self.fd.as_raw_fd().unsigned_abs()
     }
 
-    /// Its device and inode, which no other file of this host has.
+    /// The file's device and inode, unique on this host.
     pub(super) fn file(&self) -> io::Result<(u64, u64)> {
         let stat = rustix::fs::fstat(&self.fd)?;
         Ok((stat.st_dev, stat.st_ino))
@@ -170,52 +170,51 @@ impl Segment {
     /// Copies `src` to `offset` of the heap.
     ///
     /// # Panics
-    /// If it does not fit there.
+    /// If the range is out of bounds.
     #[inline]
     pub(super) fn copy_in(&self, offset: usize, src: &[u8]) {
         let dest = self.address(offset, src.len());
-        // SAFETY: `dest` is valid for `src.len()` bytes of the mapping; `src` is Rust's memory, not the mapping's.
-        // That no other PE accesses these bytes meanwhile is the protocol's contract, which cannot be checked here. If
-        // it is broken, the bytes that arrive are unspecified; they are read by copies only and as Pod types, for which
-        // any bytes are a value.
+        // SAFETY: `address` has checked the range; `src` is not in the mapping, which is never borrowed as a slice. The
+        // protocol must keep other PEs from accessing these bytes concurrently, which cannot be checked here. If it fails, the
+        // bytes are unspecified, but they are only copied and read as Pod types, of which every byte pattern is valid.
         unsafe { ptr::copy_nonoverlapping(src.as_ptr(), dest.as_ptr(), src.len()) }
     }
 
-    /// Copies `dest.len()` bytes from `offset` of the heap.
+    /// Copies `dest.len()` bytes at `offset` of the heap.
     ///
     /// # Panics
-    /// If they are not all in the heap.
+    /// If the range is out of bounds.
     #[inline]
     pub(super) fn copy_out(&self, offset: usize, dest: &mut [u8]) {
         let src = self.address(offset, dest.len());
-        // SAFETY: as in `copy_in`, the other way.
+        // SAFETY: as in `copy_in`, with source and destination exchanged.
         unsafe { ptr::copy_nonoverlapping(src.as_ptr(), dest.as_mut_ptr(), dest.len()) }
     }
 
-    /// Copies `bytes` bytes from `offset` of this heap to `dest_offset` of `dest`'s, which may be this one.
+    /// Copies `bytes` bytes at `offset` of this heap to `dest_offset` of `dest`'s, which may be the same heap.
     ///
     /// # Panics
-    /// If they are not all in the heaps.
+    /// If a range is out of bounds.
     #[inline]
     pub(super) fn copy_to(&self, offset: usize, dest: &Segment, dest_offset: usize, bytes: usize) {
         let (from, to) = (self.address(offset, bytes), dest.address(dest_offset, bytes));
-        // SAFETY: both are valid for `bytes` bytes of their mappings, and may overlap; else as in `copy_in`.
+        // SAFETY: `address` has checked both ranges, which may overlap; otherwise as in `copy_in`.
         unsafe { ptr::copy(from.as_ptr(), to.as_ptr(), bytes) }
     }
 
     /// The u64 at `offset` of the heap, for atomic access.
     ///
     /// # Panics
-    /// If it is not in the heap, or `offset` is not a multiple of 8.
+    /// If the word is out of bounds or `offset` is not a multiple of 8.
     #[inline]
     pub fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8), "offset {offset} of a signal word is not a multiple of 8");
-        // SAFETY: the address is 8 bytes inside the mapping, which is aligned to a page, at a multiple of 8; it
-        // lives as long as `self`; any bytes are an AtomicU64.
+        // SAFETY: `address` has checked the bounds. The mapping is page-aligned, so the address is a multiple of 8; it stays
+        // mapped while `self` lives, and every byte pattern is a valid AtomicU64.
         unsafe { self.address(offset, 8).cast().as_ref() }
     }
 
-    /// The address of `offset` of the heap, the start of `bytes` bytes of it.
+    /// The address of `offset` of the heap, after a check that `bytes` bytes at it are in bounds.
     #[inline]
     pub(super) fn address(&self, offset: usize, bytes: usize) -> NonNull<u8> {
         let end = offset.checked_add(bytes);
@@ -224,11 +223,11 @@ impl Segment {
             "{bytes} bytes at offset {offset} are outside the symmetric heap of {} bytes",
             self.heap_bytes
         );
-        // SAFETY: inside the mapping, by the check.
+        // SAFETY: the assertion keeps the address inside the mapping.
         unsafe { self.base.add(HEADER_BYTES + offset) }
     }
 
-    /// The doorbell of the PE whose heap this is.
+    /// The doorbell of the heap's PE.
     #[inline]
     pub(super) fn bell(&self) -> &Bell {
         &self.header().bell
@@ -237,16 +236,16 @@ impl Segment {
     #[inline]
     fn header(&self) -> &Header {
         const { assert!(size_of::<Header>() <= HEADER_BYTES) };
-        // SAFETY: the mapping starts with HEADER_BYTES that only headers use, aligned to a page, and lives as long as
-        // `self`; a header is atomics, for which any bytes are valid.
+        // SAFETY: the mapping starts with HEADER_BYTES reserved for the header, is page-aligned and lives as long as `self`; a
+        // header consists of atomics, of which every byte pattern is valid.
         unsafe { self.base.cast().as_ref() }
     }
 }
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: exactly what `map` mapped; every reference into it borrows `self`. A pointer that `ptr` handed out
-        // says that it lives no longer than the transport.
+        // SAFETY: unmaps exactly what `map` mapped. References into it borrow `self`; pointers from `ptr` are documented to be
+        // valid no longer than the transport.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), HEADER_BYTES + self.heap_bytes) };
         debug_assert!(unmapped.is_ok());
     }
@@ -270,13 +269,13 @@ impl Doorbell for Bell {
             tv_sec: at_most.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: at_most.subsec_nanos().into(),
         };
-        // The value has changed, a signal came, the time is over: all of them mean to look again. Not PRIVATE: the
-        // other side is another process.
+        // A changed value, a wake-up and a time-out all lead to another check by the caller. Not PRIVATE: the other side is
+        // another process.
         let _ = futex::wait(&self.bell, futex::Flags::empty(), seen, Some(&at_most));
     }
 
     fn futex_wake(&self) {
-        // Fails for a bad address only.
+        // Fails only for an invalid address.
         let _ = futex::wake(&self.bell, futex::Flags::empty(), i32::MAX as u32);
     }
 
@@ -291,7 +290,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_mappings_are_one_memory() {
+    fn mappings_share_memory() {
         let a = Segment::create("test", 100).unwrap();
         let b = Segment::from_fd(a.fd().try_clone_to_owned().unwrap()).unwrap();
         assert_eq!(b.heap_bytes(), 100);
@@ -308,18 +307,18 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "2 bytes at offset 63 are outside the symmetric heap of 64 bytes")]
-    fn no_copy_leaves_the_heap() {
+    fn copy_out_of_bounds_panics() {
         Segment::create("test", 64).unwrap().copy_in(63, &[0; 2]);
     }
 
     #[test]
     #[should_panic(expected = "outside the symmetric heap")]
-    fn no_offset_wraps_around() {
+    fn overflowing_offset_panics() {
         Segment::create("test", 64).unwrap().copy_out(usize::MAX, &mut [0; 2]);
     }
 
     #[test]
-    fn what_is_not_a_segment_is_refused() {
+    fn invalid_files_are_refused() {
         let refusal = |fd: OwnedFd| Segment::from_fd(fd).unwrap_err().to_string();
         let memfd = |bytes| {
             let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
@@ -334,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_nobody_has_is_an_error() {
+    fn impossible_sizes_are_refused() {
         let message = Segment::create("test", 1 << 60).unwrap_err().to_string();
         assert!(message.starts_with("cannot create a symmetric heap of 1152921504606846976 bytes: "), "{message}");
         assert!(Segment::create("test", usize::MAX).is_err());
@@ -343,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn the_size_is_sealed() {
+    fn size_is_sealed() {
         let segment = Segment::create("test", 64).unwrap();
         assert!(rustix::fs::ftruncate(segment.fd(), 0).is_err());
         assert!(rustix::fs::ftruncate(segment.fd(), 1 << 20).is_err());

@@ -1,22 +1,21 @@
-//! The transport over shared memory: PEs of one host, each with a [`Segment`] that all of them map.
+//! The shared-memory transport: PEs of one host, each with a [`Segment`] that all of them map.
 //!
 //! # Memory ordering
-//! What OpenSHMEM asks for, and what gives it, on processors that reorder stores as on those that do not:
+//! OpenSHMEM's requirements and their implementation, for processors with and without store reordering:
 //!
-//! - **Once a wait, a test or a signal_fetch has returned a value, all effects ordered before the operation that
-//!   produced it are visible.** Signals are stored and added with Release, read with Acquire; a put is a plain copy
-//!   that precedes its PE's later release operations in program order. For put_signal that is the whole contract, and
-//!   gives more than it asks for: earlier puts are visible too. Nobody may rely on that (the reordering transport
-//!   takes it back).
-//! - **An ADD announces all contributors**: a read-modify-write continues the release sequences of the ADDs before it.
-//! - **fence**: an atomic fence(Release). All that can be waited for is a release operation anyway; the fence keeps
-//!   the compiler and the processor from moving a later plain put's stores above it.
-//! - **quiet**: an atomic fence(SeqCst). All operations have been issued as loads and stores when they return, so
-//!   that what is left is to have them take effect before later loads (store-load order), which nothing weaker gives.
-//!   It orders gets and the nbi operations too: they are done when they return.
+//! - **Once a wait, a test or a signal_fetch has returned a value, all effects ordered before the operation that produced it
+//!   are visible.** Signals are stored and added with Release and read with Acquire; a put is a plain copy that precedes its
+//!   PE's later release operations in program order. This exceeds the contract of put_signal, since earlier puts become visible
+//!   too. Callers must not rely on that (the reordering transport does not provide it).
+//! - **An ADD announces all contributors**: a read-modify-write continues the release sequences of earlier ADDs.
+//! - **fence**: an atomic fence(Release). Every operation that can be waited for is a release operation anyway; the fence keeps
+//!   compiler and processor from moving the stores of a later plain put above it.
+//! - **quiet**: an atomic fence(SeqCst). All operations have been issued as loads and stores when they return, so that it only
+//!   remains to order them before later loads (store-load order), which requires SeqCst. This includes gets and nbi operations,
+//!   which are complete when they return.
 //! - **fetch_add** is AcqRel.
-//! - No store is non-temporal: on x86 such a store is not ordered by a release, and would need an sfence in
-//!   put_signal, signal_op, fence and quiet.
+//! - Stores are never non-temporal: on x86 a release does not order such stores, so put_signal, signal_op, fence and quiet
+//!   would need an sfence.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -28,9 +27,9 @@ use super::doorbell::{ring, signal};
 use super::wait::Patience;
 use super::{LostPe, Pace, RawWait, Segment, ShmemError, SignalOp, Transport};
 
-/// Who knows of the PEs of a world over shared memory when one is lost, which the others' memory does not show.
+/// Reports lost PEs of a world over shared memory, which shared memory itself does not reveal.
 pub trait Watch: Send + Sync {
-    /// A PE that is lost.
+    /// A lost PE, if any.
     fn lost(&self) -> Option<LostPe>;
 }
 
@@ -44,45 +43,45 @@ impl fmt::Debug for dyn Watch {
 #[derive(Debug)]
 pub struct ShmTransport {
     my_pe: usize,
-    /// By PE; shared where the PEs are threads of one process.
+    /// Indexed by PE; shared if the PEs are threads of one process.
     segments: Arc<[Segment]>,
     patience: Patience,
-    /// Messages' numbers of the PEs, where they are others.
+    /// The PEs' numbers in messages, if they differ.
     numbers: Option<Vec<usize>>,
     watch: Option<Arc<dyn Watch>>,
     pace: Option<Pace>,
 }
 
 impl ShmTransport {
-    /// PE `my_pe` of as many PEs as there are `segments`, PE `i`'s heap in `segments[i]`.
+    /// PE `my_pe` of `segments.len()` PEs; `segments[i]` is PE `i`'s heap.
     ///
     /// # Errors
-    /// When `my_pe` has no segment, or the heaps differ in size.
+    /// [`ShmemError::Segment`] if `my_pe` has no segment or the heaps differ in size.
     pub fn new(my_pe: usize, segments: Vec<Segment>) -> Result<Self, ShmemError> {
         Self::over(my_pe, segments.into())
     }
 
-    /// A world of `n_pes` PEs in this process, each with a heap of `heap_bytes` bytes, by number: one for each of as many
-    /// threads. [`crate::threads`] makes [`Shmem`](crate::Shmem)s of them.
+    /// Creates `n_pes` PEs with heaps of `heap_bytes` bytes in this process, in PE order, one for each of its threads.
+    /// [`crate::threads`] wraps them in [`Shmem`](crate::Shmem).
     ///
     /// # Errors
-    /// As [`Segment::create`].
+    /// As for [`Segment::create`].
     pub fn threads(n_pes: usize, heap_bytes: usize) -> Result<Vec<Self>, ShmemError> {
         let create = |pe| Segment::create(&format!("aristos-{pe}"), heap_bytes);
         let segments: Arc<[Segment]> = (0..n_pes).map(create).collect::<Result<_, _>>()?;
         (0..n_pes).map(|pe| Self::over(pe, segments.clone())).collect()
     }
 
-    /// The same PE in a world whose PEs messages call by `numbers`, and where all waits end once `watch` says that a PE is lost.
+    /// Sets the PEs' numbers in messages, and a watch that ends all waits once it reports a lost PE.
     ///
     /// # Panics
-    /// If there are not as many numbers as PEs.
+    /// If there is not exactly one number per PE.
     pub fn watched(self, numbers: Vec<usize>, watch: Arc<dyn Watch>) -> Self {
         assert_eq!(numbers.len(), self.segments.len(), "a number for each PE");
         ShmTransport { numbers: Some(numbers), watch: Some(watch), ..self }
     }
 
-    /// The same PE, whose messages take no less than `pace` says.
+    /// Delays messages as `pace` specifies.
     pub fn paced(self, pace: Pace) -> Self {
         ShmTransport { pace: Some(pace), ..self }
     }
@@ -212,7 +211,7 @@ mod tests {
     use crate::{Cmp, Shmem, Wait};
 
     #[test]
-    fn a_loss_ends_waits_and_is_named() {
+    fn lost_pe_ends_waits_and_is_named() {
         struct Flag(AtomicBool);
         impl Watch for Flag {
             fn lost(&self) -> Option<LostPe> {
@@ -223,10 +222,10 @@ mod tests {
         let pe = ShmTransport::threads(2, 4096).unwrap().remove(0).watched(vec![4, 9], flag.clone());
         assert_eq!((pe.world_pe(1), pe.lost()), (9, None));
         let shmem = Shmem::new(pe);
-        let far = Instant::now() + Duration::from_secs(600);
+        let deadline = Instant::now() + Duration::from_secs(600);
         let wait = Wait { signal: shmem.alloc(1).unwrap(), cmp: Cmp::Eq, value: 1 };
         let timeout = std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| shmem.wait_until(wait, far).unwrap_err());
+            let waiting = scope.spawn(|| shmem.wait_until(wait, deadline).unwrap_err());
             flag.0.store(true, Ordering::Relaxed);
             waiting.join().unwrap()
         });
@@ -234,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_must_fit_together() {
+    fn mismatched_segments_are_refused() {
         let segment = |bytes| Segment::create("test", bytes).unwrap();
         let message = |my_pe, segments| ShmTransport::new(my_pe, segments).unwrap_err().to_string();
         assert_eq!(

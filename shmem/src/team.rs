@@ -1,27 +1,25 @@
-//! Teams, and their synchronisation.
+//! Teams and their synchronisation.
 //!
-//! A team owns no symmetric memory, and forming one sends no message. Synchronisation is a dissemination barrier
-//! (Hensgen, Finkel and Manber 1988): in round `r` member `i` signals member `i + 2^r` and waits for member
-//! `i - 2^r`, modulo the size. Its words are not per team or per round but per *pair* of PEs: word `s` of PE `d`
-//! counts what `s` has ever sent to `d`, and `d` counts what it expects from `s`.
+//! A team owns no symmetric memory, and creating one needs no communication. Synchronisation is a dissemination barrier
+//! (Hensgen, Finkel and Manber 1988): in round `r` member `i` signals member `i + 2^r` and waits for member `i - 2^r`, modulo
+//! the size. The words belong to *pairs* of PEs rather than to teams or rounds: word `s` of PE `d` counts all signals from `s`
+//! to `d`, and `d` counts the signals that it expects from `s`.
 //!
-//! Why that is right, with no reset and with a PE that runs ahead:
+//! This is correct without resets and with PEs that run ahead:
 //! - Within one synchronisation a PE signals another at most once, because the distances `2^r` below the size differ.
-//! - Two PEs that share several teams synchronise on them in the same order (in different orders they would
-//!   deadlock whatever the implementation), so the n-th signal from `s` to `d` is the n-th that `d` waits for.
-//! - The signals are ADDs of 1: `word >= n` says that `s` has issued at least n signals, in whatever order they
-//!   arrived, hence that it has reached the n-th; a PE that is ahead only makes the word larger.
+//! - Two PEs that share several teams synchronise on them in the same order (otherwise they would deadlock in any
+//!   implementation), so the n-th signal from `s` to `d` is the n-th that `d` waits for.
+//! - Signals are ADDs of 1: `word >= n` means that `s` has issued at least n signals, in whatever order they arrived, hence has
+//!   reached the n-th; a PE that is ahead only increases the word.
 
-use std::time::Instant;
-
-use super::{Shmem, ShmemError, SignalOp, Sym, Transport, WaitTimeout};
+use super::{ShmemError, Sym};
 
 /// A list of PEs that synchronise and reduce together, in a fixed order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Team {
     /// World numbers of the members, in team order.
     members: Vec<usize>,
-    /// This PE's place in `members`.
+    /// This PE's index in `members`.
     my_index: usize,
 }
 
@@ -31,7 +29,7 @@ impl Team {
         Self { members: (0..n_pes).collect(), my_index: my_pe }
     }
 
-    /// The members `members` of this team; `None` when `my_pe` is not one of them.
+    /// The team of `members`, which must be in this team; `None` if `my_pe` is not among them.
     pub(super) fn split(&self, my_pe: usize, members: &[usize]) -> Result<Option<Self>, ShmemError> {
         let refuse = |why: String| Err(ShmemError::Team { members: members.to_vec(), why });
         if members.is_empty() {
@@ -54,7 +52,7 @@ impl Team {
         self.members.len()
     }
 
-    /// This PE's place among the members.
+    /// This PE's index among the members.
     pub fn my_index(&self) -> usize {
         self.my_index
     }
@@ -65,42 +63,26 @@ impl Team {
     }
 }
 
-/// The rounds of a dissemination barrier for member `my_index` of `size`: (whom to signal, whom to wait for).
-fn rounds(my_index: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
+/// Rounds of a dissemination barrier for member `my_index` of `size`: (member to signal, member to wait for).
+pub(super) fn rounds(my_index: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
     std::iter::successors(Some(1), |distance| Some(distance * 2))
         .take_while(move |&distance| distance < size)
         .map(move |distance| ((my_index + distance) % size, (my_index + size - distance) % size))
 }
 
-/// The words of synchronisation of this PE.
+/// This PE's synchronisation words.
 #[derive(Debug)]
 pub(super) struct SyncWords {
-    /// One word per PE: what it has signalled to this one.
-    arrived: Sym<u64>,
-    /// What this PE has waited for so far, per PE.
-    expected: Vec<u64>,
+    /// One word per PE: the number of its signals to this PE.
+    pub(super) arrived: Sym<u64>,
+    /// Per PE: the number of its signals that this PE has waited for.
+    pub(super) expected: Vec<u64>,
 }
 
 impl SyncWords {
-    /// Over `arrived`, zeroed, one word per PE.
+    /// `arrived` is zeroed and has one word per PE.
     pub(super) fn new(arrived: Sym<u64>) -> Self {
         Self { arrived, expected: vec![0; arrived.len()] }
-    }
-
-    /// See [`Shmem::sync`].
-    pub(super) fn sync<T: Transport>(
-        &mut self,
-        shmem: &Shmem<T>,
-        team: &Team,
-        deadline: Instant,
-    ) -> Result<(), WaitTimeout> {
-        for (to, from) in rounds(team.my_index, team.size()) {
-            let (to, from) = (team.members[to], team.members[from]);
-            shmem.signal_op(self.arrived.at(shmem.my_pe()), 1, SignalOp::Add, to);
-            self.expected[from] += 1;
-            shmem.wait_at_least(self.arrived.at(from), self.expected[from], from, deadline)?;
-        }
-        Ok(())
     }
 }
 
@@ -109,20 +91,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_member_hears_of_every_other() {
+    fn barrier_rounds_reach_every_member() {
         for size in 1..40 {
-            // knows[i]: the members whose arrival has reached i, directly or through others.
-            let mut knows: Vec<Vec<bool>> = (0..size).map(|i| (0..size).map(|j| i == j).collect()).collect();
+            // reached[i]: the members whose arrival has reached i, directly or through others.
+            let mut reached: Vec<Vec<bool>> = (0..size).map(|i| (0..size).map(|j| i == j).collect()).collect();
             let schedule: Vec<Vec<_>> = (0..size).map(|i| rounds(i, size).collect()).collect();
             for (round, _) in schedule[0].iter().enumerate() {
-                let before = knows.clone();
+                let before = reached.clone();
                 for i in 0..size {
                     let (to, _) = schedule[i][round];
-                    assert_eq!(schedule[to][round].1, i, "who is signalled waits for the one who signals");
-                    (0..size).for_each(|j| knows[to][j] |= before[i][j]);
+                    assert_eq!(schedule[to][round].1, i, "the signalled member must wait for the signalling one");
+                    (0..size).for_each(|j| reached[to][j] |= before[i][j]);
                 }
             }
-            assert!(knows.iter().flatten().all(|&known| known), "size {size}");
+            assert!(reached.iter().flatten().all(|&known| known), "size {size}");
             for schedule in schedule {
                 let mut targets: Vec<_> = schedule.iter().map(|(to, _)| *to).collect();
                 targets.sort_unstable();
@@ -133,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_keeps_the_order_given() {
+    fn split_keeps_the_given_order() {
         let world = Team::world(2, 5);
         let team = world.split(2, &[4, 2, 0]).unwrap().unwrap();
         assert_eq!((team.size(), team.my_index(), team.members()), (3, 1, &[4, 2, 0][..]));
@@ -143,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_names_what_is_wrong() {
+    fn split_errors_name_the_member() {
         let team = Team::world(0, 4).split(0, &[0, 1]).unwrap().unwrap();
         let message = |members: &[usize]| team.split(0, members).unwrap_err().to_string();
         assert_eq!(message(&[]), "cannot form the team []: it has no member");

@@ -5,20 +5,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use super::collective::Channels;
+use super::channels::Channels;
 use super::heap::Heap;
 use super::team::SyncWords;
 use super::{Cmp, LostPe, Pod, RawWait, ShmemError, SignalOp, Sym, Team, Transport, Wait, WaitTimeout};
 
 /// One PE's view of the symmetric heap, over a transport.
 ///
-/// It allocates, checks bounds, and forms teams; every operation's meaning is the module's. Collective operations
-/// (those on teams) are called by one thread of a PE at a time, by all members, in the same order on every PE.
-/// After a collective operation has timed out, the team's members no longer agree: end the program.
+/// It allocates, checks bounds, and forms teams; the crate documentation defines the operations. Collective operations (those
+/// on teams) must be called by one thread of a PE at a time, by all members, in the same order on every PE. After a collective
+/// operation has timed out, the members' states differ, and the program must end.
 ///
 /// # Panics
-/// All operations on symmetric objects panic when the PE does not exist, and when the source is longer than the
-/// destination.
+/// All operations on symmetric objects panic if the PE does not exist or the source is longer than the destination.
 #[derive(Debug)]
 pub struct Shmem<T: Transport> {
     transport: T,
@@ -31,9 +30,9 @@ pub struct Shmem<T: Transport> {
 }
 
 impl<T: Transport> Shmem<T> {
-    /// Over `transport`, whose heap nobody has touched yet.
+    /// Creates the layer over `transport`, whose heap must be unused.
     ///
-    /// Takes [`Shmem::<T>::reserved_bytes`] at the heap's start for synchronisation and collectives.
+    /// Reserves [`Shmem::<T>::reserved_bytes`] at the heap's start for synchronisation and collectives.
     ///
     /// # Panics
     /// If the heap is smaller than that.
@@ -61,18 +60,18 @@ impl<T: Transport> Shmem<T> {
         }
     }
 
-    /// What [`Shmem::new`] takes for itself of a heap of `heap_bytes` bytes on each of `n_pes` PEs, bytes: about a
-    /// sixteenth, 32 KiB for each PE at most.
+    /// Bytes that [`Shmem::new`] reserves in each heap of `heap_bytes` bytes with `n_pes` PEs: about a sixteenth, at most 32
+    /// KiB per PE.
     pub fn reserved_bytes(n_pes: usize, heap_bytes: usize) -> usize {
         let (words, staging_bytes) = Channels::sizes(n_pes, heap_bytes);
         let word_bytes = |len: usize| (len * size_of::<u64>()).next_multiple_of(super::heap::ALIGN_BYTES);
         word_bytes(n_pes) + word_bytes(words) + staging_bytes
     }
 
-    /// The heap that leaves `bytes` to the caller after what [`Shmem::new`] takes of it, bytes, in whole pages.
+    /// The heap size, bytes, in whole pages, that leaves `bytes` to the caller after the reservation of [`Shmem::new`].
     pub fn heap_bytes_for(n_pes: usize, bytes: usize) -> usize {
         const PAGE: usize = 4096;
-        // The reserved part grows with the heap, by about a sixteenth of it, so this converges in a few iterations.
+        // The reservation is about a sixteenth of the heap, so this converges in a few iterations.
         let mut heap_bytes = bytes;
         loop {
             let need = bytes + Self::reserved_bytes(n_pes, heap_bytes);
@@ -83,7 +82,7 @@ impl<T: Transport> Shmem<T> {
         }
     }
 
-    /// The transport underneath.
+    /// The underlying transport.
     pub fn transport(&self) -> &T {
         &self.transport
     }
@@ -98,7 +97,7 @@ impl<T: Transport> Shmem<T> {
         self.transport.n_pes()
     }
 
-    /// What messages call PE `pe`: [`Transport::world_pe`].
+    /// The number by which messages refer to PE `pe`: [`Transport::world_pe`].
     pub fn world_pe(&self, pe: usize) -> usize {
         self.transport.world_pe(pe)
     }
@@ -108,24 +107,23 @@ impl<T: Transport> Shmem<T> {
         self.transport.heap_bytes()
     }
 
-    /// Bytes of the heap in use, the reserved ones included.
+    /// Bytes of the heap in use, including the reserved ones.
     pub fn used_bytes(&self) -> usize {
         lock(&self.heap).used_bytes()
     }
 
-    /// The most bytes of the heap that were ever in use at once, the reserved ones included.
+    /// Maximum bytes of the heap in use at once until now, including the reserved ones.
     pub fn peak_bytes(&self) -> usize {
         lock(&self.heap).peak_bytes()
     }
 
-    /// Allocates `len` elements, 64-byte aligned, at the same offset on every PE that makes the same calls in the
-    /// same order.
+    /// Allocates `len` elements, 64-byte aligned, at the same offset on every PE that makes the same calls in the same order.
     ///
-    /// It synchronises nothing: before a PE writes to a peer's new object, the peer must be done with what was in that
-    /// memory before. Memory that nobody has used yet is zero; after a [`Shmem::free`] it is whatever was left there.
+    /// It does not synchronise: before a PE writes to a peer's new object, the peer must have finished using that memory.
+    /// Memory is zero at its first use; after a [`Shmem::free`] it keeps its old contents.
     ///
     /// # Errors
-    /// When the heap has no free range of that size.
+    /// [`ShmemError::OutOfMemory`] if the heap has no free range of that size.
     pub fn alloc<E: Pod>(&self, len: usize) -> Result<Sym<E>, ShmemError> {
         const { assert!(align_of::<E>() <= super::heap::ALIGN_BYTES) };
         let asked_bytes = len.saturating_mul(size_of::<E>());
@@ -141,17 +139,17 @@ impl<T: Transport> Shmem<T> {
         Ok(Sym::new(offset, len))
     }
 
-    /// Gives back what [`Shmem::alloc`] returned. No PE may still use it, nor have operations on it under way.
+    /// Frees an object of [`Shmem::alloc`]. No PE may use it any more or have operations on it in flight.
     ///
     /// # Panics
-    /// If it is not exactly an allocated object.
+    /// If `sym` is not exactly an allocated object.
     pub fn free<E: Pod>(&self, sym: Sym<E>) {
         let bytes = sym.bytes();
         let freed = bytes == 0 || lock(&self.heap).free(sym.offset, bytes);
         assert!(freed, "{bytes} bytes at offset {} of the symmetric heap are not an allocation", sym.offset);
     }
 
-    /// Copies `src` to the start of `dest` on `pe`. Returns when `src` may be reused, not when the data has arrived.
+    /// Copies `src` to the start of `dest` on `pe`. Returns when `src` may be reused, possibly before the data arrives.
     pub fn put<E: Pod>(&self, dest: Sym<E>, src: &[E], pe: usize) {
         self.check(src.len(), dest.len, pe);
         self.count(size_of_val(src), pe);
@@ -169,18 +167,19 @@ impl<T: Transport> Shmem<T> {
         }
     }
 
-    /// Bytes that this PE has put to other PEs, all kinds of puts together, signal words not counted; exact where one thread puts at a time.
+    /// Bytes that this PE has put to other PEs by all kinds of puts, without signal words; exact if one thread puts at a time.
     pub fn bytes_put(&self) -> u64 {
         self.bytes_put.load(Ordering::Relaxed)
     }
 
-    /// Those of them that were put to PEs that loads and stores do not reach ([`Shmem::is_reachable`]).
+    /// The part of [`Shmem::bytes_put`] that went to PEs beyond the reach of loads and stores ([`Shmem::is_reachable`]).
     pub fn network_bytes_put(&self) -> u64 {
         self.network_bytes_put.load(Ordering::Relaxed)
     }
 
     fn count(&self, bytes: usize, pe: usize) {
-        // Not an atomic addition, which costs a tenth of a small put: of threads that put at once one may go uncounted.
+        // An atomic addition would cost a tenth of a small put; with concurrent puts of several threads some may not be
+        // counted.
         let add = |to: &AtomicU64| to.store(to.load(Ordering::Relaxed).wrapping_add(bytes as u64), Ordering::Relaxed);
         if pe != self.my_pe() {
             add(&self.bytes_put);
@@ -190,7 +189,7 @@ impl<T: Transport> Shmem<T> {
         }
     }
 
-    /// Copies the start of `src` on `pe`, as much as `dest` takes. With `pe` this PE, reads the own heap.
+    /// Fills `dest` from the start of `src` on `pe`, which may be this PE.
     pub fn get<E: Pod>(&self, dest: &mut [E], src: Sym<E>, pe: usize) {
         self.check(dest.len(), src.len, pe);
         if !dest.is_empty() {
@@ -206,8 +205,8 @@ impl<T: Transport> Shmem<T> {
         }
     }
 
-    /// Copies `src` to the start of `dest` on `pe`, then updates the first word of `signal` there: who sees the signal
-    /// sees this data. Empty data is just a signal.
+    /// Copies `src` to the start of `dest` on `pe`, then updates the first word of `signal` there: a PE that sees the signal
+    /// also sees this data. With empty data only the signal is sent.
     pub fn put_signal<E: Pod>(&self, dest: Sym<E>, src: &[E], signal: Sym<u64>, value: u64, op: SignalOp, pe: usize) {
         self.check(src.len(), dest.len, pe);
         if src.is_empty() {
@@ -215,7 +214,7 @@ impl<T: Transport> Shmem<T> {
         } else {
             self.transport.put_signal(dest.offset, bytemuck::cast_slice(src), signal.word(), value, op, pe);
         }
-        // While the signal is on its way.
+        // Counts while the signal is in flight.
         self.count(size_of_val(src), pe);
     }
 
@@ -225,12 +224,12 @@ impl<T: Transport> Shmem<T> {
         self.transport.signal_op(signal.word(), value, op, pe);
     }
 
-    /// This PE's first word of `signal`; acquires what its value announces.
+    /// Loads this PE's first word of `signal`, with acquire ordering.
     pub fn signal_fetch(&self, signal: Sym<u64>) -> u64 {
         self.transport.signal_fetch(signal.word())
     }
 
-    /// Adds `value`, wrapping and atomically, to the first word of `target` on `pe`; returns what it was.
+    /// Atomically adds `value`, wrapping, to the first word of `target` on `pe`; returns the previous value.
     pub fn fetch_add(&self, target: Sym<u64>, value: u64, pe: usize) -> u64 {
         self.check(1, target.len, pe);
         self.transport.fetch_add(target.word(), value, pe)
@@ -241,15 +240,16 @@ impl<T: Transport> Shmem<T> {
         wait.cmp.holds(self.signal_fetch(wait.signal), wait.value)
     }
 
-    /// The first PE that is known to be lost: [`Transport::lost`].
+    /// The first PE known to be lost: [`Transport::lost`].
     pub fn lost(&self) -> Option<LostPe> {
         self.transport.lost()
     }
 
-    /// Waits until `wait` holds; returns the word's value, read after that (it may have gone on).
+    /// Waits until `wait` holds; returns the word's value, read afterwards (it may have changed again).
     ///
     /// # Errors
-    /// When `deadline` passes first, or a PE is lost. A condition that holds already is found even after the deadline.
+    /// [`WaitTimeout`] if `deadline` passes or a PE is lost first. A condition that already holds succeeds even after the
+    /// deadline.
     pub fn wait_until(&self, wait: Wait, deadline: Instant) -> Result<u64, WaitTimeout> {
         let seen = self.signal_fetch(wait.signal);
         if wait.cmp.holds(seen, wait.value) {
@@ -262,7 +262,7 @@ impl<T: Transport> Shmem<T> {
     /// Waits until one of `waits` holds; returns its index.
     ///
     /// # Errors
-    /// When `deadline` passes first, or a PE is lost.
+    /// [`WaitTimeout`] if `deadline` passes or a PE is lost first.
     ///
     /// # Panics
     /// If `waits` is empty.
@@ -287,7 +287,7 @@ impl<T: Transport> Shmem<T> {
         })
     }
 
-    /// Orders deliveries to each PE: what was put, signalled or added before is delivered before what comes after.
+    /// Orders deliveries to each PE: earlier puts, signals and atomics are delivered before later ones.
     pub fn fence(&self) {
         self.transport.fence();
     }
@@ -302,20 +302,20 @@ impl<T: Transport> Shmem<T> {
         &self.world
     }
 
-    /// The team of `members`, world numbers of PEs of `parent`, in that order; `None` when this PE is not one of them.
+    /// The team of `members`, world numbers of PEs of `parent`, in that order; `None` if this PE is not among them.
     ///
-    /// Called with the same list by all of them. A team takes no symmetric memory, and nothing is sent.
+    /// All members must pass the same list. A team uses no symmetric memory and needs no communication.
     ///
     /// # Errors
-    /// When `members` is empty, names a PE twice, or names one that is not in `parent`.
+    /// [`ShmemError::Team`] if `members` is empty, contains a PE twice, or contains one that is not in `parent`.
     pub fn team_split(&self, parent: &Team, members: &[usize]) -> Result<Option<Team>, ShmemError> {
         parent.split(self.my_pe(), members)
     }
 
-    /// Waits until every member of `team` has called this. It completes no put: see [`Shmem::barrier_all`].
+    /// Waits until every member of `team` has called this. It does not complete puts: see [`Shmem::barrier_all`].
     ///
     /// # Errors
-    /// When `deadline` passes first; `index` is a PE that was waited for.
+    /// [`WaitTimeout`] if `deadline` passes first; `index` is a missing PE.
     pub fn sync(&self, team: &Team, deadline: Instant) -> Result<(), WaitTimeout> {
         lock(&self.sync).sync(self, team, deadline)
     }
@@ -323,38 +323,38 @@ impl<T: Transport> Shmem<T> {
     /// [`Shmem::sync`] of all PEs.
     ///
     /// # Errors
-    /// As `sync`.
+    /// As for [`Shmem::sync`].
     pub fn sync_all(&self, deadline: Instant) -> Result<(), WaitTimeout> {
         self.sync(&self.world, deadline)
     }
 
-    /// [`Shmem::quiet`], then [`Shmem::sync_all`]: afterwards, everything any PE issued before is complete.
+    /// [`Shmem::quiet`], then [`Shmem::sync_all`]: afterwards all earlier operations of all PEs are complete.
     ///
     /// # Errors
-    /// As `sync`.
+    /// As for [`Shmem::sync`].
     pub fn barrier_all(&self, deadline: Instant) -> Result<(), WaitTimeout> {
         self.quiet();
         self.sync_all(deadline)
     }
 
-    /// Adds up `data`, of one length on all members, element by element; every member gets the sums.
+    /// Sums `data`, which has the same length on all members, element by element; every member gets the sums.
     ///
-    /// The members' values are added in team order, once, so that all members hold the same bits.
+    /// Values are added once, in team order, so all members get bitwise identical sums.
     ///
     /// # Errors
-    /// When `deadline` passes first; `index` is the PE that was waited for.
+    /// [`WaitTimeout`] if `deadline` passes first; `index` is the missing PE.
     pub fn all_reduce_sum(&self, team: &Team, data: &mut [f32], deadline: Instant) -> Result<(), WaitTimeout> {
         lock(&self.channels).all_reduce_sum(self, team, data, deadline)
     }
 
-    /// Collects `mine`, of one length on all members, into `all`: member `i`'s at `i * mine.len()`.
+    /// Collects `mine`, which has the same length on all members, into `all`: member `i`'s at `i * mine.len()`.
     ///
     /// # Errors
-    /// When `deadline` passes first; `index` is the PE that was waited for.
+    /// [`WaitTimeout`] if `deadline` passes first; `index` is the missing PE.
     ///
     /// # Panics
-    /// If `all` is not `team.size() * mine.len()` long, or an element is larger than a slot of the staging buffer (64
-    /// bytes to 16 KiB).
+    /// If `all` does not have `team.size() * mine.len()` elements, or an element is larger than a slot of the staging buffer
+    /// (64 bytes to 16 KiB).
     pub fn all_gather<E: Pod>(
         &self,
         team: &Team,
@@ -366,7 +366,7 @@ impl<T: Transport> Shmem<T> {
         lock(&self.channels).all_gather(self, team, mine, all, deadline)
     }
 
-    /// The address of `sym` on `pe`, where this PE can load and store it directly.
+    /// The address of `sym` on `pe`, if this PE can load and store it directly.
     pub fn ptr<E: Pod>(&self, sym: Sym<E>, pe: usize) -> Option<NonNull<E>> {
         self.check(0, 0, pe);
         self.transport.ptr(sym.offset, pe).map(NonNull::cast)
@@ -377,7 +377,7 @@ impl<T: Transport> Shmem<T> {
         self.transport.is_reachable(pe)
     }
 
-    /// Waits for `word >= value`; a timeout names `pe`.
+    /// Waits for `word >= value`; an error names `pe`.
     pub(super) fn wait_at_least(
         &self,
         word: Sym<u64>,
@@ -407,7 +407,7 @@ impl<E> Sym<E> {
 }
 
 impl Sym<u64> {
-    /// The offset of the first word, which must be there.
+    /// The offset of the first word. Panics if there is none.
     #[inline]
     #[track_caller]
     fn word(&self) -> usize {
@@ -416,7 +416,7 @@ impl Sym<u64> {
     }
 }
 
-/// A poisoned lock guards plain counters: whoever panicked has reported it.
+/// The state behind a lock is valid even if a thread panicked while holding it.
 fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,9 +1,9 @@
-//! Every interleaving of the signals' and the doorbell's algorithm, by loom: `doorbell.rs` itself, over loom's atomics.
+//! Loom's exploration of all interleavings of signals and the doorbell: `doorbell.rs` itself, over loom's atomics.
 //!
-//! Each of these changes there was made by hand, and makes at least one of the models fail:
-//! - `Relaxed` for the Release of a store, or of an add, in `signal`: the data is not visible;
-//! - no `full_fence` in `ring`, or none in `sleep_until`: the wake-up is lost (loom reports a deadlock);
-//! - `Relaxed` for W0: the waiter takes the new bell for the old one, and sleeps over its signal;
+//! Each of these changes to it, made by hand, fails at least one model:
+//! - `Relaxed` instead of Release for the store or the add in `signal`: the data is not visible;
+//! - no `full_fence` in `ring` or in `sleep_until`: the wake-up is lost (loom reports a deadlock);
+//! - `Relaxed` for W0: the waiter takes the new bell for the old one and sleeps although it was signalled;
 //! - W0 after W2: the same.
 
 #[macro_use]
@@ -40,7 +40,7 @@ impl Doorbell for Peer {
     fn bell(&self) -> &AtomicU32 {
         &self.bell
     }
-    // The kernel compares and falls asleep as one step, under the lock that a wake takes.
+    // The kernel compares and falls asleep atomically, under the lock that a wake takes.
     fn futex_wait(&self, seen: u32, _at_most: Duration) {
         let guard = self.asleep.lock().unwrap();
         if self.bell.load(Ordering::Relaxed) == seen {
@@ -67,7 +67,7 @@ fn peer() -> Arc<Peer> {
     })
 }
 
-/// Sleeps, with no deadline, until `word` of `peer` is at least `value`.
+/// Sleeps without a deadline until `word` of `peer` is at least `value`.
 fn sleep(peer: &Peer, word: usize, value: u64) {
     let check = || (peer.words[word].load(Ordering::Acquire) >= value).then_some(());
     sleep_until(peer, check, || Some(Duration::MAX)).expect("it has no deadline");
@@ -82,13 +82,13 @@ fn data(peer: &Peer, index: usize) -> u64 {
 }
 
 #[test]
-fn put_signal_set() {
+fn set_signal_announces_data() {
     loom::model(|| {
         let peer = peer();
-        let there = peer.clone();
+        let remote = peer.clone();
         let sender = thread::spawn(move || {
-            put(&there, 0, 7);
-            signal(&there.words[0], 1, SignalOp::Set, &*there);
+            put(&remote, 0, 7);
+            signal(&remote.words[0], 1, SignalOp::Set, &*remote);
         });
         sleep(&peer, 0, 1);
         assert_eq!(data(&peer, 0), 7);
@@ -96,7 +96,7 @@ fn put_signal_set() {
     });
 }
 
-/// Explores all runs with at most `preemptions` involuntary switches: without a bound these take hours.
+/// Explores all runs with at most `preemptions` preemptions; without a bound these models take hours.
 fn bounded_model(preemptions: usize, f: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(preemptions);
@@ -104,15 +104,15 @@ fn bounded_model(preemptions: usize, f: impl Fn() + Sync + Send + 'static) {
 }
 
 #[test]
-fn adds_of_two_senders_announce_both() {
+fn adds_of_two_senders_announce_both_data() {
     bounded_model(3, || {
         let peer = peer();
         let senders: Vec<_> = (0..2)
             .map(|i| {
-                let there = peer.clone();
+                let remote = peer.clone();
                 thread::spawn(move || {
-                    put(&there, i, 7);
-                    signal(&there.words[0], 1, SignalOp::Add, &*there);
+                    put(&remote, i, 7);
+                    signal(&remote.words[0], 1, SignalOp::Add, &*remote);
                 })
             })
             .collect();
@@ -123,14 +123,14 @@ fn adds_of_two_senders_announce_both() {
 }
 
 #[test]
-fn two_signals_two_sleeps() {
+fn second_signal_ends_second_sleep() {
     bounded_model(4, || {
         let peer = peer();
-        let there = peer.clone();
+        let remote = peer.clone();
         let sender = thread::spawn(move || {
-            signal(&there.words[0], 1, SignalOp::Set, &*there);
-            put(&there, 1, 7);
-            signal(&there.words[1], 1, SignalOp::Set, &*there);
+            signal(&remote.words[0], 1, SignalOp::Set, &*remote);
+            put(&remote, 1, 7);
+            signal(&remote.words[1], 1, SignalOp::Set, &*remote);
         });
         sleep(&peer, 0, 1);
         sleep(&peer, 1, 1);

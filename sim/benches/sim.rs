@@ -5,10 +5,11 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use aristos_plan::cluster::preset;
+use aristos_formats::cluster::preset;
+use aristos_formats::routing::Record;
 use aristos_sim::comms::{Load, Params, Schedule, exchange};
 use aristos_sim::network::Nics;
-use aristos_sim::routing::{Popularity, Record, Workload};
+use aristos_sim::routing::{Popularity, Workload};
 use aristos_sim::step::{
     Affine, CopyFlop, Cutting, Group, GroupPlan, LayerCost, Rows, Schedule as StepSchedule, Step, simulate,
 };

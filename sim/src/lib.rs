@@ -16,7 +16,7 @@
 //! let load = Load::from_json(r#"{"load_bytes": [[0, 1600], [1600, 0]]}"#)?;
 //! let time = exchange(&Params::default(), &load, Schedule::Fair, None)?;
 //! assert_eq!((time.time_ms, time.rounds), (256.0, 32));
-//! # Ok::<(), aristos_plan::InputError>(())
+//! # Ok::<(), aristos_formats::InputError>(())
 //! ```
 
 pub mod comms;
@@ -26,4 +26,3 @@ pub mod roofline;
 pub mod routing;
 pub mod step;
 pub mod sweep;
-pub mod timeline;

@@ -6,8 +6,8 @@
 
 use std::path::Path;
 
-use aristos_plan::InputError;
-use aristos_plan::cluster::{Count, Number, Range, parse_json, read_text};
+use aristos_formats::InputError;
+use aristos_formats::cluster::{Count, Number, Range, parse_json, read_text};
 use serde::{Deserialize, Serialize};
 
 /// A device, as far as the model looks at it.

@@ -4,7 +4,7 @@
 //! time, in the order in which they come. So messages to many PEs leave one after the other, and messages from many PEs to one (incast) arrive one
 //! after the other, however fast the links are.
 
-use aristos_plan::cluster::{Cluster, LinkTable, Links};
+use aristos_formats::cluster::{Cluster, LinkTable, Links};
 
 /// Who has a port to the network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,7 +120,7 @@ impl<'c> Network<'c> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aristos_plan::cluster::{Device, Link, Tier, Tiers};
+    use aristos_formats::cluster::{Device, Link, Tier, Tiers};
 
     /// Hosts of two: alpha 1 ms and beta 1 ms/MB inside, 10 and 4 between.
     fn cluster(n: usize) -> Cluster {

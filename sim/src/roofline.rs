@@ -5,46 +5,12 @@
 //! are of each query with the keys that it sees; they read and write global memory once, and their backward has five products for those two, as one
 //! is computed again (Dao et al. 2022). Every device has all of these weights, and its own tokens.
 
-use aristos_plan::{InputError, Model};
+use aristos_formats::{InputError, Latent, Transformer};
 
 use crate::linear::Device;
 
 /// Bytes of a weight's gradient, which is kept in f32.
 const GRADIENT_BYTES: f64 = 4.0;
-
-/// The shapes of a model without its routed experts.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Transformer {
-    /// Width of a token's hidden state, elements.
-    pub hidden: usize,
-    /// Layers, and those of them that have experts.
-    pub layers: (usize, usize),
-    /// Heads of the queries, and of keys and values.
-    pub heads: (usize, usize),
-    /// Width of a head: of queries and keys, of values.
-    pub head_dim: (usize, usize),
-    /// Multi-head latent attention (DeepSeek-V2, section 2.1), where the model has it.
-    pub latent: Option<Latent>,
-    /// Layers whose queries see only the last keys, and how many, their own included.
-    pub windowed: (usize, usize),
-    /// Width inside the gated MLP of a layer without experts, 0 if there is none.
-    pub dense_intermediate: usize,
-    /// Width inside the gated shared expert of a layer with experts, 0 if there is none.
-    pub shared_intermediate: usize,
-    /// Tokens of the vocabulary.
-    pub vocabulary: usize,
-}
-
-/// Queries, keys and values by way of narrower vectors.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Latent {
-    /// Width of what queries are made of, 0 where that is the hidden state.
-    pub query_rank: usize,
-    /// Width of what keys and values are made of.
-    pub rank: usize,
-    /// The part of a key that all heads share, elements.
-    pub shared_key: usize,
-}
 
 /// Time by what takes it, forward and backward, seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -97,138 +63,106 @@ fn gated_mlp(tokens: f64, hidden: usize, intermediate: usize) -> Vec<Operation> 
     vec![up(), up(), moves(3.0 * inside, 5.0 * inside), product(tokens, intermediate, hidden)]
 }
 
-impl Transformer {
-    /// A published model by its name, one of [`aristos_plan::MODELS`], from the config.json that it was published with.
-    pub fn preset(name: &str) -> Option<Transformer> {
-        let model = Model::preset(name).ok()?;
-        let grouped = |heads, head_dim, vocabulary| Transformer {
-            hidden: model.hidden,
-            layers: (model.layers, model.moe_layers),
-            heads,
-            head_dim: (head_dim, head_dim),
-            latent: None,
-            windowed: (0, 0),
-            dense_intermediate: 0,
-            shared_intermediate: 0,
-            vocabulary,
-        };
-        Some(match name {
-            "mixtral-8x7b" => grouped((32, 8), 128, 32_000),
-            "mixtral-8x22b" => grouped((48, 8), 128, 32_768),
-            "qwen3-30b-a3b" => grouped((32, 4), 128, 151_936),
-            "qwen3-235b-a22b" => grouped((64, 4), 128, 151_936),
-            "deepseek-v3" => Transformer {
-                head_dim: (192, 128),
-                latent: Some(Latent { query_rank: 1536, rank: 512, shared_key: 64 }),
-                dense_intermediate: 18_432,
-                shared_intermediate: 2048,
-                ..grouped((128, 128), 128, 129_280)
-            },
-            "gpt-oss-120b" => Transformer { windowed: (18, 128), ..grouped((64, 8), 64, 201_088) },
-            _ => return None,
-        })
-    }
-
-    /// The attention of a layer for so many tokens, in sequences of `sequence`, each query of which sees `window` keys at most.
-    fn attention(&self, tokens: f64, sequence: f64, window: f64) -> Vec<Operation> {
-        let ((heads, kv_heads), (key, value), hidden) = (self.heads, self.head_dim, self.hidden);
-        let mut all = match self.latent {
-            None => vec![product(tokens, hidden, heads * key + kv_heads * (key + value))],
-            Some(Latent { query_rank, rank, shared_key }) => {
-                let queries = match query_rank {
-                    0 => vec![product(tokens, hidden, heads * key)],
-                    _ => vec![product(tokens, hidden, query_rank), product(tokens, query_rank, heads * key)],
-                };
-                let keys = heads * key.saturating_sub(shared_key);
-                let latent = [product(tokens, hidden, rank + shared_key), product(tokens, rank, keys + heads * value)];
-                queries.into_iter().chain(latent).collect()
-            }
-        };
-        // A token sees itself and those before it: on average half of a sequence, or all of its window but at a sequence's beginning.
-        let window = window.min(sequence);
-        let seen = window * (1.0 - 0.5 * window / sequence);
-        let flop = 2.0 * tokens * seen * (heads * (key + value)) as f64;
-        let (inputs, output) = ((heads * key + kv_heads * (key + value)) as f64, (heads * value) as f64);
-        all.push(Operation {
-            forward: cost(flop, tokens * (inputs + output)),
-            // Inputs, the output and its gradient read, the inputs' gradients written.
-            backward: vec![cost(2.5 * flop, 2.0 * tokens * (inputs + output))],
-            weights: 0.0,
-        });
-        all.push(product(tokens, heads * value, hidden));
-        all
-    }
-
-    /// By layer, or what comes once: how often, whether it is attention, and its operations.
-    fn parts(&self, tokens: f64, sequence: f64) -> Vec<(f64, bool, Vec<Operation>)> {
-        let (layers, moe_layers) = self.layers;
-        let (state, dense_layers) = (tokens * self.hidden as f64, layers - moe_layers);
-        let (windowed, window) = (self.windowed.0.min(layers), self.windowed.1 as f64);
-        // A norm reads and writes a state, backward it reads two; an addition reads two, and its gradient goes to both.
-        let norm = || moves(2.0 * state, 3.0 * state);
-        let logits = tokens * self.vocabulary as f64;
-        let embedding = Operation {
-            backward: vec![Cost { gradient_bytes: 2.0 * GRADIENT_BYTES * state, ..cost(0.0, state) }],
-            weights: (self.vocabulary * self.hidden) as f64,
-            ..moves(2.0 * state, 0.0)
-        };
-        vec![
-            ((layers - windowed) as f64, true, self.attention(tokens, sequence, sequence)),
-            (windowed as f64, true, self.attention(tokens, sequence, window)),
-            (2.0 * layers as f64, false, vec![norm(), moves(3.0 * state, 3.0 * state)]),
-            (dense_layers as f64, false, gated_mlp(tokens, self.hidden, self.dense_intermediate)),
-            (moe_layers as f64, false, gated_mlp(tokens, self.hidden, self.shared_intermediate)),
-            // The loss reads the logits, and writes their gradient.
-            (
-                1.0,
-                false,
-                vec![embedding, norm(), product(tokens, self.hidden, self.vocabulary), moves(logits, 2.0 * logits)],
-            ),
-        ]
-    }
-
-    /// Weights, the norms' not counted, of which each device has all.
-    pub fn parameters(&self) -> f64 {
-        let of =
-            |(times, _, parts): (f64, bool, Vec<Operation>)| times * parts.iter().map(|part| part.weights).sum::<f64>();
-        self.parts(1.0, 1.0).into_iter().map(of).sum()
-    }
-
-    /// What a device takes for `tokens` tokens in sequences of `sequence`, of elements of so many bytes.
-    ///
-    /// # Errors
-    /// A number of tokens or a length that is not above 0.
-    pub fn time(
-        &self,
-        device: &Device,
-        tokens: usize,
-        sequence: usize,
-        element_bytes: usize,
-    ) -> Result<DenseTime, InputError> {
-        for (field, value) in [("`tokens`", tokens), ("`sequence`", sequence)] {
-            if value == 0 {
-                return Err(InputError::value(field, "is 0", "at least 1"));
-            }
+/// The attention of a layer for so many tokens, in sequences of `sequence`, each query of which sees `window` keys at most.
+fn attention(model: &Transformer, tokens: f64, sequence: f64, window: f64) -> Vec<Operation> {
+    let ((heads, kv_heads), (key, value), hidden) = (model.heads, model.head_dim, model.hidden);
+    let mut all = match model.latent {
+        None => vec![product(tokens, hidden, heads * key + kv_heads * (key + value))],
+        Some(Latent { query_rank, rank, shared_key }) => {
+            let queries = match query_rank {
+                0 => vec![product(tokens, hidden, heads * key)],
+                _ => vec![product(tokens, hidden, query_rank), product(tokens, query_rank, heads * key)],
+            };
+            let keys = heads * key.saturating_sub(shared_key);
+            let latent = [product(tokens, hidden, rank + shared_key), product(tokens, rank, keys + heads * value)];
+            queries.into_iter().chain(latent).collect()
         }
-        let bytes = element_bytes as f64;
-        let flop_per_s = device.base_util * device.flop_per_s_8bit / bytes;
-        let bytes_per_s = device.base_util * device.global_bytes_per_s;
-        let of =
-            |cost: &Cost| (cost.flop / flop_per_s).max((cost.elements * bytes + cost.gradient_bytes) / bytes_per_s);
-        let mut time = DenseTime::default();
-        for (times, is_attention, parts) in self.parts(tokens as f64, sequence as f64) {
-            let sum = if is_attention { &mut time.attention_s } else { &mut time.rest_s };
-            for part in &parts {
-                sum[0] += times * of(&part.forward);
-                sum[1] += times * part.backward.iter().map(of).sum::<f64>();
-            }
+    };
+    // A token sees itself and those before it: on average half of a sequence, or all of its window but at a sequence's beginning.
+    let window = window.min(sequence);
+    let seen = window * (1.0 - 0.5 * window / sequence);
+    let flop = 2.0 * tokens * seen * (heads * (key + value)) as f64;
+    let (inputs, output) = ((heads * key + kv_heads * (key + value)) as f64, (heads * value) as f64);
+    all.push(Operation {
+        forward: cost(flop, tokens * (inputs + output)),
+        // Inputs, the output and its gradient read, the inputs' gradients written.
+        backward: vec![cost(2.5 * flop, 2.0 * tokens * (inputs + output))],
+        weights: 0.0,
+    });
+    all.push(product(tokens, heads * value, hidden));
+    all
+}
+
+/// By layer, or what comes once: how often, whether it is attention, and its operations.
+fn parts(model: &Transformer, tokens: f64, sequence: f64) -> Vec<(f64, bool, Vec<Operation>)> {
+    let (layers, moe_layers) = model.layers;
+    let (state, dense_layers) = (tokens * model.hidden as f64, layers - moe_layers);
+    let (windowed, window) = (model.windowed.0.min(layers), model.windowed.1 as f64);
+    // A norm reads and writes a state, backward it reads two; an addition reads two, and its gradient goes to both.
+    let norm = || moves(2.0 * state, 3.0 * state);
+    let logits = tokens * model.vocabulary as f64;
+    let embedding = Operation {
+        backward: vec![Cost { gradient_bytes: 2.0 * GRADIENT_BYTES * state, ..cost(0.0, state) }],
+        weights: (model.vocabulary * model.hidden) as f64,
+        ..moves(2.0 * state, 0.0)
+    };
+    vec![
+        ((layers - windowed) as f64, true, attention(model, tokens, sequence, sequence)),
+        (windowed as f64, true, attention(model, tokens, sequence, window)),
+        (2.0 * layers as f64, false, vec![norm(), moves(3.0 * state, 3.0 * state)]),
+        (dense_layers as f64, false, gated_mlp(tokens, model.hidden, model.dense_intermediate)),
+        (moe_layers as f64, false, gated_mlp(tokens, model.hidden, model.shared_intermediate)),
+        // The loss reads the logits, and writes their gradient.
+        (
+            1.0,
+            false,
+            vec![embedding, norm(), product(tokens, model.hidden, model.vocabulary), moves(logits, 2.0 * logits)],
+        ),
+    ]
+}
+
+/// Weights, the norms' not counted, of which each device has all.
+pub fn parameters(model: &Transformer) -> f64 {
+    let of =
+        |(times, _, parts): (f64, bool, Vec<Operation>)| times * parts.iter().map(|part| part.weights).sum::<f64>();
+    parts(model, 1.0, 1.0).into_iter().map(of).sum()
+}
+
+/// What a device takes for `tokens` tokens in sequences of `sequence`, of elements of so many bytes.
+///
+/// # Errors
+/// A number of tokens or a length that is not above 0.
+pub fn time(
+    model: &Transformer,
+    device: &Device,
+    tokens: usize,
+    sequence: usize,
+    element_bytes: usize,
+) -> Result<DenseTime, InputError> {
+    for (field, value) in [("`tokens`", tokens), ("`sequence`", sequence)] {
+        if value == 0 {
+            return Err(InputError::value(field, "is 0", "at least 1"));
         }
-        Ok(time)
     }
+    let bytes = element_bytes as f64;
+    let flop_per_s = device.base_util * device.flop_per_s_8bit / bytes;
+    let bytes_per_s = device.base_util * device.global_bytes_per_s;
+    let of = |cost: &Cost| (cost.flop / flop_per_s).max((cost.elements * bytes + cost.gradient_bytes) / bytes_per_s);
+    let mut time = DenseTime::default();
+    for (times, is_attention, parts) in parts(model, tokens as f64, sequence as f64) {
+        let sum = if is_attention { &mut time.attention_s } else { &mut time.rest_s };
+        for part in &parts {
+            sum[0] += times * of(&part.forward);
+            sum[1] += times * part.backward.iter().map(of).sum::<f64>();
+        }
+    }
+    Ok(time)
 }
 
 #[cfg(test)]
 mod tests {
+    use aristos_formats::Model;
+
     use super::*;
 
     fn device(flop_per_s: f64, bytes_per_s: f64) -> Device {
@@ -265,7 +199,7 @@ mod tests {
         // 6 tokens in sequences of 6, elements of one byte. Where memory costs nothing, FLOP alone: projections 4 x 8 and 4 x 4, two products of heads
         // of 2 x (2 + 2) with 3 keys on average; backward twice and 2.5 times that.
         let tiny = tiny();
-        let flop = tiny.time(&device(1.0, 1e30), 6, 6, 1).unwrap();
+        let flop = time(&tiny, &device(1.0, 1e30), 6, 6, 1).unwrap();
         let (projections, core) = (2.0 * 6.0 * (32.0 + 16.0), 2.0 * 6.0 * 3.0 * 8.0);
         near(flop.attention_s[0], projections + core);
         near(flop.attention_s[1], 2.0 * projections + 2.5 * core);
@@ -273,23 +207,23 @@ mod tests {
         near(flop.rest_s[0], 2.0 * 6.0 * (96.0 + 40.0));
         near(flop.rest_s[1], 4.0 * 6.0 * (96.0 + 40.0));
         // Where FLOP cost nothing, bytes alone. Queries, keys and values: 6 x (4 + 8) + 32; products: 6 x (8 + 4); output 6 x 8 + 16.
-        let bytes = tiny.time(&device(1e30, 1.0), 6, 6, 1).unwrap();
+        let bytes = time(&tiny, &device(1e30, 1.0), 6, 6, 1).unwrap();
         near(bytes.attention_s[0], 104.0 + 72.0 + 64.0);
         near(bytes.attention_s[1], (104.0 + 72.0 + 128.0) + 144.0 + (64.0 + 48.0 + 64.0));
         // Two norms and additions of 24 elements, MLP (72 + 32) x 2 + 3 x 48 + 104, embedding 48, norm 48, head 84 + 40, logits 60.
         near(bytes.rest_s[0], 2.0 * (48.0 + 72.0) + 312.0 + 144.0 + 48.0 + 48.0 + 124.0 + 60.0);
         // Half the bandwidth is reached, and elements have two bytes: four times as long.
         let half = Device { base_util: 0.5, ..device(1e30, 1.0) };
-        near(tiny.time(&half, 6, 6, 2).unwrap().attention_s[0], 4.0 * 240.0);
-        near(tiny.parameters(), 48.0 + 96.0 + 2.0 * 40.0);
-        let error = tiny.time(&half, 6, 0, 2).unwrap_err().to_string();
+        near(time(&tiny, &half, 6, 6, 2).unwrap().attention_s[0], 4.0 * 240.0);
+        near(parameters(&tiny), 48.0 + 96.0 + 2.0 * 40.0);
+        let error = time(&tiny, &half, 6, 0, 2).unwrap_err().to_string();
         assert_eq!(error, "`sequence` is 0, expected at least 1");
     }
 
     #[test]
     fn windows_and_latent_attention() {
         // Of two layers one sees 2 keys at most: of sequences of 8 each query 2 x (1 - 1/8) on average, and 4 in the other layer.
-        let flop = |model: &Transformer| model.time(&device(1.0, 1e30), 8, 8, 1).unwrap().attention_s[0];
+        let flop = |model: &Transformer| time(model, &device(1.0, 1e30), 8, 8, 1).unwrap().attention_s[0];
         let two = Transformer { layers: (2, 0), ..tiny() };
         let windowed = Transformer { windowed: (1, 2), ..two.clone() };
         near(flop(&two) - flop(&windowed), 2.0 * 8.0 * 8.0 * (4.0 - 1.75));
@@ -312,7 +246,7 @@ mod tests {
         ] {
             let (model, dense) = (Model::preset(name).unwrap(), Transformer::preset(name).unwrap());
             let experts = (model.moe_layers * model.experts) as f64 * model.expert_parameters;
-            let all = (experts + dense.parameters()) * 1e-9;
+            let all = (experts + parameters(&dense)) * 1e-9;
             assert!((all / published - 1.0).abs() < 0.01, "{name}: {all}, published {published}");
         }
         assert_eq!(Transformer::preset("gpt-2"), None);

@@ -2,14 +2,17 @@
 
 use std::collections::BTreeMap;
 
+use super::CheckError;
 use super::bound::{Bounded, Bounds, F32_FLOOR, Rounding, SUM, coherence, column_coherence, norm, repetition, scalar};
 use super::matrix::{Matrix, axpy, dot, for_row_blocks};
 use super::special::{activate, glu_factors, steepest};
-use super::{CheckError, WeightLoader};
-use crate::moe::{Glu, LayerConfig, MlpConfig, MlpId, Proj, WeightId};
+use crate::moe::{Glu, LayerConfig, MlpConfig, MlpId, Proj, WeightError, WeightId};
 
 /// Elementwise work in the units of [`for_row_blocks`]: an erf costs about as much as this many multiply-adds.
 const ACTIVATION_WORK: usize = 64;
+
+/// Where the reference takes its weights from.
+pub type WeightLoader<'a> = dyn Fn(WeightId) -> Result<Vec<f32>, WeightError> + 'a;
 
 /// Loads one weight of the layer and checks its length.
 pub fn load(config: &LayerConfig, weights: &WeightLoader, id: WeightId) -> Result<(Vec<usize>, Vec<f32>), CheckError> {

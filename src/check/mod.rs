@@ -30,19 +30,16 @@ pub use compare::{
 
 pub use error::CheckError;
 
-use crate::moe::{Dtype, LayerConfig, MlpConfig, MlpId, WeightError, WeightId};
+use crate::moe::{Dtype, LayerConfig, MlpConfig, MlpId, WeightId};
 use bound::{Bounded, Rounding, SUM, coherence, repetition};
 use matrix::{Matrix, axpy, dot};
-pub use mlp::Gradient;
+pub use mlp::{Gradient, WeightLoader};
 use mlp::{Gradients, Mlp};
 use routing::Routing;
 
 /// What a layer's f32 logits may be off by, relative to the sum of their terms' magnitudes:
 /// some hundred f32 roundings.
 pub const CHOICE_TOLERANCE: f64 = 1e-5;
-
-/// Where the reference takes its weights from.
-pub type WeightLoader<'a> = dyn Fn(WeightId) -> Result<Vec<f32>, WeightError> + 'a;
 
 /// One pass through the layer, to be computed by the reference.
 pub struct Problem<'a> {

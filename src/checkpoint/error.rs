@@ -1,59 +1,60 @@
-//! What can be wrong with a checkpoint, an input file or a result file.
+//! Errors of checkpoints, input files and result files.
 
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use crate::moe::ConfigError;
 
-/// A file that cannot be used, as one line: the file, the field or tensor, what is there and what was expected.
+/// A file that cannot be used. The one-line message names the file, the field or tensor, its value and the expected
+/// value.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FileError {
-    /// The system refused, or would.
+    /// A system call failed, or would fail.
     #[error("cannot {what}: {reason}")]
     System {
-        /// What was attempted, with the file.
+        /// The attempted operation, with the file.
         what: String,
         /// Why it cannot be.
         reason: String,
     },
-    /// A file that is not what it should be as a whole.
+    /// A file that is malformed as a whole.
     #[error("{} {what}", .file.display())]
     Malformed {
         /// The file.
         file: PathBuf,
-        /// What it is, such as `is truncated: ...`.
+        /// The fault, such as `is truncated: ...`.
         what: String,
     },
-    /// A part of a file that is not what it should be.
+    /// A malformed part of a file.
     #[error("{}: {what}", .file.display())]
     Part {
         /// The file.
         file: PathBuf,
-        /// Which part, and what it is.
+        /// The part, and its fault.
         what: String,
     },
-    /// A field of `config.json` with a value that is not allowed.
+    /// A field of `config.json` with an unsupported value.
     #[error("{}: {field} {found}, expected {expected}", .file.display())]
     Field {
         /// The file.
         file: PathBuf,
         /// The field.
         field: String,
-        /// What is there, such as `is "rope"`.
+        /// The value found, such as `is "rope"`.
         found: String,
-        /// What is right.
+        /// The supported values.
         expected: String,
     },
-    /// Fields of `config.json` that make no layer.
+    /// The fields of `config.json` do not describe a valid layer.
     #[error("{}: {error}", .file.display())]
     Config {
         /// The file.
         file: PathBuf,
-        /// What is wrong.
+        /// The fault.
         error: ConfigError,
     },
-    /// A tensor that is not there.
+    /// A missing tensor.
     #[error("{}: no tensor {tensor}", .file.display())]
     NoTensor {
         /// The file.
@@ -61,44 +62,44 @@ pub enum FileError {
         /// The tensor.
         tensor: String,
     },
-    /// A weight's tensor that is not there, in a checkpoint of a known layout.
+    /// A missing tensor of a weight, in a checkpoint whose layout was recognised.
     #[error("{}: no tensor {tensor}, expected in this layout ({layout}); {nearest}", .file.display())]
     NoWeight {
         /// The file.
         file: PathBuf,
         /// The tensor.
         tensor: String,
-        /// The family and how its experts lie on disk, as recognised.
+        /// The recognised family, and the storage of its experts.
         layout: String,
-        /// The nearest name that is there, in words.
+        /// A phrase with the nearest existing name.
         nearest: String,
     },
-    /// A tensor of another shape or type, or with a number that is not allowed.
+    /// A tensor with an unsupported shape, type or value.
     #[error("{}: tensor {tensor} {found}, expected {expected}", .file.display())]
     Tensor {
         /// The file.
         file: PathBuf,
         /// The tensor.
         tensor: String,
-        /// What it is, such as `has shape [2, 3]`.
+        /// The fault, such as `has shape [2, 3]`.
         found: String,
-        /// What is right.
+        /// The expected shape, type or values.
         expected: String,
     },
-    /// A file of a checkpoint in several that cannot be used.
+    /// A shard that cannot be used.
     #[error("{error} (a shard in {index})")]
     Shard {
-        /// What is wrong with it.
+        /// The shard's error.
         error: Box<FileError>,
-        /// The file that names it.
+        /// The file that lists it.
         index: &'static str,
     },
-    /// Tensors that make no result file.
+    /// Tensors that cannot form a result file.
     #[error("result tensor {tensor}{what}")]
     Layout {
         /// The tensor.
         tensor: String,
-        /// What is wrong with it.
+        /// The fault.
         what: String,
     },
 }

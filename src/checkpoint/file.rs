@@ -1,4 +1,4 @@
-//! One safetensors file: its header parsed and checked once, its tensors read on demand.
+//! A safetensors file: the header is parsed and checked once, tensors are read on demand.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
@@ -13,11 +13,11 @@ use safetensors::tensor::TensorInfo;
 use super::FileError;
 use super::header::{self, HeaderError, MAX_HEADER_BYTES, Tensors};
 
-// Numbers in a safetensors file are little-endian, and are read as they lie.
+// Numbers in a safetensors file are little-endian and are not converted.
 #[cfg(target_endian = "big")]
 compile_error!("safetensors files are read and written on little-endian machines only");
 
-/// Bytes converted at a time where the stored type is not f32.
+/// Bytes converted at a time if the stored type is not f32.
 const CHUNK_BYTES: usize = 1 << 18;
 
 /// An open safetensors file.
@@ -25,16 +25,17 @@ const CHUNK_BYTES: usize = 1 << 18;
 pub(super) struct TensorFile {
     path: PathBuf,
     file: File,
-    /// Where the data begins, in bytes from the start of the file.
+    /// Offset of the data in the file, bytes.
     data_start: u64,
     tensors: Tensors,
 }
 
 impl TensorFile {
-    /// Opens `path` and checks its header: every tensor's shape fits its byte range, and every range lies in the file.
+    /// Opens `path` and checks its header: every tensor's byte range matches its shape and lies within the file.
     ///
     /// # Errors
-    /// One line that names the file, and the tensor where there is one.
+    ///
+    /// Returns an error that names the file, and the tensor if the fault concerns one.
     pub(super) fn open(path: &Path) -> Result<Self, FileError> {
         let no_tensors = |why: String| FileError::malformed(path, format!("is not a safetensors file: {why}"));
         let file = open_regular(path).map_err(|e| FileError::system(format!("open {}", path.display()), e))?;
@@ -63,25 +64,24 @@ impl TensorFile {
         Ok(TensorFile { path: path.to_owned(), file, data_start, tensors })
     }
 
-    /// Where the file is.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The names of its tensors.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The shape of tensor `name`, `None` where the file has no such tensor.
+    /// The shape of tensor `name`; `None` if the file has no such tensor.
     pub(super) fn shape(&self, name: &str) -> Option<&[usize]> {
         self.tensors.get(name).map(|info| info.shape.as_slice())
     }
 
-    /// Checks that tensor `name` is there, has shape `shape`, and a type that [`TensorFile::read_f32`] reads.
+    /// Checks that tensor `name` exists, has shape `shape`, and a type that [`TensorFile::read_f32`] supports.
     ///
     /// # Errors
-    /// One line that names the file and the tensor, what is there, and what is expected.
+    ///
+    /// Returns an error that names the file, the tensor, and the actual and expected shape or type.
     pub(super) fn expect(&self, name: &str, shape: &[usize]) -> Result<(), FileError> {
         let info = self.info(name)?;
         if info.shape != shape {
@@ -90,10 +90,11 @@ impl TensorFile {
         self.expect_float(name)
     }
 
-    /// Checks that tensor `name` is there and has a type that [`TensorFile::read_f32`] reads.
+    /// Checks that tensor `name` exists and has a type that [`TensorFile::read_f32`] supports.
     ///
     /// # Errors
-    /// One line that names the file, the tensor and its type.
+    ///
+    /// Returns an error that names the file, the tensor and its type.
     pub(super) fn expect_float(&self, name: &str) -> Result<(), FileError> {
         match self.info(name)?.dtype {
             Dtype::F32 | Dtype::BF16 | Dtype::F16 | Dtype::F64 => Ok(()),
@@ -105,10 +106,13 @@ impl TensorFile {
     /// rounded to nearest for F64.
     ///
     /// # Errors
-    /// One line that names the file and the tensor: not there, of another type, or cut short since it was opened.
+    ///
+    /// Returns an error that names the file and the tensor if the tensor does not exist, has another type, or was
+    /// truncated since the file was opened.
     ///
     /// # Panics
-    /// If the elements are not all in the tensor.
+    ///
+    /// If the range exceeds the tensor.
     pub(super) fn read_f32(&self, name: &str, first: usize, len: usize) -> Result<Vec<f32>, FileError> {
         let info = self.info(name)?;
         let total: usize = info.shape.iter().product();
@@ -138,15 +142,16 @@ impl TensorFile {
         Ok(out)
     }
 
-    /// The type of tensor `name`, `None` where the file has no such tensor.
+    /// The type of tensor `name`; `None` if the file has no such tensor.
     pub(super) fn dtype(&self, name: &str) -> Option<Dtype> {
         self.tensors.get(name).map(|info| info.dtype)
     }
 
-    /// Checks that tensor `name` is there, and has this type, a byte each, and this shape.
+    /// Checks that tensor `name` exists, and has this one-byte type and this shape.
     ///
     /// # Errors
-    /// One line that names the file and the tensor, what is there, and what is expected.
+    ///
+    /// Returns an error that names the file, the tensor, and the actual and expected shape or type.
     pub(super) fn expect_bytes(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<(), FileError> {
         let info = self.info(name)?;
         if info.dtype != dtype || info.shape != shape {
@@ -156,10 +161,12 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Reads elements `elements` of tensor `name`, each of which is a byte; errors as [`TensorFile::read_f32`].
+    /// Reads elements `elements` of tensor `name`, which has one byte per element. Errors are those of
+    /// [`TensorFile::read_f32`].
     ///
     /// # Panics
-    /// If the elements are not all in the tensor, or have more bytes.
+    ///
+    /// If the range exceeds the tensor, or if elements have several bytes.
     pub(super) fn read_bytes(&self, name: &str, elements: Range<usize>) -> Result<Vec<u8>, FileError> {
         let info = self.info(name)?;
         let total: usize = info.shape.iter().product();
@@ -169,7 +176,7 @@ impl TensorFile {
         Ok(bytes)
     }
 
-    /// Reads rows `rows` of the two-dimensional tensor `name`; errors and panics as [`TensorFile::read_f32`].
+    /// Reads rows `rows` of the two-dimensional tensor `name`. Errors and panics are those of [`TensorFile::read_f32`].
     pub(super) fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, FileError> {
         let width: usize = self.info(name)?.shape[1..].iter().product();
         self.read_f32(name, rows.start * width, rows.len() * width)
@@ -179,7 +186,7 @@ impl TensorFile {
         self.tensors.get(name).ok_or_else(|| FileError::no_tensor(&self.path, name))
     }
 
-    /// An error of tensor `name`.
+    /// An error about tensor `name`.
     pub(super) fn wrong(&self, name: &str, found: String, expected: String) -> FileError {
         FileError::Tensor { file: self.path.clone(), tensor: name.to_string(), found, expected }
     }
@@ -194,7 +201,7 @@ impl TensorFile {
     }
 }
 
-/// The index, in each dimension, of element `element` of a tensor of this shape.
+/// The multi-dimensional index of element `element` of a tensor of this shape.
 pub(super) fn index_of(shape: &[usize], mut element: usize) -> Vec<usize> {
     let mut index: Vec<usize> = shape
         .iter()
@@ -209,7 +216,8 @@ pub(super) fn index_of(shape: &[usize], mut element: usize) -> Vec<usize> {
     index
 }
 
-/// Opens a regular file to read. Looks before it opens: to open a named pipe would be to wait for its writer.
+/// Opens a regular file for reading. Checks the type first, because opening a named pipe would block until it has a
+/// writer.
 fn open_regular(path: &Path) -> io::Result<File> {
     if !std::fs::metadata(path)?.is_file() {
         return Err(io::Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
@@ -217,14 +225,14 @@ fn open_regular(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// The bytes of a regular file of at most `max_bytes`.
+/// Reads a regular file of at most `max_bytes`.
 pub(super) fn read_regular(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
     let file = open_regular(path)?;
     let len = file.metadata()?.len();
     if len > max_bytes {
         return Err(io::Error::other(format!("it has {len} bytes, at most {max_bytes} are read")));
     }
-    // No more than it says it has: some files of the system have no size, and no end.
+    // Reads at most the reported size: some system files report size 0 and never end.
     let mut bytes = Vec::new();
     file.take(len).read_to_end(&mut bytes)?;
     Ok(bytes)

@@ -1,7 +1,7 @@
-//! The header of a safetensors file, which nobody vouches for.
+//! Parser of safetensors headers, which are untrusted.
 //!
-//! What is accepted is what the `safetensors` library accepts, and no more: the tensors cover the data without gap or overlap, none comes
-//! twice, nothing is behind them. It is read as a stream, within a budget, so that no header takes much memory.
+//! Accepts what the `safetensors` library accepts: tensors cover the data without gap or overlap, names are unique, and
+//! no bytes follow the JSON object. Parses a stream with limits, so that no header needs much memory.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -9,23 +9,24 @@ use std::fmt;
 use safetensors::tensor::TensorInfo;
 use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
-/// No header is longer. (The format allows three times as much; the largest of published models has a tenth of this.)
+/// Maximum header size. (The format allows three times as much; the largest published models have a tenth of it.)
 pub(super) const MAX_HEADER_BYTES: u64 = 32 << 20;
-/// No file has more tensors.
+/// Maximum number of tensors per file.
 const MAX_TENSORS: usize = 250_000;
 
-/// The tensors by name.
+/// Tensors by name.
 pub(super) type Tensors = HashMap<String, TensorInfo>;
 
-/// Reads a header, and checks it against the `data_bytes` bytes that follow it.
+/// Parses a header, and checks it against the `data_bytes` bytes that follow it.
 ///
 /// # Errors
-/// What is wrong, after the name of the file.
+///
+/// Returns an error that completes a message about the file.
 pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Tensors, HeaderError> {
     let mut wrong = None;
     let mut json = serde_json::Deserializer::from_slice(header);
     let tensors =
-        json.deserialize_map(OfTensors { wrong: &mut wrong }).and_then(|tensors| json.end().map(|()| tensors));
+        json.deserialize_map(TensorsVisitor { wrong: &mut wrong }).and_then(|tensors| json.end().map(|()| tensors));
     let tensors = tensors.map_err(|error| match wrong {
         Some(wrong) => wrong,
         None => HeaderError::Whole(format!("its header is not a JSON object: {error}")),
@@ -37,24 +38,24 @@ pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Tensors, HeaderErr
     Ok(tensors)
 }
 
-/// What is wrong with a header.
+/// A fault of a header.
 #[derive(Debug)]
 pub(super) enum HeaderError {
-    /// It is none, or does not fit its file.
+    /// It is malformed, or does not match its file.
     Whole(String),
-    /// An entry cannot be read; its tensor.
+    /// An entry cannot be parsed: tensor and reason.
     Entry(String, String),
-    /// An entry is not right; its tensor.
+    /// An entry is invalid: tensor and reason.
     Tensor(String, String),
 }
 
-/// Takes the entries one by one.
-struct OfTensors<'w> {
-    /// What is wrong with an entry; an error of the reader has no room for it.
+/// Visits the entries one by one.
+struct TensorsVisitor<'w> {
+    /// The fault of an entry, which an error of serde cannot carry.
     wrong: &'w mut Option<HeaderError>,
 }
 
-impl<'de> Visitor<'de> for OfTensors<'_> {
+impl<'de> Visitor<'de> for TensorsVisitor<'_> {
     type Value = Tensors;
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
@@ -73,7 +74,8 @@ impl<'de> Visitor<'de> for OfTensors<'_> {
                 continue;
             }
             let info: TensorInfo = entries.next_value().map_err(|error| {
-                // serde lists every known type behind an unknown one; the reader needs the unknown one. A column says little.
+                // Removes the list of all known types that serde appends to an unknown one, and the position in the
+                // file.
                 let error = error.to_string();
                 let error = error.split(", expected one of").next().unwrap_or(&error);
                 stop(HeaderError::Entry(name.clone(), error.split(" at line ").next().unwrap_or(error).to_string()))
@@ -90,13 +92,13 @@ impl<'de> Visitor<'de> for OfTensors<'_> {
     }
 }
 
-/// A map from strings to strings, of which nothing is kept.
+/// A map of strings that is validated and discarded.
 struct Strings;
 
 impl<'de> serde::Deserialize<'de> for Strings {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Strings, D::Error> {
-        struct OfStrings;
-        impl<'de> Visitor<'de> for OfStrings {
+        struct StringsVisitor;
+        impl<'de> Visitor<'de> for StringsVisitor {
             type Value = Strings;
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("strings by name in __metadata__")
@@ -106,11 +108,11 @@ impl<'de> serde::Deserialize<'de> for Strings {
                 Ok(Strings)
             }
         }
-        deserializer.deserialize_map(OfStrings)
+        deserializer.deserialize_map(StringsVisitor)
     }
 }
 
-/// Checks an entry against itself and against the bytes of data that the file has.
+/// Checks that an entry is consistent and lies within the file's data.
 fn check(info: &TensorInfo, data_bytes: u64) -> Result<(), String> {
     let (begin, end) = info.data_offsets;
     if begin > end {
@@ -127,7 +129,7 @@ fn check(info: &TensorInfo, data_bytes: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that the tensors follow each other from the first byte of the data to the last.
+/// Checks that the tensors cover the data contiguously.
 fn check_cover(tensors: &Tensors, data_bytes: u64) -> Result<(), HeaderError> {
     let mut in_order: Vec<(&String, (usize, usize))> =
         tensors.iter().map(|(name, info)| (name, info.data_offsets)).collect();

@@ -1,4 +1,4 @@
-//! The input file: the tokens to run, and optionally the gradient of a loss at the layer's output.
+//! The input file: the tokens to run, and optionally the gradient of a loss with respect to the layer's output.
 
 use std::ops::Range;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use super::FileError;
 use super::file::TensorFile;
 
-/// Rows that are scanned at a time for numbers that are not finite.
+/// Rows per scan for non-finite values.
 const SCAN_ROWS: usize = 1024;
 
 /// A tensor of the input file.
@@ -14,12 +14,12 @@ const SCAN_ROWS: usize = 1024;
 pub enum InputTensor {
     /// `hidden_states`, `[tokens, hidden]`.
     HiddenStates,
-    /// `grad_output`, `[tokens, hidden]`; where it is there, backward runs too.
+    /// `grad_output`, `[tokens, hidden]`; optional, enables backward.
     GradOutput,
 }
 
 impl InputTensor {
-    /// Its name in the file.
+    /// Name in the file.
     pub fn name(self) -> &'static str {
         match self {
             InputTensor::HiddenStates => "hidden_states",
@@ -28,7 +28,7 @@ impl InputTensor {
     }
 }
 
-/// An open input file; a PE reads its block of rows from it.
+/// An open input file, from which each PE reads its block of rows.
 #[derive(Debug)]
 pub struct Input {
     file: TensorFile,
@@ -37,11 +37,12 @@ pub struct Input {
     grad_output: bool,
 }
 
-/// Opens an input file and checks names, shapes and types; reads no data.
+/// Opens an input file and checks names, shapes and types, without reading data.
 ///
 /// # Errors
-/// One line that names the file and the tensor: a missing file, not a safetensors file, truncated, no
-/// `hidden_states`, not two-dimensional, a `grad_output` of another shape, an unsupported type.
+///
+/// Returns an error that names the file and the tensor: the file is missing, truncated or not a safetensors file,
+/// `hidden_states` is missing or not two-dimensional, `grad_output` has another shape, or a type is unsupported.
 pub fn read_input(path: &Path) -> Result<Input, FileError> {
     let file = TensorFile::open(path)?;
     let name = InputTensor::HiddenStates.name();
@@ -69,15 +70,16 @@ impl Input {
         self.hidden
     }
 
-    /// Whether `grad_output` is there.
+    /// Whether the file has `grad_output`.
     pub fn has_grad_output(&self) -> bool {
         self.grad_output
     }
 
-    /// Checks that the input is as wide as the layer.
+    /// Checks that the input has the layer's hidden size.
     ///
     /// # Errors
-    /// One line that names the file, the width it has and the layer's.
+    ///
+    /// Returns an error that names the file and both sizes.
     pub fn expect_hidden(&self, hidden: usize) -> Result<(), FileError> {
         if self.hidden != hidden {
             let found = format!("has shape [{}, {}]", self.tokens, self.hidden);
@@ -86,23 +88,29 @@ impl Input {
         Ok(())
     }
 
-    /// Reads rows `rows` of a tensor, row-major, as f32 (rounded to nearest where the file has F64).
+    /// Reads rows `rows` of a tensor, row-major, as f32 (F64 is rounded to nearest).
     ///
     /// # Errors
-    /// One line that names the file and the tensor: not there, or cut short since the file was opened.
+    ///
+    /// Returns an error that names the file and the tensor if the tensor does not exist, or was truncated since the
+    /// file was opened.
     ///
     /// # Panics
+    ///
     /// If `rows` is not within `0..tokens`.
     pub fn rows(&self, tensor: InputTensor, rows: Range<usize>) -> Result<Vec<f32>, FileError> {
         self.file.read_rows(tensor.name(), rows)
     }
 
-    /// Checks that every number of rows `rows`, of each tensor there is, is finite.
+    /// Checks that all values of rows `rows` of each tensor are finite.
     ///
     /// # Errors
-    /// One line that names the first offender, as in `IN: hidden_states[17, 3] is NaN`; or as [`Input::rows`].
+    ///
+    /// Returns an error that names the first non-finite value, such as `IN: hidden_states[17, 3] is NaN`, or an error
+    /// of [`Input::rows`].
     ///
     /// # Panics
+    ///
     /// If `rows` is not within `0..tokens`.
     pub fn check_finite(&self, rows: Range<usize>) -> Result<(), FileError> {
         let tensors = [InputTensor::HiddenStates, InputTensor::GradOutput];

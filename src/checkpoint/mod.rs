@@ -1,12 +1,12 @@
-//! Checkpoints in Hugging Face layouts and tensor files in; result files out.
+//! Reads checkpoints in Hugging Face layouts and input files; writes result files.
 //!
 //! A checkpoint is a folder with `config.json` and either `model.safetensors`, or shards listed by
-//! `model.safetensors.index.json`. [`Checkpoint`] reads one MoE layer of the families in `docs/families.md`, [`Input`] the
-//! tokens, and [`OutputFile`] takes the results.
+//! `model.safetensors.index.json`. [`Checkpoint`] reads one MoE layer of the families in `docs/families.md`, [`Input`]
+//! reads the tokens, and [`OutputFile`] writes the results.
 //!
-//! Tensors are read with positional reads (`pread`), only the bytes asked for, and not through a memory map: when a
-//! file is cut short while it is mapped, the next access is a SIGBUS that ends the process without a word, where
-//! `pread` returns an error that can name the file and the tensor. A PE thus reads only the experts it owns.
+//! Tensors are read with `pread` instead of a memory map: accessing a mapped file that was truncated raises SIGBUS,
+//! which ends the process without a message, whereas `pread` returns an error that can name the file and the tensor. A
+//! PE reads only the experts it owns.
 
 mod error;
 mod families;
@@ -23,9 +23,8 @@ use std::path::Path;
 
 use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
+use crate::formats::{Model, Transformer};
 use crate::moe::{LayerConfig, Proj, WeightError, WeightId, WeightPlace, WeightSource};
-use crate::plan::Model;
-use crate::sim::roofline::Transformer;
 pub use error::FileError;
 pub use families::{ACTIVATIONS, Family, families_page};
 use families::{Layout, ReadConfig};
@@ -35,26 +34,29 @@ use quantised::{BlockScales, MXFP4_BLOCK, Quantisation, e4m3, mxfp4_row};
 pub use result::{OutputFile, ResultLayout, memory_file, real_path};
 use safetensors::Dtype;
 
-/// What the planner wants to know of the model whose `config.json` is in folder `dir`; weights are not looked at.
+/// The planner's description of the model in folder `dir`, from its `config.json`; weights are not read.
 ///
 /// # Errors
-/// One line that names the file, the field, its value and what is expected; a model without experts.
+///
+/// Returns an error that names the file, the field, its value and the expected value, or an error if the model has no
+/// experts.
 pub fn read_model(dir: &Path) -> Result<Model, FileError> {
     families::read_model(dir)
 }
 
-/// What that model has beside its routed experts.
+/// The model's size apart from its routed experts.
 ///
 /// # Errors
-/// As [`read_model`]; and a model some of whose layers have no attention.
+///
+/// Those of [`read_model`], and an error if some layers have no attention.
 pub fn read_transformer(dir: &Path) -> Result<Transformer, FileError> {
     families::read_transformer(dir)
 }
 
 /// One MoE layer of a checkpoint on disk.
 ///
-/// Opening reads `config.json` and the headers of the files that hold the layer, and checks that every weight is
-/// there in its shape; [`WeightSource::load`] then reads one weight.
+/// Opening reads `config.json` and the headers of the files that hold the layer, and checks existence and shape of
+/// every weight. [`WeightSource::load`] then reads one weight.
 ///
 /// ```
 /// use std::path::Path;
@@ -77,30 +79,31 @@ pub struct Checkpoint {
     family: Family,
     layer: usize,
     config: LayerConfig,
-    /// What it asks for and does not get.
+    /// Settings of the configuration that the layer does not implement, a line each.
     notes: Vec<String>,
     quantisation: Quantisation,
-    /// How the family's checkpoint is written.
+    /// The recognised layout.
     layout: &'static Layout,
-    /// What is before a weight's name in it, such as `model.layers.3.`.
+    /// Prefix of the names of the layer's tensors, such as `model.layers.3.`.
     prefix: String,
     /// The files that hold the layer's weights, by file name.
     files: BTreeMap<String, TensorFile>,
-    /// From a weight's name to its file's name, for sharded checkpoints; `None` for a single file.
+    /// File name by tensor name, for sharded checkpoints; `None` for a single file.
     shard_of: Option<HashMap<String, String>>,
 }
 
 impl Checkpoint {
     /// Opens layer `layer` of the checkpoint in folder `dir`.
     ///
-    /// The auxiliary losses are off (`aux_loss_coef` and `z_loss_coef` are 0): in these families they belong to the
-    /// training loss of the whole model and not to the layer's output.
+    /// The auxiliary losses are off (`aux_loss_coef` and `z_loss_coef` are 0), because in these families they belong to
+    /// the training loss of the whole model instead of the layer's output.
     ///
     /// # Errors
-    /// One line that names the file and the field or tensor: a missing or unreadable file, an unknown model type, a
-    /// missing or ill-typed field, a layer out of range or dense, a quantised checkpoint, a truncated or malformed
-    /// safetensors file, a missing weight (with the layout that was recognised and the nearest name there is), a weight of
-    /// another shape or of an unsupported type.
+    ///
+    /// Returns an error that names the file and the field or tensor: a file is missing, unreadable, truncated or
+    /// malformed, the model type or the quantisation is not supported, a field is missing or has the wrong type, the
+    /// layer is out of range or dense, a weight is missing (with the recognised layout and the nearest existing name)
+    /// or has another shape or an unsupported type.
     pub fn open(dir: &Path, layer: usize) -> Result<Self, FileError> {
         let ReadConfig { family, config, notes, quantisation } = families::read_config(dir, layer)?;
         let layout = &family.layouts()[0];
@@ -114,8 +117,8 @@ impl Checkpoint {
             checkpoint.shard_of = Some(read_index(dir)?);
         }
         checkpoint.recognise(dir)?;
-        // Replicated weights first: the router's shape bounds the number of experts that config.json claims, before
-        // anything of that size is built.
+        // Replicated weights first: the shape of the router bounds the number of experts that config.json claims,
+        // before anything of that size is allocated.
         for id in checkpoint.config.replicated_weights() {
             checkpoint.open_and_check(dir, id)?;
         }
@@ -137,7 +140,7 @@ impl Checkpoint {
         self.layer
     }
 
-    /// What the model's configuration asks for and this layer does not do, a line each.
+    /// Settings of the model's configuration that this layer does not implement, a line each.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
@@ -150,8 +153,8 @@ impl Checkpoint {
         }
     }
 
-    /// Finds how the checkpoint is written: the first of the family's layouts in which an expert is there, in its shape where names
-    /// alone do not tell; and what is before the names.
+    /// Determines layout and name prefix: the first of the family's layouts that has an expert under its name; if
+    /// several have, the expert's shape decides.
     fn recognise(&mut self, dir: &Path) -> Result<(), FileError> {
         const EXPERT: WeightId = WeightId::Expert(0, Proj::Up);
         let mut found: Vec<(&'static Layout, String)> = Vec::new();
@@ -162,13 +165,13 @@ impl Checkpoint {
             let mut prefixes: Vec<&str> =
                 self.names().into_iter().filter_map(|name| name.strip_suffix(&tail)).collect();
             prefixes.retain(|prefix| prefix.is_empty() || prefix.ends_with('.'));
-            // A model of several parts, each with such a layer: the one that text goes through.
+            // If several parts of a model have such a layer, take the text model.
             prefixes.sort_by_key(|prefix| PREFIXES.iter().position(|known| known == prefix).unwrap_or(PREFIXES.len()));
             if let Some(prefix) = prefixes.first() {
                 found.push((layout, format!("{prefix}{layer}")));
             }
         }
-        // Where several have that name, the one with the expert in its shape, and then with the most of the other names.
+        // Among several candidates, prefer an expert of the right shape, then the largest number of matching names.
         let mut best = (0, 0);
         for i in (0..found.len()).rev().filter(|_| found.len() > 1) {
             let (layout, prefix) = &found[i];
@@ -178,8 +181,8 @@ impl Checkpoint {
             let fits = self.file_of(&place.tensor)?.shape(&place.tensor) == Some(&place.shape);
             let names: HashSet<&str> = self.names().into_iter().collect();
             let ids = self.config.replicated_weights().into_iter().chain(self.config.expert_weights(0));
-            let there = ids.filter(|&id| names.contains((prefix.clone() + &layout.name(id)).as_str())).count();
-            let score = there + if fits { names.len() } else { 0 };
+            let found = ids.filter(|&id| names.contains((prefix.clone() + &layout.name(id)).as_str())).count();
+            let score = found + if fits { names.len() } else { 0 };
             if score >= best.0 {
                 best = (score, i);
             }
@@ -190,7 +193,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Opens the shard that holds tensor `name`, unless it is open already.
+    /// Opens the shard of tensor `name`, unless it is open.
     fn open_file_of(&mut self, dir: &Path, name: &str) -> Result<(), FileError> {
         if let Some(shard_of) = &self.shard_of {
             let shard = shard_of.get(name).ok_or_else(|| self.missing(&dir.join(INDEX), name))?;
@@ -203,7 +206,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Opens the shard that holds `id`, and checks the shape and type of the tensor that the weight is in.
+    /// Opens the shard of weight `id`, and checks shape and type of its tensor.
     fn open_and_check(&mut self, dir: &Path, id: WeightId) -> Result<(), FileError> {
         let place = self.weight_place(id);
         if let (Quantisation::Mxfp4, WeightId::Expert(e, proj)) = (self.quantisation, id) {
@@ -236,7 +239,7 @@ impl Checkpoint {
         }
     }
 
-    /// The open file of a tensor, which is there.
+    /// Opens the file of tensor `name`, which must exist.
     fn open_tensor(&mut self, dir: &Path, name: &str) -> Result<&TensorFile, FileError> {
         self.open_file_of(dir, name)?;
         let file = self.file_of(name)?;
@@ -246,7 +249,7 @@ impl Checkpoint {
         Ok(file)
     }
 
-    /// Where the blocks of an expert's matrix are, as elements: `[experts, rows, columns]`.
+    /// Position of an expert's matrix in its tensor of blocks, in elements of `[experts, rows, columns]`.
     fn place_of_blocks(&self, e: usize, proj: Proj) -> Result<WeightPlace, FileError> {
         let name = self.name(WeightId::Expert(e, proj));
         let place = self.layout.place_of_blocks(&self.config, e, proj, name.clone());
@@ -256,7 +259,7 @@ impl Checkpoint {
         })
     }
 
-    /// The scales of a matrix in FP8.
+    /// The block scales of an FP8 matrix.
     fn block_scales(&self, place: &WeightPlace, block: [usize; 2]) -> Result<BlockScales, FileError> {
         BlockScales::new(&place.shape, block).ok_or_else(|| {
             let what = format!("is F8_E4M3 of shape {:?}", place.shape);
@@ -264,7 +267,7 @@ impl Checkpoint {
         })
     }
 
-    /// Elements of a tensor in FP8, multiplied by their scales.
+    /// Reads the elements of an FP8 tensor, multiplied by their scales.
     fn read_fp8(&self, place: &WeightPlace, block: [usize; 2]) -> Result<Vec<f32>, FileError> {
         let (span, name) = (place.span(), place.tensor.clone() + SCALE_INV);
         let bytes = self.file_of(&place.tensor)?.read_bytes(&place.tensor, span.clone())?;
@@ -276,28 +279,28 @@ impl Checkpoint {
         Ok(elements)
     }
 
-    /// An expert's matrix in MXFP4, row-major.
+    /// Reads an expert's MXFP4 matrix, row-major.
     fn read_mxfp4(&self, e: usize, proj: Proj) -> Result<Vec<f32>, FileError> {
         let place = self.place_of_blocks(e, proj)?;
         let [rows, columns] = place.size;
-        // Those of gate and up are in turns.
+        // Rows of gate and up alternate.
         let (first, step) = (place.first / columns, place.strides[0] / columns);
-        let there = first..first + (rows - 1) * step + 1;
+        let range = first..first + (rows - 1) * step + 1;
         let read = |end: &str, width: usize| {
             let name = place.tensor.clone() + end;
-            self.file_of(&name)?.read_bytes(&name, there.start * width..there.end * width)
+            self.file_of(&name)?.read_bytes(&name, range.start * width..range.end * width)
         };
         let (block_width, scale_width) = (columns / 2, columns / MXFP4_BLOCK);
         let (blocks, scales) = (read(BLOCKS, block_width)?, read(SCALES, scale_width)?);
         let mut weight = Vec::with_capacity(rows * columns);
-        for row in (0..there.len()).step_by(step) {
+        for row in (0..range.len()).step_by(step) {
             let (block, scale) = (row * block_width, row * scale_width);
             mxfp4_row(&blocks[block..block + block_width], &scales[scale..scale + scale_width], &mut weight);
         }
         Ok(weight)
     }
 
-    /// The error of a tensor that is not there.
+    /// The error for a missing tensor.
     fn missing(&self, file: &Path, tensor: &str) -> FileError {
         FileError::NoWeight {
             file: file.to_path_buf(),
@@ -308,7 +311,7 @@ impl Checkpoint {
         }
     }
 
-    /// The open file that holds tensor `name`.
+    /// The open file of tensor `name`.
     fn file_of(&self, name: &str) -> Result<&TensorFile, FileError> {
         let file_name = match &self.shard_of {
             None => SINGLE,
@@ -366,7 +369,7 @@ impl WeightSource for Checkpoint {
     }
 }
 
-/// What may be before `layers.N` in a model of several parts, the part that text goes through first.
+/// Prefixes of `layers.N` in multi-part models, text models first.
 const PREFIXES: [&str; 8] = [
     "model.",
     "",
@@ -378,7 +381,7 @@ const PREFIXES: [&str; 8] = [
     "backbone.",
 ];
 
-/// What is at the end of the names of a quantised matrix's tensors.
+/// Name suffixes of the tensors of a quantised matrix.
 const SCALE_INV: &str = "_scale_inv";
 const BLOCKS: &str = "_blocks";
 const SCALES: &str = "_scales";
@@ -386,12 +389,12 @@ const SCALES: &str = "_scales";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// No index is larger, bytes. (Those of models with some 140,000 tensors have half of it.)
+/// Maximum size of an index, bytes. (Models with some 140,000 tensors have half of it.)
 const MAX_INDEX_BYTES: u64 = 32 << 20;
-/// No index has more tensors: a file of short names would take many times its size of memory.
+/// Maximum number of tensors in an index: with short names, the map would take many times the size of the file.
 const MAX_INDEX_TENSORS: usize = 500_000;
 
-/// A map of at most [`MAX_INDEX_TENSORS`] entries.
+/// Deserialises a map of at most [`MAX_INDEX_TENSORS`] entries.
 fn bounded_map<'de, D: Deserializer<'de>>(deserializer: D) -> Result<HashMap<String, String>, D::Error> {
     struct Bounded;
     impl<'de> Visitor<'de> for Bounded {
@@ -415,7 +418,7 @@ fn bounded_map<'de, D: Deserializer<'de>>(deserializer: D) -> Result<HashMap<Str
     deserializer.deserialize_map(Bounded)
 }
 
-/// Reads the index of a sharded checkpoint: from tensor name to file name.
+/// Reads the index of a sharded checkpoint: file name by tensor name.
 fn read_index(dir: &Path) -> Result<HashMap<String, String>, FileError> {
     #[derive(serde::Deserialize)]
     struct Index {
@@ -431,7 +434,7 @@ fn read_index(dir: &Path) -> Result<HashMap<String, String>, FileError> {
     };
     let index: Index = serde_json::from_slice(&text).map_err(|e| FileError::part(&path, e.to_string()))?;
     for (name, file) in &index.weight_map {
-        // A shard lies in the checkpoint's own folder; anything else is a mistake, or an attack.
+        // A shard must be in the checkpoint's own folder; any other path is an error or an attack.
         if Path::new(file).file_name() != Some(file.as_ref()) {
             let what = format!("{name} is in {file:?}, expected the name of a file in the same folder");
             return Err(FileError::part(&path, what));

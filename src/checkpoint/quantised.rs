@@ -1,32 +1,34 @@
-//! Weights that are quantised on disk, read into f32.
+//! Dequantises weights to f32.
 
 use half::f16;
 use serde_json::Value;
 
-/// How a checkpoint's large matrices are stored.
+/// Storage of a checkpoint's large matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Quantisation {
-    /// As they are.
+    /// Not quantised.
     None,
-    /// FP8 (E4M3, without infinities) with a scale for each block of so many rows and columns, in a tensor called after the matrix with
-    /// `_scale_inv` at its end, which the elements are multiplied by: DeepSeek-V3's format (its technical report, arXiv 2412.19437, section 3.3.2).
+    /// FP8 (E4M3, without infinities) with one scale per block of rows and columns, in a tensor with the matrix's name
+    /// plus `_scale_inv`; elements are multiplied by it. DeepSeek-V3's format (arXiv 2412.19437, section 3.3.2).
     Fp8 {
-        /// Rows and columns of a block; those at the edges may be smaller.
+        /// Rows and columns of a block; blocks at the edges may be smaller.
         block: [usize; 2],
     },
-    /// MXFP4: two FP4 (E2M1) elements a byte, the first in the low bits, in a tensor with `_blocks` at its end, 16 bytes under one scale, a power of
-    /// two, in the one with `_scales` (OCP Microscaling Formats v1.0, sections 5.2 and 5.3.3).
+    /// MXFP4: a tensor with the suffix `_blocks` has two FP4 (E2M1) elements per byte, the first in the low bits. Each
+    /// 16 bytes have one scale, a power of two, in the tensor with the suffix `_scales` (OCP Microscaling Formats v1.0,
+    /// sections 5.2 and 5.3.3).
     Mxfp4,
 }
 
-/// Elements of MXFP4 that have a scale in common.
+/// Elements per scale of MXFP4.
 pub(super) const MXFP4_BLOCK: usize = 32;
 
 impl Quantisation {
-    /// What a configuration's `quantization_config` says.
+    /// Parses a `quantization_config`.
     ///
     /// # Errors
-    /// What is there, and what is expected.
+    ///
+    /// Returns the actual and the expected value.
     pub(super) fn of(config: Option<&Value>) -> Result<Quantisation, (String, &'static str)> {
         let Some(config) = config.filter(|config| !config.is_null()) else { return Ok(Quantisation::None) };
         let method = config.get("quant_method").and_then(Value::as_str);
@@ -55,21 +57,22 @@ impl Quantisation {
     }
 }
 
-/// The numbers of FP4 E2M1 by their bits.
+/// FP4 E2M1 values by bit pattern.
 const FP4: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
-/// An FP8 E4M3 number: a sign, four bits of exponent with bias 7, three of mantissa; all ones but the sign is no number.
+/// Decodes FP8 E4M3: a sign, four bits of exponent with bias 7, three of mantissa; NaN if all bits except the sign are
+/// ones.
 pub(super) fn e4m3(byte: u8) -> f32 {
     if byte & 0x7f == 0x7f {
         return f32::NAN;
     }
-    // f16 has the same order of fields, one more bit of exponent with bias 15, and seven of mantissa: every such number is one of f16,
-    // the subnormal ones included, once multiplied by 2^8.
+    // f16 has the same order of fields, one more bit of exponent with bias 15, and seven more of mantissa. Shifted to
+    // f16 and multiplied by 2^8, every E4M3 value is exact, including subnormals.
     let bits = u16::from(byte & 0x80) << 8 | u16::from(byte & 0x7f) << 7;
     f16::from_bits(bits).to_f32() * 256.0
 }
 
-/// A scale of MXFP4, E8M0: a power of two; all ones is no number.
+/// Decodes a scale of MXFP4, E8M0: a power of two; NaN if all bits are ones.
 fn e8m0(byte: u8) -> f32 {
     match byte {
         0 => f32::from_bits(1 << 22), // 2^-127
@@ -78,7 +81,7 @@ fn e8m0(byte: u8) -> f32 {
     }
 }
 
-/// A row of MXFP4: `blocks` has 16 bytes for each of `scales`.
+/// Decodes a row of MXFP4 into `row`; `blocks` has 16 bytes per scale.
 pub(super) fn mxfp4_row(blocks: &[u8], scales: &[u8], row: &mut Vec<f32>) {
     for (block, &scale) in blocks.chunks_exact(MXFP4_BLOCK / 2).zip(scales) {
         let scale = e8m0(scale);
@@ -86,7 +89,7 @@ pub(super) fn mxfp4_row(blocks: &[u8], scales: &[u8], row: &mut Vec<f32>) {
     }
 }
 
-/// The matrices of a tensor under block scales, and where an element's scale is.
+/// Maps the elements of a tensor with block scales to their scales.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BlockScales {
     rows: usize,
@@ -95,18 +98,19 @@ pub(super) struct BlockScales {
 }
 
 impl BlockScales {
-    /// Of a tensor of this shape, whose last two dimensions are a matrix's; `None` where it has fewer.
+    /// For a tensor of this shape, whose last two dimensions form matrices; `None` if it has fewer than two.
     pub(super) fn new(shape: &[usize], block: [usize; 2]) -> Option<BlockScales> {
         let [.., rows, columns] = *shape else { return None };
         Some(BlockScales { rows, columns, block })
     }
 
-    /// Rows and columns of the scales of one matrix.
+    /// Rows and columns of one matrix's scales.
     pub(super) fn size(&self) -> [usize; 2] {
         [self.rows.div_ceil(self.block[0]), self.columns.div_ceil(self.block[1])]
     }
 
-    /// Multiplies `elements`, the tensor's from number `first` on, by their scales, of which `scales` has those from matrix `from` on.
+    /// Multiplies `elements`, which start at element `first` of the tensor, by their scales; `scales` starts at matrix
+    /// `from`.
     pub(super) fn apply(&self, elements: &mut [f32], first: usize, scales: &[f32], from: usize) {
         let [scale_rows, scale_columns] = self.size();
         for (i, element) in elements.iter_mut().enumerate() {
@@ -116,7 +120,7 @@ impl BlockScales {
         }
     }
 
-    /// The matrices that elements `first..first + len` are in.
+    /// The matrices that contain elements `first..first + len`.
     pub(super) fn matrices(&self, first: usize, len: usize) -> std::ops::Range<usize> {
         let size = (self.rows * self.columns).max(1);
         first / size..(first + len).div_ceil(size)
@@ -128,8 +132,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn eight_bits_are_what_the_format_says() {
-        // Every number by its definition.
+    fn fp8_values_match_the_format() {
+        // All values, by definition of the format.
         for byte in 0..=255u8 {
             let (exponent, mantissa) = (i32::from(byte >> 3 & 0xf), f32::from(byte & 7));
             let magnitude = match exponent {
@@ -155,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn four_bits_lie_two_in_a_byte_low_ones_first() {
+    fn mxfp4_stores_the_low_nibble_first() {
         let mut row = Vec::new();
         let mut blocks = [0u8; 32];
         (blocks[0], blocks[1], blocks[31]) = (0x21, 0xf0, 0x7a);
@@ -166,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_at_the_edges_may_be_smaller() {
+    fn edge_blocks_may_be_smaller() {
         // Two matrices of 3 x 5 in blocks of 2 x 2: 2 x 3 scales each.
         let scales = BlockScales::new(&[2, 3, 5], [2, 2]).unwrap();
         assert_eq!(scales.size(), [2, 3]);
@@ -179,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_configuration_says() {
+    fn quantisation_config_is_read() {
         let of = |text: &str| Quantisation::of(Some(&serde_json::from_str(text).unwrap()));
         assert_eq!(Quantisation::of(None), Ok(Quantisation::None));
         assert_eq!(of("null"), Ok(Quantisation::None));

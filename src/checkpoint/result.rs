@@ -1,5 +1,5 @@
-//! The result file: a safetensors image of known names and shapes, made by the supervisor, filled by PEs with
-//! positional writes, and published under its name only when it is whole.
+//! The result file: a safetensors image with known names and shapes. The supervisor creates it, PEs fill it with
+//! positional writes, and it gets its name only when it is complete.
 
 use std::collections::HashMap;
 use std::fmt::Display;
@@ -17,15 +17,15 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::FileError;
 
-/// Where every tensor of a result file lies; the same on every PE that builds it from the same list.
+/// Position of every tensor in a result file; the same on every PE that builds it from the same list.
 #[derive(Debug, Clone)]
 pub struct ResultLayout {
-    /// The length prefix and the header, padded with spaces so that the data begins at a multiple of 8 bytes.
+    /// The length prefix and the header, padded with spaces so that the data is 8-byte aligned.
     head: Vec<u8>,
-    /// Shape, and first byte in the file.
+    /// Shape, and offset in the file.
     tensors: HashMap<String, (Vec<usize>, u64)>,
     len_bytes: u64,
-    /// What error lines call the file.
+    /// The file's name in errors.
     label: PathBuf,
 }
 
@@ -33,21 +33,22 @@ impl ResultLayout {
     /// A file of F32 tensors with these names and shapes, in this order.
     ///
     /// # Errors
-    /// One line: a name that comes twice, or a size that overflows.
+    ///
+    /// Returns an error if a name occurs twice or a size overflows.
     pub fn new(tensors: Vec<(String, Vec<usize>)>) -> Result<Self, FileError> {
         let mut infos = Vec::with_capacity(tensors.len());
-        let mut places = HashMap::with_capacity(tensors.len());
+        let mut offsets = HashMap::with_capacity(tensors.len());
         let mut at = 0usize;
         for (name, shape) in tensors {
             let end = shape.iter().try_fold(4usize, |n, &d| n.checked_mul(d)).and_then(|n| n.checked_add(at));
-            // File offsets are signed; the header needs some room too.
+            // File offsets are signed, and the header needs some space.
             let Some(end) = end.filter(|&end| end < i64::MAX as usize / 2) else {
                 return Err(FileError::Layout {
                     tensor: name,
                     what: format!(": shape {shape:?} is too large for a file"),
                 });
             };
-            if places.insert(name.clone(), (shape.clone(), at as u64)).is_some() {
+            if offsets.insert(name.clone(), (shape.clone(), at as u64)).is_some() {
                 return Err(FileError::Layout { tensor: name, what: " comes twice".into() });
             }
             infos.push((name, TensorInfo { dtype: Dtype::F32, shape, data_offsets: (at, end) }));
@@ -60,14 +61,14 @@ impl ResultLayout {
         head.resize(head.len().next_multiple_of(8), b' ');
         let header_bytes = (head.len() - 8) as u64;
         head[..8].copy_from_slice(&header_bytes.to_le_bytes());
-        for (_, first_byte) in places.values_mut() {
+        for (_, first_byte) in offsets.values_mut() {
             *first_byte += head.len() as u64;
         }
         let len_bytes = (head.len() + at) as u64;
-        Ok(ResultLayout { head, tensors: places, len_bytes, label })
+        Ok(ResultLayout { head, tensors: offsets, len_bytes, label })
     }
 
-    /// The same layout, with errors that call the file `path`.
+    /// Sets the file's name in errors to `path`.
     pub fn for_path(mut self, path: &Path) -> Self {
         self.label = path.to_path_buf();
         self
@@ -78,7 +79,7 @@ impl ResultLayout {
         self.len_bytes
     }
 
-    /// Where tensor `name` begins, in bytes from the start of the file; `None` where the file has none such.
+    /// Offset of tensor `name` in the file, bytes; `None` if there is no such tensor.
     pub fn offset_bytes(&self, name: &str) -> Option<u64> {
         self.tensors.get(name).map(|t| t.1)
     }
@@ -86,29 +87,32 @@ impl ResultLayout {
     /// Writes the header.
     ///
     /// # Errors
-    /// One line that names the file and what the system said.
+    ///
+    /// Returns an error that names the file and the system's error.
     pub fn write_header(&self, file: &File) -> Result<(), FileError> {
         file.write_all_at(&self.head, 0).map_err(|e| FileError::write(&self.label, e))
     }
 
-    /// Writes whole rows of tensor `name`, from row `first_row` on (a row: one index of the first dimension). Writes of
-    /// different rows may come from any process, in any order.
+    /// Writes whole rows of tensor `name` from row `first_row` on; a row is one index of the first dimension. Several
+    /// processes may write different rows in any order.
     ///
     /// # Errors
-    /// One line that names the file and the tensor: no such tensor, not whole rows, rows beyond the last, or what
-    /// the system said (such as a full disk).
+    ///
+    /// Returns an error that names the file and the tensor if the tensor does not exist, if `rows` is not whole rows or
+    /// exceeds the tensor, or if the write fails, for example on a full disk.
     pub fn write_rows(&self, file: &File, name: &str, first_row: usize, rows: &[f32]) -> Result<(), FileError> {
         let at = self.rows_at(name, first_row, rows.len())?;
         file.write_all_at(bytemuck::cast_slice(rows), at)
             .map_err(|e| FileError::system(format!("write tensor {name} to {}", self.label.display()), e))
     }
 
-    /// Reads the whole of tensor `name`, row-major.
+    /// Reads all of tensor `name`, row-major.
     ///
     /// # Errors
-    /// One line that names the file and the tensor: no such tensor, or what the system said.
+    ///
+    /// Returns an error that names the file and the tensor if the tensor does not exist or the read fails.
     pub fn read(&self, file: &File, name: &str) -> Result<Vec<f32>, FileError> {
-        let (shape, at) = self.place(name)?;
+        let (shape, at) = self.location(name)?;
         let mut out = vec![0f32; shape.iter().product()];
         file.read_exact_at(bytemuck::cast_slice_mut(&mut out), *at)
             .map_err(|e| FileError::system(format!("read tensor {name} of {}", self.label.display()), e))?;
@@ -118,7 +122,8 @@ impl ResultLayout {
     /// Reads elements `elements` of tensor `name`.
     ///
     /// # Errors
-    /// As [`ResultLayout::read`]; elements beyond the last.
+    ///
+    /// Those of [`ResultLayout::read`], and an error if the range exceeds the tensor.
     pub fn read_elements(&self, file: &File, name: &str, elements: Range<usize>) -> Result<Vec<f32>, FileError> {
         let at = self.elements_at(name, elements.clone())?;
         let mut out = vec![0f32; elements.len()];
@@ -127,12 +132,13 @@ impl ResultLayout {
         Ok(out)
     }
 
-    /// Where in the file elements `elements` of tensor `name`, in row-major order, begin, bytes.
+    /// Offset in the file of elements `elements` of tensor `name`, in row-major order, bytes.
     ///
     /// # Errors
-    /// One line that names the file and the tensor: no such tensor, or elements beyond the last.
+    ///
+    /// Returns an error that names the file and the tensor if the tensor does not exist or the range exceeds it.
     pub fn elements_at(&self, name: &str, elements: Range<usize>) -> Result<u64, FileError> {
-        let (shape, at) = self.place(name)?;
+        let (shape, at) = self.location(name)?;
         if elements.start > elements.end || elements.end > shape.iter().product() {
             let what = format!("tensor {name} has shape {shape:?}, no elements {elements:?}");
             return Err(FileError::part(&self.label, what));
@@ -140,16 +146,18 @@ impl ResultLayout {
         Ok(at + elements.start as u64 * 4)
     }
 
-    fn place(&self, name: &str) -> Result<&(Vec<usize>, u64), FileError> {
+    fn location(&self, name: &str) -> Result<&(Vec<usize>, u64), FileError> {
         self.tensors.get(name).ok_or_else(|| FileError::no_tensor(&self.label, name))
     }
 
-    /// Where in the file `len` numbers from row `first_row` of tensor `name` begin, bytes.
+    /// Offset in the file of `len` numbers from row `first_row` of tensor `name` on, bytes.
     ///
     /// # Errors
-    /// One line that names the file and the tensor: no such tensor, not whole rows, or rows beyond the last.
+    ///
+    /// Returns an error that names the file and the tensor if the tensor does not exist, or if the numbers are not
+    /// whole rows or exceed it.
     pub fn rows_at(&self, name: &str, first_row: usize, len: usize) -> Result<u64, FileError> {
-        let (shape, at) = self.place(name)?;
+        let (shape, at) = self.location(name)?;
         let row: usize = shape.iter().skip(1).product();
         let total: usize = shape.iter().product();
         let first = first_row.checked_mul(row).filter(|&first| first <= total && len <= total - first);
@@ -163,10 +171,10 @@ impl ResultLayout {
     }
 }
 
-/// A result file on its way: its name is not seen before [`OutputFile::publish`], and if that never comes, nothing is
-/// left behind. The exception is a process that is killed while the file has a temporary name, `.aristos-*.tmp` in the
-/// target's folder: on file systems without `O_TMPFILE` all the time, on others for a moment of publishing, where it
-/// replaces a file.
+/// A result file before publication. Its name appears only in [`OutputFile::publish`]; if it is dropped before, no file
+/// is left behind. The exception is a process that is killed while the file has a temporary name, `.aristos-*.tmp` in
+/// the target's folder: on file systems without `O_TMPFILE` that is the whole time, on others a moment during
+/// publication if it replaces a file.
 #[derive(Debug)]
 pub struct OutputFile {
     file: File,
@@ -178,26 +186,27 @@ pub struct OutputFile {
 struct Target {
     path: PathBuf,
     dir: PathBuf,
-    /// The name that the file has before it is published, where the file system cannot do without one.
+    /// The file's name before publication, on file systems that require one.
     temporary: Option<PathBuf>,
 }
 
 impl Drop for Target {
     fn drop(&mut self) {
         if let Some(temporary) = &self.temporary {
-            // Nothing can be done, or need be, where it is gone already.
+            // Best effort: the file may be gone already.
             let _ = std::fs::remove_file(temporary);
         }
     }
 }
 
 impl OutputFile {
-    /// Prepares to write `path`: checks that it can be written, reserves the space, and writes the header. An
-    /// existing file at `path` stays as it is until [`OutputFile::publish`] replaces it.
+    /// Prepares to write `path`: checks that it is writable, reserves space, and writes the header. An existing file at
+    /// `path` is unchanged until [`OutputFile::publish`] replaces it.
     ///
     /// # Errors
-    /// One line that names the path: its folder is missing or not writable, it is not a regular file, it may not be
-    /// written, or the disk has no room (with the bytes needed).
+    ///
+    /// Returns an error that names the path if its folder is missing or not writable, if `path` is not a regular file
+    /// or not writable, or if the disk is full (with the bytes needed).
     pub fn create(path: &Path, layout: &ResultLayout) -> Result<Self, FileError> {
         let output = Self::create_empty(path)?;
         if let Some(target) = &output.target {
@@ -207,11 +216,11 @@ impl OutputFile {
         Ok(output)
     }
 
-    /// Prepares to write `path` as [`OutputFile::create`] does, without contents or reserved space: for a file whose size is
-    /// known only at the end.
+    /// Like [`OutputFile::create`], without contents or reserved space, for a file whose size is not known in advance.
     ///
     /// # Errors
-    /// As [`OutputFile::create`].
+    ///
+    /// Those of [`OutputFile::create`].
     pub fn create_empty(path: &Path) -> Result<Self, FileError> {
         let refuse = |reason: &dyn Display| FileError::write(path, reason);
         let path = match path.metadata() {
@@ -221,7 +230,7 @@ impl OutputFile {
                     return Err(refuse(&reason));
                 }
                 rustix::fs::access(path, Access::WRITE_OK).map_err(|e| cannot_write(path, e))?;
-                // Through a symbolic link the file is replaced, and not the link.
+                // A symbolic link is kept; the file it points to is replaced.
                 path.canonicalize().map_err(|e| refuse(&e))?
             }
             Err(e) if e.kind() == ErrorKind::NotFound => path.to_owned(),
@@ -239,7 +248,7 @@ impl OutputFile {
         let mut target = Target { path, dir, temporary: None };
         let file = match rustix::fs::openat(CWD, &target.dir, flags | OFlags::TMPFILE, mode) {
             Ok(fd) => File::from(fd),
-            // File systems without O_TMPFILE say the first, kernels without it the second.
+            // Errors of file systems without O_TMPFILE, and of kernels without it.
             Err(Errno::OPNOTSUPP | Errno::ISDIR) => target.open_named(flags, mode)?,
             Err(e) => return Err(refuse(&format!("folder {}: {}", target.dir.display(), io::Error::from(e)))),
         };
@@ -249,41 +258,44 @@ impl OutputFile {
     /// The same image in memory, for a run without an output file.
     ///
     /// # Errors
-    /// One line with what the system said.
+    ///
+    /// Returns the system's error.
     pub fn in_memory(layout: &ResultLayout) -> Result<Self, FileError> {
         let file = memory_file("aristos-result", layout.len_bytes)?;
         layout.write_header(&file)?;
         Ok(OutputFile { file, target: None })
     }
 
-    /// Writes the whole of a file, or leaves what is at `path` as it is.
+    /// Replaces the file at `path` by `content`, atomically.
     ///
     /// # Errors
-    /// As [`OutputFile::create`]; what the system said, such as a full disk.
+    ///
+    /// Those of [`OutputFile::create`], and an error if the write fails, for example on a full disk.
     pub fn replace(path: &Path, content: &[u8]) -> Result<(), FileError> {
         Self::create_empty(path)?.publish_with(content)
     }
 
-    /// Writes `content` and nothing else, and puts the file in place.
+    /// Writes `content`, and publishes the file.
     ///
     /// # Errors
-    /// As [`OutputFile::publish`].
+    ///
+    /// Those of [`OutputFile::publish`].
     pub fn publish_with(mut self, content: &[u8]) -> Result<(), FileError> {
         let path = self.target.as_ref().map_or(Path::new("memory"), |target| &target.path);
         self.file.write_all(content).map_err(|error| FileError::write(path, error))?;
         self.publish()
     }
 
-    /// The open file; its descriptor may be passed to other processes. It closes on exec.
+    /// The open file, whose descriptor may be passed to other processes. It closes on exec.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Puts the file in place under its name, at once and whole, after its data has reached the disk. In memory:
-    /// nothing to do.
+    /// Gives the file its name, atomically, after its data has reached the disk. Does nothing for a file in memory.
     ///
     /// # Errors
-    /// One line that names the path and what the system said; what was at the path is then still there.
+    ///
+    /// Returns an error that names the path and the system's error; an existing file at the path is then unchanged.
     pub fn publish(self) -> Result<(), FileError> {
         let Some(mut target) = self.target else { return Ok(()) };
         self.file.sync_all().map_err(|e| FileError::write(&target.path, e))?;
@@ -292,7 +304,7 @@ impl OutputFile {
             let link = |name: &Path| rustix::fs::linkat(CWD, &open, CWD, name, AtFlags::SYMLINK_FOLLOW);
             match link(&target.path) {
                 Ok(()) => return target.sync_dir(),
-                // A link never replaces; a rename does, so it takes a name of its own first.
+                // linkat cannot replace a file but rename can, so the file gets a temporary name first.
                 Err(Errno::EXIST) => target.with_temporary_name(link)?,
                 Err(e) => return Err(cannot_write(&target.path, e)),
             }
@@ -305,7 +317,7 @@ impl OutputFile {
     }
 }
 
-/// The one path of a file, there or not, by which it can be compared.
+/// The canonical path of an existing or new file, for comparisons.
 pub fn real_path(path: &Path) -> PathBuf {
     let of_new_file = || {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -315,12 +327,12 @@ pub fn real_path(path: &Path) -> PathBuf {
 }
 
 impl Target {
-    /// Has `make` make a file in the target's folder under a name that nobody has there; it goes when `self` does.
+    /// Calls `make` with unused names in the target's folder until it creates a file. Dropping `self` removes the file.
     fn with_temporary_name<R>(&mut self, make: impl Fn(&Path) -> Result<R, Errno>) -> Result<R, FileError> {
         const TRIES: usize = 100;
         let mut result = Err(Errno::EXIST);
         for _ in 0..TRIES {
-            // It does not grow with the target's name, which may be as long as a name can be.
+            // A random name, because one derived from the target's name could exceed the length limit.
             let name = self.dir.join(format!(".aristos-{:016x}.tmp", rand::random::<u64>()));
             result = make(&name);
             if result.is_ok() {
@@ -333,13 +345,13 @@ impl Target {
         result.map_err(|e| cannot_write(&self.path, e))
     }
 
-    /// Opens a file under a temporary name.
+    /// Creates a file under a temporary name.
     fn open_named(&mut self, flags: OFlags, mode: Mode) -> Result<File, FileError> {
         self.with_temporary_name(|name| rustix::fs::openat(CWD, name, flags | OFlags::CREATE | OFlags::EXCL, mode))
             .map(File::from)
     }
 
-    /// Makes the new name itself last.
+    /// Syncs the folder, so that the new name survives a crash.
     fn sync_dir(&self) -> Result<(), FileError> {
         File::open(&self.dir)
             .and_then(|dir| dir.sync_all())
@@ -347,17 +359,16 @@ impl Target {
     }
 }
 
-/// Reserves `len` bytes for `file`, so that a full disk is found now and not after the work.
+/// Reserves `len` bytes for `file`, so that a full disk is detected before the work.
 fn reserve(file: &File, target: &Target, len: u64) -> Result<(), FileError> {
     let refuse = |reason: String| Err(FileError::write(&target.path, reason));
-    // Beyond this limit the kernel would end the process with a signal.
+    // Writing beyond this limit would raise SIGXFSZ.
     if let Some(limit) = rustix::process::getrlimit(rustix::process::Resource::Fsize).current
         && len > limit
     {
         return refuse(format!("it needs {len} bytes, the file size limit (ulimit -f) is {limit}"));
     }
-    // Asked for more than there is, some file systems take all there is before they refuse.
-    // One without blocks, as ramfs, does not count them.
+    // Some file systems allocate all free space before they fail. Those without blocks, such as ramfs, report 0.
     if let Some(disk) = rustix::fs::fstatvfs(file).ok().filter(|disk| disk.f_blocks > 0) {
         let free = disk.f_bavail.saturating_mul(disk.f_frsize);
         if len > free {
@@ -366,7 +377,7 @@ fn reserve(file: &File, target: &Target, len: u64) -> Result<(), FileError> {
     }
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len) {
         Ok(()) => Ok(()),
-        // This file system cannot reserve: a full disk shows when the PEs write.
+        // The file system cannot reserve space; a full disk is detected when the PEs write.
         Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
             rustix::fs::ftruncate(file, len).map_err(|e| cannot_write(&target.path, e))
         }
@@ -395,7 +406,8 @@ fn kind(meta: &std::fs::Metadata) -> &'static str {
 /// An anonymous file of `len_bytes` zeros in memory; it closes on exec.
 ///
 /// # Errors
-/// One line with what the system said.
+///
+/// Returns the system's error.
 pub fn memory_file(name: &str, len_bytes: u64) -> Result<File, FileError> {
     rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)
         .and_then(|fd| rustix::fs::ftruncate(&fd, len_bytes).map(|()| File::from(fd)))
@@ -406,7 +418,7 @@ pub fn memory_file(name: &str, len_bytes: u64) -> Result<File, FileError> {
 mod tests {
     use super::*;
 
-    /// What a file system without `O_TMPFILE` gets.
+    /// The output file on a file system without `O_TMPFILE`.
     fn named(dir: &Path) -> OutputFile {
         let mut target = Target { path: dir.join("out"), dir: dir.to_owned(), temporary: None };
         let file = target.open_named(OFlags::RDWR | OFlags::CLOEXEC, Mode::from_raw_mode(0o666)).unwrap();
@@ -415,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_temporary_name_that_is_taken_is_left_alone() {
+    fn existing_temporary_file_is_not_removed() {
         let dir = tempfile::tempdir().unwrap();
         let mut target = Target { path: dir.path().join("out"), dir: dir.path().to_owned(), temporary: None };
         let tried = std::cell::RefCell::new(Vec::new());
@@ -435,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn two_named_temporaries_in_one_folder() {
+    fn two_named_temporaries_in_one_folder_do_not_collide() {
         let dir = tempfile::tempdir().unwrap();
         let (first, second) = (named(dir.path()), named(dir.path()));
         first.publish().unwrap();
@@ -444,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_temporary_goes_or_becomes_the_result() {
+    fn named_temporary_is_removed_or_published() {
         let dir = tempfile::tempdir().unwrap();
         let names = || std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect::<Vec<_>>();
         let out = named(dir.path());

@@ -5,7 +5,6 @@ use std::process::ExitCode;
 use anyhow::Result;
 
 use crate::bench::{moe, p2p, straggler};
-use crate::cluster::ProbeError;
 #[cfg(feature = "device")]
 use crate::gpu::GpuError;
 use crate::job::host::MemoryHost;
@@ -13,6 +12,7 @@ use crate::job::launch::PeContext;
 use crate::job::request::Request;
 use crate::job::{JobError, PeFailure};
 use crate::moe::MoeError;
+use crate::probe::ProbeError;
 use crate::run::{self, PreparedRun};
 use crate::stdio::{one_line, with_causes};
 

@@ -12,11 +12,12 @@ use super::ranks::RanksArgs;
 use super::values::GemmArg;
 use super::values::{DeviceArg, DtypeArg, MlpArg, TransportArg, check_memory_mb, check_pes};
 use crate::checkpoint::OutputFile;
-use crate::cluster::{Cluster, Probe, ProbeOptions};
+use crate::cluster::{Cluster, Probe};
 #[cfg(feature = "cuda")]
 use crate::job::heap;
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, ProbeRequest, ProbedExpert, Request};
+use crate::probe::ProbeOptions;
 use crate::run::probe::{PROBE_PHASES, heap_bytes};
 use crate::shmem::{ShmTransport, available_bytes};
 use crate::stdio::{print, say};

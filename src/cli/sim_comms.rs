@@ -6,9 +6,10 @@ use anyhow::{Result, bail};
 
 use super::files;
 use super::sim_routing::PayloadArgs;
+use crate::formats::routing::Routing;
 use crate::report::simulated_trace_json;
 use crate::sim::comms::{Exchange, Load, Params, Schedule, exchange};
-use crate::sim::routing::Routing;
+use crate::sim::routing::dispatch_load;
 use crate::stdio::out_line;
 
 /// What `aristos sim comms` takes.
@@ -46,7 +47,7 @@ pub fn command(args: &Args) -> Result<bool> {
     let load = match (&args.load, &args.routing) {
         (Some(path), _) => Load::read(path)?,
         (None, Some(path)) => {
-            Routing::read(path)?.load(&args.payload.payload()).map_err(|error| error.in_file(path))?
+            dispatch_load(&Routing::read(path)?, &args.payload.payload()).map_err(|error| error.in_file(path))?
         }
         (None, None) => bail!("--load is missing"),
     };

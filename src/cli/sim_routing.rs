@@ -7,7 +7,7 @@ use anyhow::Result;
 use super::files;
 use super::flags::of_flags;
 use crate::plot::{self, plot_expert_load};
-use crate::sim::routing::{Payload, Popularity, Workload};
+use crate::sim::routing::{Payload, Popularity, Workload, dispatch_load};
 use crate::stdio::out_line;
 
 /// What `aristos sim routing` takes.
@@ -109,7 +109,7 @@ pub fn command(args: &Args) -> Result<bool> {
     }
     let routing = workload.routing().map_err(of_flags)?;
     let loads = match &args.loads {
-        Some(_) => Some(routing.load(&args.payload.payload()).map_err(of_flags)?),
+        Some(_) => Some(dispatch_load(&routing, &args.payload.payload()).map_err(of_flags)?),
         None => None,
     };
     files::write(files::create(Some(&args.out))?, routing.to_json())?;

@@ -8,10 +8,10 @@ use super::files::check_distinct;
 use super::values::DtypeArg;
 use crate::checkpoint::{self, OutputFile};
 use crate::cluster::read_text;
+use crate::formats::Transformer;
+use crate::formats::routing::Routing;
 use crate::moe::Dtype;
 use crate::plan::{self, Batch, InputError, Model, Workload};
-use crate::sim::roofline::Transformer;
-use crate::sim::routing::Routing;
 use crate::stdio::print;
 
 /// What `aristos workload` takes.

@@ -1,15 +1,15 @@
-//! What runs on CUDA devices need: driver, devices, kernels, NVSHMEM or NCCL.
+//! Requirements of runs on CUDA devices: driver, devices, kernels, NVSHMEM or NCCL.
 
 use super::facts::{CudaFacts, LibraryFacts, line};
 use super::{DeviceFacts, Facts, Finding, Need};
 
-/// A container's usual /dev/shm, which is too small for what CUDA and MPI put there.
-const LEAST_DEV_SHM: u64 = 256 << 20;
+/// Containers often have a smaller /dev/shm, too small for CUDA and MPI.
+const MIN_DEV_SHM: u64 = 256 << 20;
 
 pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
     let Some(cuda) = &facts.cuda else {
-        let here = facts.path("/proc/driver/nvidia/version").exists();
-        let found = if here { "an NVIDIA driver is here" } else { "no NVIDIA driver is here" };
+        let installed = facts.path("/proc/driver/nvidia/version").exists();
+        let found = if installed { "an NVIDIA driver is here" } else { "no NVIDIA driver is here" };
         return vec![Finding::fail(
             "cuda",
             Need::Cuda,
@@ -34,7 +34,7 @@ pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
     all.push(kernels(cuda));
     all.push(nvshmem(cuda));
     all.push(nccl(cuda));
-    if let Some(bytes) = facts.dev_shm.filter(|bytes| *bytes < LEAST_DEV_SHM) {
+    if let Some(bytes) = facts.dev_shm.filter(|bytes| *bytes < MIN_DEV_SHM) {
         all.push(Finding::warn(
             "/dev/shm",
             Need::Cuda,
@@ -75,7 +75,7 @@ fn driver(facts: &Facts, cuda: &CudaFacts) -> Finding {
     }
 }
 
-/// Whether a driver of CUDA `driver` cannot load what CUDA `compiler` made: machine code depends on the major version.
+/// Whether a driver of CUDA `driver` is too old for machine code of CUDA `compiler`; the major version decides.
 fn older(driver: &str, compiler: &str) -> bool {
     let major = |text: &str| text.split('.').next().and_then(|n| n.parse::<u32>().ok());
     major(driver).zip(major(compiler)).is_some_and(|(driver, compiler)| driver < compiler)
@@ -83,9 +83,9 @@ fn older(driver: &str, compiler: &str) -> bool {
 
 fn one_device(facts: &Facts, device: &DeviceFacts) -> Finding {
     let DeviceFacts { name, capability: (major, minor), memory_total, pci, unusable } = device;
-    let near = super::network::numa(facts, pci).map_or(String::new(), |node| format!(", NUMA node {node}"));
+    let numa = super::network::numa(facts, pci).map_or(String::new(), |node| format!(", NUMA node {node}"));
     let found =
-        format!("{name}: compute capability {major}.{minor}, {:.1} GB, {pci}{near}", *memory_total as f64 / 1e9);
+        format!("{name}: compute capability {major}.{minor}, {:.1} GB, {pci}{numa}", *memory_total as f64 / 1e9);
     match unusable {
         None => Finding::ok("device", Need::Cuda, found),
         Some(reason) => Finding::fail("device", Need::Cuda, found, reason.clone()),
@@ -139,7 +139,7 @@ fn nvshmem(cuda: &CudaFacts) -> Finding {
     }
 }
 
-/// Nothing needs it but what asks for it, so what it cannot do is no warning.
+/// NCCL is optional, so missing capabilities are not warnings.
 fn nccl(cuda: &CudaFacts) -> Finding {
     let found = match (&cuda.nccl, &cuda.nccl_windows) {
         (Err(error), _) => error.clone(),
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_build_without_cuda_says_how_to_get_one() {
+    fn build_without_cuda_gives_build_instructions() {
         let (_dir, mut facts) = facts();
         facts.cuda = None;
         let all = examine(&facts);
@@ -178,14 +178,14 @@ mod tests {
     }
 
     #[test]
-    fn no_driver_is_a_failure_of_cuda_and_not_of_the_cpu() {
+    fn missing_driver_fails_cuda_only() {
         let (_dir, facts) = facts();
         let all = examine(&facts);
         let driver = only(&all, "driver");
         assert_eq!((driver.level, driver.need), (Level::Fail, Need::Cuda));
         assert!(driver.cure.unwrap().contains("`device` cpu"));
         assert!(super::super::cpu_runs(&all));
-        // The module without its library is another case.
+        // The kernel module without its library is a separate case.
         std::fs::create_dir_all(facts.path("/proc/driver/nvidia")).unwrap();
         let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue\nGCC\n";
         std::fs::write(facts.path("/proc/driver/nvidia/version"), version).unwrap();
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_older_than_the_kernels_is_told_apart() {
+    fn driver_older_than_the_kernels_is_reported() {
         let (_dir, mut facts) = with_gpus();
         assert_eq!(only(&examine(&facts), "driver").level, Level::Ok);
         let set = |facts: &mut Facts, version: &str| {
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_tell_their_place_and_old_ones_fail() {
+    fn devices_report_their_location_and_old_ones_fail() {
         let (_dir, mut facts) = with_gpus();
         let devices: Vec<Finding> = examine(&facts).into_iter().filter(|f| f.topic == "device").collect();
         assert_eq!(devices.len(), 2);
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn mps_off_with_a_share_set_is_a_trap() {
+    fn mps_off_with_a_thread_share_is_reported() {
         let (_dir, mut facts) = with_gpus();
         assert!(only(&examine(&facts), "MPS").found.starts_with("off; for more than 2 PEs"));
         facts.env.insert("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".into(), "50".into());
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn nvshmem_and_kernels_are_asked_for() {
+    fn missing_nvshmem_and_kernels_are_reported() {
         let (_dir, mut facts) = with_gpus();
         let cuda = facts.cuda.as_mut().unwrap();
         cuda.modules = vec!["smoke: sm_80 sm_90".into()];
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn nccl_tells_its_version_and_whether_it_gives_symmetric_memory() {
+    fn nccl_version_and_symmetric_memory_are_reported() {
         let (_dir, mut facts) = with_gpus();
         let found = |facts: &Facts| only(&examine(facts), "NCCL").found;
         assert_eq!(found(&facts), "no NCCL here");

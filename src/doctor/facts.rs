@@ -1,81 +1,81 @@
-//! What is known of this machine.
+//! Facts about this machine.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A device, as its driver describes it.
+/// A device, as reported by its driver.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DeviceFacts {
-    /// "GPU 0 (NVIDIA A100-SXM4-40GB)".
+    /// For example "GPU 0 (NVIDIA A100-SXM4-40GB)".
     pub name: String,
     /// Compute capability.
     pub capability: (u32, u32),
     /// Memory, bytes.
     pub memory_total: u64,
-    /// Its place among PCI devices, "0000:07:00.0".
+    /// PCI address, "0000:07:00.0".
     pub pci: String,
-    /// Why the kernels do not run on it, where they do not.
+    /// The reason why kernels cannot run on it, if any.
     pub unusable: Option<String>,
 }
 
-/// What a build with the feature `cuda` knows.
+/// Facts that need a build with the feature `cuda`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CudaFacts {
-    /// The version of CUDA whose compiler made the kernels, "13.0".
+    /// CUDA version of the kernels' compiler, "13.0".
     pub made_by: String,
     /// The kernels' modules and architectures: "smoke: sm_80 sm_90".
     pub modules: Vec<String>,
-    /// The version of CUDA that the driver is of, where there is a driver.
+    /// CUDA version of the driver, if there is one.
     pub driver_version: Option<String>,
-    /// The visible devices, or why there are none to be seen.
+    /// The visible devices, or the reason why there are none.
     pub devices: Result<Vec<DeviceFacts>, String>,
-    /// NVSHMEM's host library, or why it cannot be used.
+    /// NVSHMEM's host library, or the reason why it cannot be used.
     pub nvshmem: Result<LibraryFacts, String>,
-    /// The version of NVSHMEM's headers that the kernels are built with.
+    /// Version of the NVSHMEM headers that the kernels are built with.
     pub nvshmem_headers: String,
-    /// NCCL, or why there is none.
+    /// NCCL, or the reason why it cannot be used.
     pub nccl: Result<LibraryFacts, String>,
-    /// Why it cannot give these devices symmetric memory, where it cannot.
+    /// An error if NCCL cannot provide symmetric memory on these devices.
     pub nccl_windows: Result<(), String>,
-    /// libfabric's version, where it can be opened: major, minor.
+    /// Version (major, minor) of libfabric, if it can be opened.
     pub libfabric: Option<(u32, u32)>,
 }
 
 /// A library that is opened at run time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LibraryFacts {
-    /// Where it is; a bare name where the dynamic loader found it.
+    /// Path; a bare name if the dynamic loader found it.
     pub path: PathBuf,
     /// Its version, "3.4.5".
     pub version: String,
 }
 
-/// All that is known.
+/// All facts.
 #[derive(Clone, Debug)]
 pub struct Facts {
-    /// Below it are `sys`, `dev`, `proc`, `tmp`; "/" but in tests.
+    /// Parent of `sys`, `dev`, `proc` and `tmp`; "/" except in tests.
     pub root: PathBuf,
-    /// The environment.
+    /// Environment variables.
     pub env: BTreeMap<String, String>,
-    /// Memory that is free, bytes.
+    /// Available memory, bytes.
     pub available_bytes: Option<u64>,
     /// CPUs this process may use.
     pub cpus: usize,
-    /// Why no shared memory can be made, where it cannot.
+    /// An error if shared memory cannot be created.
     pub memfd: Result<(), String>,
-    /// The limit on locked memory, bytes; `None` where there is none.
+    /// Limit of locked memory, bytes; `None` for no limit.
     pub memlock: Option<u64>,
-    /// The limit on open files; `None` where there is none.
+    /// Limit of open files; `None` for no limit.
     pub open_files: Option<u64>,
-    /// Size of /dev/shm, bytes, where there is one.
+    /// Size of /dev/shm, bytes, if it exists.
     pub dev_shm: Option<u64>,
     /// In builds with the feature `cuda`.
     pub cuda: Option<CudaFacts>,
 }
 
 impl Facts {
-    /// Asks this machine.
+    /// Collects the facts of this machine.
     pub fn gather() -> Facts {
         use rustix::process::{Resource, getrlimit};
         let env = std::env::vars_os()
@@ -98,17 +98,17 @@ impl Facts {
         }
     }
 
-    /// A variable of the environment that is set and not empty.
+    /// An environment variable that is set and not empty.
     pub(super) fn env(&self, name: &str) -> Option<&str> {
         self.env.get(name).map(String::as_str).filter(|value| !value.is_empty())
     }
 
-    /// A path below the root.
+    /// `path` below the root.
     pub(super) fn path(&self, path: &str) -> PathBuf {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// The entries of a directory, in order; none where there is no such.
+    /// The entries of a directory, sorted; empty if it does not exist.
     pub(super) fn entries(&self, dir: &str) -> Vec<PathBuf> {
         let entries = fs::read_dir(self.path(dir)).into_iter().flatten().flatten();
         let mut all: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
@@ -142,7 +142,7 @@ impl CudaFacts {
             LibraryFacts { path, version: format!("{major}.{minor}.{patch}") }
         });
         let library = nccl::find_library();
-        // Where there is no driver, that is said once.
+        // A missing driver is reported elsewhere.
         let reach = driver::driver().map_or(Ok(()), |driver| device::check_reach(driver, &device::devices(driver)?));
         CudaFacts {
             made_by: modules::MADE_BY.to_string(),
@@ -161,11 +161,10 @@ impl CudaFacts {
     }
 }
 
-/// What `fi_version` of the libfabric that the dynamic loader finds returns: major in the upper half.
+/// The result of `fi_version` in the libfabric that the dynamic loader finds.
 #[cfg(feature = "cuda")]
 fn libfabric_version() -> Option<(u32, u32)> {
-    // SAFETY: libfabric, which only registers its providers when it is opened; fi_version has this type and needs no
-    // initialisation.
+    // SAFETY: opening libfabric only registers its providers; fi_version has this type and needs no initialisation.
     let version = unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new("libfabric.so.1").ok()?);
         library.get::<unsafe extern "C" fn() -> u32>(b"fi_version\0").ok()?()
@@ -177,7 +176,7 @@ fn libfabric_version() -> Option<(u32, u32)> {
 pub(super) mod tests {
     use super::*;
 
-    /// A machine of nothing below a directory, and a build with CUDA.
+    /// An empty machine below a temporary directory, in a build with CUDA.
     pub fn facts() -> (tempfile::TempDir, Facts) {
         let dir = tempfile::tempdir().unwrap();
         let facts = Facts {
@@ -204,7 +203,7 @@ pub(super) mod tests {
         (dir, facts)
     }
 
-    /// The same with a driver and two devices, on two NUMA nodes, the first below a bridge.
+    /// [`facts`] with a driver and two devices on two NUMA nodes, the first below a bridge.
     pub fn with_gpus() -> (tempfile::TempDir, Facts) {
         let (dir, mut facts) = facts();
         let mut devices = Vec::new();
@@ -228,7 +227,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn this_machine_can_be_asked() {
+    fn facts_of_this_machine_can_be_collected() {
         let facts = Facts::gather();
         assert!(facts.cpus >= 1 && facts.memfd.is_ok());
         assert!(super::super::cpu_runs(&super::super::examine(&facts)));

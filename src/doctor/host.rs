@@ -1,16 +1,16 @@
-//! What every run needs.
+//! Requirements of every run.
 
 use super::{Facts, Finding, Need};
 
-/// What the bundled example needs, about, bytes.
-const LEAST_MEMORY: u64 = 512 << 20;
-/// Files a PE opens, about: its own, and one segment of each peer.
-const LEAST_FILES: u64 = 256;
+/// Approximate memory of the bundled example, bytes.
+const MIN_MEMORY: u64 = 512 << 20;
+/// Approximate number of files that a PE opens: its own, and one segment per peer.
+const MIN_FILES: u64 = 256;
 
 pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
     let mut all = vec![build(facts), Finding::ok("CPUs", Need::Cpu, format!("{}", facts.cpus))];
     all.push(match facts.available_bytes {
-        Some(bytes) if bytes < LEAST_MEMORY => Finding::fail(
+        Some(bytes) if bytes < MIN_MEMORY => Finding::fail(
             "memory",
             Need::Cpu,
             format!("{:.2} GB available", bytes as f64 / 1e9),
@@ -29,7 +29,7 @@ pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
         ),
     });
     all.push(match facts.open_files {
-        Some(limit) if limit < LEAST_FILES => Finding::warn(
+        Some(limit) if limit < MIN_FILES => Finding::warn(
             "open files",
             Need::Cpu,
             format!("at most {limit}"),
@@ -43,8 +43,8 @@ pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
 
 fn build(facts: &Facts) -> Finding {
     let mut features = vec![];
-    for (feature, there) in [("cuda", facts.cuda.is_some()), ("emulate", cfg!(feature = "emulate"))] {
-        if there {
+    for (feature, enabled) in [("cuda", facts.cuda.is_some()), ("emulate", cfg!(feature = "emulate"))] {
+        if enabled {
             features.push(feature);
         }
     }

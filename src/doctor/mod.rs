@@ -1,80 +1,16 @@
-//! What a run needs, what of it this machine has, and the cure for what is missing: `aristos doctor`.
+//! `aristos doctor`: checks the requirements of runs on this machine, and suggests how to meet missing ones.
 //!
-//! Facts are gathered first ([`Facts::gather`]: the driver and NVSHMEM are asked, files are read), then judged
-//! ([`examine`]), so that the judgements can be tested with the facts of other machines.
+//! Facts are collected first ([`Facts::gather`]: driver, NVSHMEM, files), then judged ([`examine`]), so that tests can
+//! judge the facts of other machines.
 
 mod cuda;
 mod facts;
+mod finding;
 mod host;
 mod network;
 
-use serde::Serialize;
-
 pub use facts::{CudaFacts, DeviceFacts, Facts, LibraryFacts};
-
-/// The state of what was looked at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Level {
-    /// As it should be.
-    Ok,
-    /// Runs, but not as well as it could, or not everywhere.
-    Warn,
-    /// The runs that need it fail.
-    Fail,
-}
-
-impl Level {
-    fn name(self) -> &'static str {
-        match self {
-            Level::Ok => "ok",
-            Level::Warn => "warn",
-            Level::Fail => "fail",
-        }
-    }
-}
-
-/// Which runs need what was looked at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Need {
-    /// Every run.
-    Cpu,
-    /// Runs on CUDA devices.
-    Cuda,
-    /// Runs on CUDA devices of several hosts.
-    Network,
-}
-
-/// One thing that was looked at.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Finding {
-    /// What was looked at: "driver", "memlock".
-    pub topic: &'static str,
-    /// Its state.
-    pub level: Level,
-    /// Which runs need it.
-    pub need: Need,
-    /// What was found.
-    pub found: String,
-    /// What to do about it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub cure: Option<String>,
-}
-
-impl Finding {
-    fn ok(topic: &'static str, need: Need, found: impl Into<String>) -> Self {
-        Finding { topic, level: Level::Ok, need, found: found.into(), cure: None }
-    }
-
-    fn warn(topic: &'static str, need: Need, found: impl Into<String>, cure: impl Into<String>) -> Self {
-        Finding { topic, level: Level::Warn, need, found: found.into(), cure: Some(cure.into()) }
-    }
-
-    fn fail(topic: &'static str, need: Need, found: impl Into<String>, cure: impl Into<String>) -> Self {
-        Finding { topic, level: Level::Fail, need, found: found.into(), cure: Some(cure.into()) }
-    }
-}
+pub use finding::{Finding, Level, Need};
 
 /// Judges the facts.
 pub fn examine(facts: &Facts) -> Vec<Finding> {
@@ -89,7 +25,7 @@ pub fn cpu_runs(findings: &[Finding]) -> bool {
     !findings.iter().any(|f| f.need == Need::Cpu && f.level == Level::Fail)
 }
 
-/// One line per finding, its cure below it.
+/// One line per finding, with its cure below it.
 pub fn render(findings: &[Finding]) -> String {
     let width = findings.iter().map(|f| f.topic.len()).max().unwrap_or(0);
     let mut text = String::new();
@@ -113,7 +49,7 @@ pub fn render(findings: &[Finding]) -> String {
     text
 }
 
-/// As [`render`], for programs.
+/// The findings of [`render`] as JSON.
 pub fn to_json(findings: &[Finding]) -> serde_json::Value {
     let fails = |need: &[Need]| findings.iter().any(|f| need.contains(&f.need) && f.level == Level::Fail);
     serde_json::json!({
@@ -128,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_says_what_does_not_run() {
+    fn failures_say_what_does_not_run() {
         let findings = [
             Finding::ok("memory", Need::Cpu, "8 GB"),
             Finding::fail("driver", Need::Cuda, "none", "install it"),

@@ -1,5 +1,5 @@
-//! What runs over several hosts need, and what is known to go wrong there: NICs near the GPUs, NVSHMEM's plugins, libfabric,
-//! the process manager, locked memory. docs/cuda.md has the sources.
+//! Requirements of runs over several hosts, and known problems: NICs near the GPUs, NVSHMEM's plugins, libfabric, the
+//! process manager, locked memory. docs/cuda.md lists the sources.
 
 use std::fs;
 use std::path::{Component, Path, PathBuf};
@@ -8,17 +8,17 @@ use super::facts::line;
 use super::{CudaFacts, Facts, Finding, Need};
 use crate::job::heap;
 
-/// A region larger than this, bytes, is slow with the versions of libfabric in [`SLOW_LIBFABRIC`].
+/// Larger regions, in bytes, are slow with the versions of libfabric in [`SLOW_LIBFABRIC`].
 const SLOW_REGION: u64 = 3 << 29;
-/// The first version of libfabric whose cxi provider is slow, and the first that no longer is.
+/// The first version of libfabric with a slow cxi provider, and the first with a fast one again.
 const SLOW_LIBFABRIC: [(u32, u32); 2] = [(1, 22), (2, 5)];
 
 /// A network interface.
 struct Nic {
-    /// "cxi0", "mlx5_2".
+    /// For example "cxi0", "mlx5_2".
     name: String,
     slingshot: bool,
-    /// Where its device is in /sys, resolved.
+    /// Canonical path of its device in /sys.
     device: Option<PathBuf>,
     numa: Option<i32>,
 }
@@ -46,7 +46,7 @@ fn nics(facts: &Facts) -> Vec<Nic> {
     for (class, slingshot) in [("cxi", true), ("infiniband", false), ("net", true)] {
         for entry in facts.entries(&format!("/sys/class/{class}")) {
             let name = entry.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-            // Where no cxi device is visible, Slingshot's Ethernet interface stands for it.
+            // If no cxi device is visible, use Slingshot's Ethernet interface.
             let cxi_known = all.iter().any(|nic: &Nic| nic.slingshot && nic.name.starts_with("cxi"));
             if class == "net" && (!name.starts_with("hsn") || cxi_known) {
                 continue;
@@ -65,8 +65,8 @@ fn list(nics: &[Nic]) -> Finding {
     }
     let describe = |nic: &Nic| {
         let kind = if nic.slingshot { "Slingshot" } else { "InfiniBand" };
-        let near = nic.numa.map_or(String::new(), |node| format!(", NUMA node {node}"));
-        format!("{} ({kind}{near})", nic.name)
+        let numa = nic.numa.map_or(String::new(), |node| format!(", NUMA node {node}"));
+        format!("{} ({kind}{numa})", nic.name)
     };
     Finding::ok("NICs", Need::Network, nics.iter().map(describe).collect::<Vec<_>>().join(", "))
 }
@@ -77,8 +77,7 @@ pub(super) fn numa(facts: &Facts, pci: &str) -> Option<i32> {
     text.parse().ok().filter(|node| *node >= 0)
 }
 
-/// Which NICs are near each GPU: those with which it shares most of the way through the PCI bridges, otherwise those of its
-/// NUMA node.
+/// The NICs near each GPU: those that share the most PCI bridges with it, otherwise those on its NUMA node.
 fn affinity(facts: &Facts, cuda: &CudaFacts, nics: &[Nic]) -> Vec<Finding> {
     let mut all = Vec::new();
     let devices = cuda.devices.as_deref().unwrap_or_default();
@@ -88,11 +87,11 @@ fn affinity(facts: &Facts, cuda: &CudaFacts, nics: &[Nic]) -> Vec<Finding> {
     for gpu in devices {
         let place = fs::canonicalize(facts.path("/sys/bus/pci/devices").join(&gpu.pci)).ok();
         let node = numa(facts, &gpu.pci);
-        let near = |nic: &Nic| {
+        let proximity = |nic: &Nic| {
             let bridges = place.as_deref().zip(nic.device.as_deref()).map_or(0, |(gpu, nic)| bridges(gpu, nic));
             (bridges, node.is_some() && node == nic.numa)
         };
-        let best = nics.iter().map(near).max().unwrap_or((0, false));
+        let best = nics.iter().map(proximity).max().unwrap_or((0, false));
         if best == (0, false) {
             all.push(Finding::warn(
                 "affinity",
@@ -102,14 +101,14 @@ fn affinity(facts: &Facts, cuda: &CudaFacts, nics: &[Nic]) -> Vec<Finding> {
             ));
             continue;
         }
-        let names: Vec<&str> = nics.iter().filter(|nic| near(nic) == best).map(|nic| nic.name.as_str()).collect();
+        let names: Vec<&str> = nics.iter().filter(|nic| proximity(nic) == best).map(|nic| nic.name.as_str()).collect();
         let how = if best.0 > 0 { "behind the same PCI bridge" } else { "on the same NUMA node" };
         all.push(Finding::ok("affinity", Need::Network, format!("{}: {}, {how}", gpu.name, names.join(", "))));
     }
     all
 }
 
-/// How many PCI bridges below the root complex two devices' paths in /sys have in common.
+/// Number of PCI bridges below the root complex that two devices share, from their paths in /sys.
 fn bridges(a: &Path, b: &Path) -> usize {
     let common = a.components().zip(b.components()).take_while(|(a, b)| a == b);
     common
@@ -117,7 +116,7 @@ fn bridges(a: &Path, b: &Path) -> usize {
         .count()
 }
 
-/// "0000:07:00.0".
+/// Matches names such as "0000:07:00.0".
 fn is_pci_function(name: &str) -> bool {
     let parts: Vec<&str> = name.split([':', '.']).collect();
     let hex = |text: &str, len| text.len() == len && text.chars().all(|c| c.is_ascii_hexdigit());
@@ -125,7 +124,8 @@ fn is_pci_function(name: &str) -> bool {
         if domain.len() >= 4 && hex(domain, domain.len()) && hex(bus, 2) && hex(slot, 2) && hex(function, 1))
 }
 
-/// The plugins beside NVSHMEM's host library, which opens them by name: those of another version, found first, would not fit.
+/// Checks the plugins in the folder of NVSHMEM's host library. NVSHMEM opens plugins by name and might find those of
+/// another version, which would be incompatible.
 fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
     let Ok(library) = &cuda.nvshmem else { return Vec::new() };
     let Some(dir) = library.path.parent().filter(|dir| dir.is_absolute()) else { return Vec::new() };
@@ -141,7 +141,7 @@ fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
     let mut all = vec![Finding::ok(
         "plugins",
         Need::Network,
-        format!("transports {}; bootstraps {}", listed(&transports), listed(&bootstraps)),
+        format!("transports {}; bootstraps {}", join_or_none(&transports), join_or_none(&bootstraps)),
     )];
     if !bootstraps.iter().any(|kind| kind == "uid") {
         all.push(Finding::fail(
@@ -158,7 +158,7 @@ fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
             "plugins",
             Need::Network,
             format!("NVSHMEM_REMOTE_TRANSPORT={wanted}, and there is no such plugin in {}", dir.display()),
-            format!("use one of {}, or set another NVSHMEM_HOME", listed(&transports)),
+            format!("use one of {}, or set another NVSHMEM_HOME", join_or_none(&transports)),
         ));
     }
     for other in facts.env("LD_LIBRARY_PATH").unwrap_or_default().split(':').filter(|other| !other.is_empty()) {
@@ -177,7 +177,7 @@ fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
     all
 }
 
-fn listed(names: &[String]) -> String {
+fn join_or_none(names: &[String]) -> String {
     if names.is_empty() { "none".to_string() } else { names.join(" ") }
 }
 
@@ -193,7 +193,8 @@ fn memlock(facts: &Facts) -> Finding {
     }
 }
 
-/// Who started the processes, and whether NVSHMEM's own bootstrap could use it. PEs meet by a unique id, so it need not.
+/// The process manager, and whether NVSHMEM's own bootstrap supports it. PEs bootstrap with a unique id, so it does not
+/// have to.
 fn process_manager(facts: &Facts) -> Finding {
     let has = |prefix: &str| facts.env.keys().any(|name| name.starts_with(prefix));
     let cray = facts.env("SLURM_MPI_TYPE").is_some_and(|kind| kind.starts_with("cray")) || has("PMI_CONTROL_PORT");
@@ -217,7 +218,7 @@ fn process_manager(facts: &Facts) -> Finding {
     Finding::ok("PMI", Need::Network, format!("{kind}; PEs meet by NVSHMEM's unique id"))
 }
 
-/// A task that sees its own GPU alone cannot map its neighbours' memory.
+/// A task that sees only its own GPU cannot map its neighbours' memory.
 fn gpu_binding(facts: &Facts) -> Option<Finding> {
     let tasks = facts.env("SLURM_NTASKS_PER_NODE").or(facts.env("SLURM_STEP_TASKS_PER_NODE"));
     let several = tasks.and_then(|tasks| tasks.split('(').next()?.parse::<u32>().ok()).is_none_or(|tasks| tasks > 1);
@@ -250,10 +251,10 @@ fn slingshot(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
             all.push(Finding::warn("Slingshot", Need::Network, found, format!("export {name}={wanted}")));
         }
     }
-    // Where it is not set, a job's PEs get a heap as large as they need.
+    // If the variable is not set, a job's PEs get a heap of the required size.
     let size = facts.env(heap::SIZE).and_then(heap::bytes);
-    if let (Some(said), None) = (facts.env(heap::SIZE), size) {
-        let found = format!("{} is {said}, which is no size", heap::SIZE);
+    if let (Some(value), None) = (facts.env(heap::SIZE), size) {
+        let found = format!("{} is {value}, which is no size", heap::SIZE);
         all.push(Finding::warn(
             "Slingshot",
             Need::Network,
@@ -292,7 +293,7 @@ mod tests {
     use super::super::{Level, LibraryFacts};
     use super::*;
 
-    /// A network device in /sys at a PCI path, as the kernel links it.
+    /// Creates a network device in /sys at a PCI path, as the kernel links it.
     fn nic(facts: &Facts, class: &str, name: &str, device: &str, node: i32) {
         let device = facts.path("/sys/devices").join(device);
         fs::create_dir_all(&device).unwrap();
@@ -306,7 +307,7 @@ mod tests {
         all.iter().filter(|f| f.topic == topic).collect()
     }
 
-    /// As a Perlmutter node has it, its four NICs on four roots, and the right environment.
+    /// A Perlmutter node with its NICs on different PCI roots, and a correct environment.
     fn perlmutter() -> (tempfile::TempDir, Facts) {
         let (dir, mut facts) = with_gpus();
         nic(&facts, "cxi", "cxi0", "pci0000:00/0000:00:01.1/0000:05:00.0", 1);
@@ -329,14 +330,14 @@ mod tests {
     }
 
     #[test]
-    fn one_host_has_nothing_to_say_of_networks() {
+    fn single_host_has_no_network_findings() {
         let (_dir, facts) = facts();
         let all = examine(&facts);
         assert_eq!((all.len(), all[0].level), (1, Level::Ok), "{all:?}");
     }
 
     #[test]
-    fn a_right_environment_is_all_ok() {
+    fn valid_environment_is_ok() {
         let (_dir, facts) = perlmutter();
         let all = examine(&facts);
         assert!(all.iter().all(|f| f.level == Level::Ok), "{all:#?}");
@@ -346,9 +347,9 @@ mod tests {
     }
 
     #[test]
-    fn each_variable_that_is_wrong_is_told() {
+    fn invalid_variables_are_reported() {
         let (_dir, facts) = perlmutter();
-        for (name, wrong) in [
+        for (name, invalid) in [
             ("NVSHMEM_REMOTE_TRANSPORT", Some("ibrc")),
             ("NVSHMEM_LIBFABRIC_PROVIDER", None),
             ("NVSHMEM_DISABLE_CUDA_VMM", Some("0")),
@@ -357,19 +358,19 @@ mod tests {
             ("NVSHMEM_SYMMETRIC_SIZE", Some("plenty")),
         ] {
             let mut facts = facts.clone();
-            match wrong {
+            match invalid {
                 Some(value) => facts.env.insert(name.into(), value.into()),
                 None => facts.env.remove(name),
             };
             let all = examine(&facts);
-            let told = of(&all, "Slingshot");
-            assert_eq!(told.len(), 1, "{name}: {told:?}");
-            assert!(told[0].level == Level::Warn && told[0].found.contains(name), "{told:?}");
+            let findings = of(&all, "Slingshot");
+            assert_eq!(findings.len(), 1, "{name}: {findings:?}");
+            assert!(findings[0].level == Level::Warn && findings[0].found.contains(name), "{findings:?}");
         }
     }
 
     #[test]
-    fn a_slow_libfabric_is_told_where_the_heap_is_large() {
+    fn slow_libfabric_is_reported_for_a_large_heap() {
         let (_dir, mut facts) = perlmutter();
         let level = |facts: &Facts| of(&examine(facts), "libfabric")[0].level;
         for (version, size, expected) in [
@@ -388,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn slurm_s_traps() {
+    fn slurm_pitfalls_are_reported() {
         let (_dir, facts) = perlmutter();
         let with = |pairs: &[(&str, &str)]| {
             let mut facts = facts.clone();
@@ -412,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn plugins_are_listed_and_foreign_ones_told() {
+    fn plugins_are_listed_and_unknown_ones_reported() {
         let (dir, mut facts) = perlmutter();
         let lib = dir.path().join("nvshmem/lib");
         let other = dir.path().join("other");
@@ -426,9 +427,9 @@ mod tests {
         facts.cuda.as_mut().unwrap().nvshmem = Ok(library);
         facts.env.insert("LD_LIBRARY_PATH".into(), format!("{}:{}", lib.display(), other.display()));
         let all = examine(&facts);
-        let told = of(&all, "plugins");
-        assert_eq!(told.len(), 1, "{told:?}");
-        assert_eq!(told[0].found, "transports ibrc libfabric; bootstraps uid");
+        let findings = of(&all, "plugins");
+        assert_eq!(findings.len(), 1, "{findings:?}");
+        assert_eq!(findings[0].found, "transports ibrc libfabric; bootstraps uid");
 
         fs::write(other.join("nvshmem_transport_ucx.so.3"), "").unwrap();
         fs::remove_file(lib.join("nvshmem_transport_libfabric.so.3")).unwrap();
@@ -439,19 +440,19 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_with_no_nic_near_is_told() {
+    fn gpu_without_a_local_nic_is_reported() {
         let (_dir, facts) = with_gpus();
         nic(&facts, "infiniband", "mlx5_0", "pci0000:c0/0000:c0:01.1/0000:c1:00.0", 7);
         let all = examine(&facts);
         assert_eq!(of(&all, "NICs")[0].found, "mlx5_0 (InfiniBand, NUMA node 7)");
         assert!(of(&all, "affinity").iter().all(|f| f.level == Level::Warn), "{all:?}");
-        // Slingshot seen by its Ethernet side alone.
+        // Slingshot is visible only as an Ethernet interface.
         nic(&facts, "net", "hsn0", "pci0000:00/0000:00:01.1/0000:05:00.0", 1);
         assert!(of(&examine(&facts), "NICs")[0].found.ends_with("hsn0 (Slingshot, NUMA node 1)"));
     }
 
     #[test]
-    fn pci_functions_are_told_from_other_parts_of_a_path() {
+    fn pci_functions_are_recognised_in_a_path() {
         for (name, is) in [
             ("0000:07:00.0", true),
             ("10000:07:1f.7", true),

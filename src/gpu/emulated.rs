@@ -1,8 +1,8 @@
-//! The kernels on the CPU: `libaristos_kernels.so`, which build.rs makes of `kernels/` and `kernels/host/`.
+//! Runs the kernels on the CPU, from `libaristos_kernels.so`, which build.rs compiles from `kernels/` and `kernels/host/`.
 //!
-//! A launch runs to its end before it returns, on threads of its own. PEs are threads of one process ([`world`]),
-//! processes over shared segments ([`attach`]), or over a transport between hosts ([`join`]). Memory is filled with bytes that are NaN in every element type, so that nothing can rely on
-//! zeros.
+//! A launch runs to completion on its own threads before it returns. PEs are threads of one process ([`world`]), processes that
+//! share segments ([`attach`]), or processes connected by a transport ([`join`]). New memory is filled with bytes that are NaN
+//! in every element type, so that no code can rely on zeros.
 
 use std::alloc::{self, Layout};
 use std::cell::{Cell, RefCell};
@@ -18,26 +18,26 @@ use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap};
 use crate::shmem::heap::Heap;
 use crate::shmem::{ShmTransport, Shmem, SignalOp, Sym, Transport, available_bytes};
 
-/// Another build of the library than the one this was built with, such as one under ThreadSanitizer.
+/// Path of another build of the library, such as one with ThreadSanitizer.
 pub const ENV_LIBRARY: &str = "ARISTOS_EMULATOR";
 
-/// Alignment of device memory, that of CUDA's allocator.
+/// Alignment of device memory, as of CUDA's allocator.
 const ALIGN_BYTES: usize = 256;
 /// A NaN in every element type.
 const FILL: u8 = 0xff;
 const MARKS: usize = 64;
 
-/// What the emulated device of every PE is like.
+/// Properties of each PE's emulated device.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct EmulatedDevice {
-    /// Whether it runs Hopper's kernels, or Ampere's.
+    /// Whether it runs the Hopper kernels instead of the Ampere kernels.
     pub hopper: bool,
-    /// Its multiprocessors: blocks of a cooperative kernel.
+    /// Multiprocessors: the number of blocks of a cooperative kernel.
     pub multiprocessors: u32,
-    /// Seed of the order of what may happen in any order.
+    /// Seed of the random order of concurrent operations.
     pub seed: u64,
-    /// Whether only the network reaches peers, though their memory is mapped here.
+    /// Whether kernels use the network path to all peers, even if their memory is mapped.
     pub network_alone: bool,
 }
 
@@ -47,23 +47,23 @@ impl Default for EmulatedDevice {
     }
 }
 
-/// What can be wrong with what a PE sends.
+/// A fault to inject into the operations of a PE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing.
+    /// No fault.
     None = 0,
-    /// Signals over the network come at once, before any data.
+    /// Network signals arrive before any data.
     SignalFirst = 1,
-    /// Signals over the network never come.
+    /// Network signals are lost.
     SignalLost = 2,
-    /// Signals that are stored never come.
+    /// Signals written by stores are lost.
     StoreLost = 3,
-    /// Over the network fences order nothing, as where a newer proxy reads an older request.
+    /// Network fences do not order anything, as when a newer proxy reads an older request.
     FenceLost = 4,
 }
 
 impl EmulatedDevice {
-    /// Its limits, except for symmetric memory.
+    /// The device's limits, except for symmetric memory.
     pub fn limits(&self) -> DeviceLimits {
         let free = available_bytes().unwrap_or(u64::MAX);
         DeviceLimits {
@@ -81,7 +81,7 @@ type Launcher = unsafe extern "C" fn(*mut c_void, u32, *const c_char, u32, u32, 
 type Joiner = unsafe extern "C" fn(u32, u32, *const *mut c_void, u64, u64, *const TransportFunctions) -> *mut c_void;
 type TensorMapper = unsafe extern "C" fn(*mut c_void, u64, u32, u32, u64, u32, u32, u32) -> c_int;
 
-/// The library's functions, and the library that keeps them loaded.
+/// The library's functions, and the handle that keeps it loaded.
 struct Functions {
     world: unsafe extern "C" fn(u32, u64, u64, *const u8) -> *mut c_void,
     attach: unsafe extern "C" fn(u32, u32, *const *mut c_void, u64, u64, u32) -> *mut c_void,
@@ -92,7 +92,7 @@ struct Functions {
     tensor_map: TensorMapper,
     fault: unsafe extern "C" fn(*mut c_void, u32, u32),
     slow_puts: unsafe extern "C" fn(*mut c_void, u32, u64),
-    /// The kernels that there are.
+    /// Names of the available kernels.
     kernels: Vec<String>,
     free: unsafe extern "C" fn(*mut c_void),
     _library: Library,
@@ -105,8 +105,8 @@ impl Functions {
             let path = path.display();
             GpuError::Unavailable(format!("cannot load the emulated kernels from {path}: {error}; build again"))
         };
-        // SAFETY: the library is ours; loading it only registers its kernels in a table of its own. The functions have
-        // these types in kernels/host.
+        // SAFETY: the library is built from this repository; loading it only fills its table of kernels, and kernels/host
+        // defines the functions with these types.
         unsafe {
             let library = Library::new(&path).map_err(refuse)?;
             let kernels: unsafe extern "C" fn() -> *const c_char =
@@ -129,9 +129,9 @@ impl Functions {
         }
     }
 
-    /// What the library says of the last failure.
+    /// The library's message about the last failure.
     fn message(&self) -> String {
-        // SAFETY: returns null or a string of the library's, copied at once.
+        // SAFETY: returns null or a NUL-terminated string of the library, which is copied at once.
         unsafe {
             let text = (self.error)();
             if text.is_null() { "no reason given".into() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
@@ -139,51 +139,51 @@ impl Functions {
     }
 }
 
-/// A world of the library's, or one PE's view of one.
+/// A world created by the library, or one PE's view of it.
 struct EmulatedWorld {
     functions: Functions,
     handle: *mut c_void,
 }
 
-// SAFETY: the library's functions may be called from any thread; the handle is freed once.
+// SAFETY: the library's functions may be called from any thread, and the handle is freed once.
 unsafe impl Send for EmulatedWorld {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for EmulatedWorld {}
 
 impl Drop for EmulatedWorld {
     fn drop(&mut self) {
-        // SAFETY: made by the library, and nobody else has it.
+        // SAFETY: `handle` was created by the library and is freed only here.
         unsafe { (self.functions.free)(self.handle) }
     }
 }
 
-/// Where PEs meet, and where their symmetric memory comes from.
-enum Meeting {
+/// The group of PEs: its barrier and the allocator of its symmetric memory.
+enum PeGroup {
     Threads { barrier: Arc<Barrier>, heap: RefCell<Heap> },
     Processes { shmem: Box<dyn SymmetricHeap>, syms: RefCell<HashMap<u64, Sym<u8>>> },
 }
 
-/// What an emulated device needs of the heap of a world of processes, whatever joins them.
+/// The parts of a [`Shmem`] that an emulated device uses, for any transport.
 trait SymmetricHeap: Send {
-    /// `None`: it is full.
-    fn take(&self, bytes: usize) -> Option<Sym<u8>>;
-    fn give_back(&self, sym: Sym<u8>);
-    /// In use now, and the most that was, bytes.
-    fn in_use(&self) -> (usize, usize);
-    /// The PE that did not come by then.
+    /// Returns `None` if the heap is full.
+    fn alloc_bytes(&self, bytes: usize) -> Option<Sym<u8>>;
+    fn free_bytes(&self, sym: Sym<u8>);
+    /// Bytes in use now, and the maximum until now.
+    fn usage(&self) -> (usize, usize);
+    /// Fails with the PE that is missing at the deadline.
     fn barrier(&self, deadline: Instant) -> Result<(), usize>;
 }
 
 impl<T: Transport + Send> SymmetricHeap for Shmem<T> {
-    fn take(&self, bytes: usize) -> Option<Sym<u8>> {
+    fn alloc_bytes(&self, bytes: usize) -> Option<Sym<u8>> {
         self.alloc::<u8>(bytes).ok()
     }
 
-    fn give_back(&self, sym: Sym<u8>) {
+    fn free_bytes(&self, sym: Sym<u8>) {
         self.free(sym);
     }
 
-    fn in_use(&self) -> (usize, usize) {
+    fn usage(&self) -> (usize, usize) {
         (self.used_bytes(), self.peak_bytes())
     }
 
@@ -203,32 +203,32 @@ struct TransportFunctions {
 }
 
 /// # Safety
-/// `context` is a `T`, and `source` has `bytes` bytes.
+/// `context` points to a live `T`, and `source` to `bytes` bytes.
 unsafe extern "C" fn put<T: Transport>(context: *const c_void, pe: u32, to: u64, source: *const c_void, bytes: u64) {
-    // SAFETY: by this function's contract.
+    // SAFETY: guaranteed by the caller.
     let (transport, source) =
         unsafe { (&*context.cast::<T>(), std::slice::from_raw_parts(source.cast::<u8>(), bytes as usize)) };
     transport.put(to as usize, source, pe as usize);
 }
 
 /// # Safety
-/// `context` is a `T`.
+/// `context` points to a live `T`.
 unsafe extern "C" fn signal<T: Transport>(context: *const c_void, pe: u32, word: u64, value: u64) {
-    // SAFETY: by this function's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { &*context.cast::<T>() }.signal_op(word as usize, value, SignalOp::Set, pe as usize);
 }
 
 /// # Safety
-/// `context` is a `T`.
+/// `context` points to a live `T`.
 unsafe extern "C" fn fence<T: Transport>(context: *const c_void) {
-    // SAFETY: by this function's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { &*context.cast::<T>() }.fence();
 }
 
 /// # Safety
-/// `context` is a `T`.
+/// `context` points to a live `T`.
 unsafe extern "C" fn quiet<T: Transport>(context: *const c_void) {
-    // SAFETY: by this function's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { &*context.cast::<T>() }.quiet();
 }
 
@@ -238,26 +238,28 @@ pub struct Emulated {
     pe: usize,
     n_pes: usize,
     device: EmulatedDevice,
-    meeting: Meeting,
+    group: PeGroup,
     heap_bytes: u64,
     all_reachable: bool,
     allocations: RefCell<HashMap<u64, Layout>>,
     marks: [Cell<Option<Instant>>; MARKS],
     launches: Cell<u64>,
-    /// How much longer each launch takes.
-    slow: Cell<Duration>,
+    /// Delay added to each launch, for tests.
+    launch_delay: Cell<Duration>,
     allocated: Cell<u64>,
-    /// The kernels that can be recorded.
+    /// Kernels that may be recorded.
     prepared: RefCell<HashSet<String>>,
-    /// Where launches go instead, while they are recorded.
-    recording: RefCell<Option<Vec<OneLaunch>>>,
+    /// The recorded launches, while recording.
+    recording: RefCell<Option<Vec<RecordedLaunch>>>,
 }
 
-/// `n_pes` PEs in this process, each for a thread of its own, with `heap_bytes` of symmetric memory each. `reachable`, where
-/// given, says for `[from][to]` whether loads and stores reach; elsewhere only the network does.
+/// Creates `n_pes` PEs in this process, one for each of its threads, with `heap_bytes` bytes of symmetric memory each.
+/// `reachable[from * n_pes + to]` says whether loads and stores reach a peer; if it is 0, only the network does. The default is
+/// 1 everywhere.
 ///
 /// # Errors
-/// When the library cannot be loaded, or refuses.
+/// [`GpuError::Unavailable`] if the library cannot be loaded or the mask has the wrong length; [`GpuError::Failed`] if the
+/// library cannot create the world.
 pub fn world(
     n_pes: usize,
     heap_bytes: usize,
@@ -269,7 +271,7 @@ pub fn world(
         return Err(GpuError::Unavailable(format!("a mask of {} pairs for {n_pes} PEs", mask.len())));
     }
     let mask = reachable.map_or(ptr::null(), <[u8]>::as_ptr);
-    // SAFETY: the mask is null or has a byte for each pair.
+    // SAFETY: the mask is null or has one byte per pair of PEs.
     let handle = unsafe { (functions.world)(n_pes as u32, heap_bytes as u64, device.seed, mask) };
     if handle.is_null() {
         return Err(GpuError::failed("make a world of emulated devices", functions.message()));
@@ -277,22 +279,22 @@ pub fn world(
     let (world, barrier) = (Arc::new(EmulatedWorld { functions, handle }), Arc::new(Barrier::new(n_pes)));
     let all = reachable.is_none_or(|mask| mask.iter().all(|&reaches| reaches != 0));
     let pes = (0..n_pes).map(|pe| {
-        let meeting = Meeting::Threads { barrier: barrier.clone(), heap: RefCell::new(Heap::new(heap_bytes)) };
-        Emulated::new(world.clone(), (pe, n_pes), device, meeting, heap_bytes, all)
+        let group = PeGroup::Threads { barrier: barrier.clone(), heap: RefCell::new(Heap::new(heap_bytes)) };
+        Emulated::new(world.clone(), (pe, n_pes), device, group, heap_bytes, all)
     });
     Ok(pes.collect())
 }
 
-/// The device of this process's PE, whose symmetric memory comes from `shmem`'s.
+/// The device of this process's PE, with symmetric memory from `shmem`.
 ///
 /// # Errors
-/// When the library cannot be loaded, or refuses.
+/// [`GpuError::Unavailable`] if the library cannot be loaded; [`GpuError::Failed`] if it cannot attach.
 pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emulated, GpuError> {
     let functions = Functions::load()?;
     let (pe, n_pes, bytes) = (shmem.my_pe(), shmem.n_pes(), shmem.heap_bytes());
     let heap = |pe| shmem.transport().ptr(0, pe).map_or(ptr::null_mut(), |p| p.as_ptr().cast::<c_void>());
     let heaps: Vec<*mut c_void> = (0..n_pes).map(heap).collect();
-    // SAFETY: one heap per PE, each of `bytes` bytes, mapped for as long as `shmem`, which outlives the world in `Emulated`.
+    // SAFETY: each PE's heap has `bytes` bytes and stays mapped while `shmem` lives; `Emulated` drops the world before `shmem`.
     let handle = unsafe {
         let reached = u32::from(!device.network_alone);
         (functions.attach)(pe as u32, n_pes as u32, heaps.as_ptr(), bytes as u64, device.seed, reached)
@@ -300,15 +302,16 @@ pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emu
     if handle.is_null() {
         return Err(GpuError::failed("attach an emulated device", functions.message()));
     }
-    let meeting = Meeting::Processes { shmem: Box::new(shmem), syms: RefCell::default() };
+    let group = PeGroup::Processes { shmem: Box::new(shmem), syms: RefCell::default() };
     let all_reachable = !device.network_alone || n_pes == 1;
-    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, meeting, bytes, all_reachable))
+    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, group, bytes, all_reachable))
 }
 
-/// The device of this process's PE, which reaches the others by what `shmem` is over; that may be used by any thread.
+/// The device of this process's PE, which reaches peers through the transport of `shmem`; any thread may use that transport.
 ///
 /// # Errors
-/// When the library cannot be loaded, or refuses; a transport whose own memory has no address.
+/// [`GpuError::Unavailable`] if the library cannot be loaded or the transport's own memory has no address; [`GpuError::Failed`]
+/// if the library cannot join.
 pub fn join<T: Transport + Send + Sync + 'static>(
     shmem: Shmem<T>,
     device: &EmulatedDevice,
@@ -331,15 +334,16 @@ pub fn join<T: Transport + Send + Sync + 'static>(
         fence: fence::<T>,
         quiet: quiet::<T>,
     };
-    // SAFETY: the heaps that are not null have `bytes` bytes; they and the transport, which stay where they are in the box, outlive the world in `Emulated`.
+    // SAFETY: each heap that is not null has `bytes` bytes. The heaps and the transport, which the box keeps at a fixed
+    // address, outlive the world: `Emulated` drops the world first.
     let handle = unsafe {
         (functions.join)(pe as u32, n_pes as u32, heaps.as_ptr(), bytes as u64, device.seed, &raw const transport)
     };
     if handle.is_null() {
         return Err(GpuError::failed("join emulated devices", functions.message()));
     }
-    let meeting = Meeting::Processes { shmem, syms: RefCell::default() };
-    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, meeting, bytes, n_pes == 1))
+    let group = PeGroup::Processes { shmem, syms: RefCell::default() };
+    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, group, bytes, n_pes == 1))
 }
 
 impl Emulated {
@@ -347,7 +351,7 @@ impl Emulated {
         world: Arc<EmulatedWorld>,
         (pe, n_pes): (usize, usize),
         device: &EmulatedDevice,
-        meeting: Meeting,
+        group: PeGroup,
         heap_bytes: usize,
         all_reachable: bool,
     ) -> Self {
@@ -356,13 +360,13 @@ impl Emulated {
             pe,
             n_pes,
             device: device.clone(),
-            meeting,
+            group,
             heap_bytes: heap_bytes as u64,
             all_reachable,
             allocations: RefCell::default(),
             marks: [const { Cell::new(None) }; MARKS],
             launches: Cell::new(0),
-            slow: Cell::new(Duration::ZERO),
+            launch_delay: Cell::new(Duration::ZERO),
             allocated: Cell::new(0),
             prepared: RefCell::default(),
             recording: RefCell::new(None),
@@ -370,71 +374,70 @@ impl Emulated {
     }
 
     fn base(&self, pe: usize) -> u64 {
-        // SAFETY: both are PEs of this world.
+        // SAFETY: both numbers are PEs of this world.
         unsafe { (self.world.functions.heap)(self.world.handle, self.pe as u32, pe as u32) }
     }
 
-    /// From now on what this PE sends has this fault. For tests of what notices it; while nothing runs.
+    /// Injects a fault into all later operations of this PE. For tests; must not be called while a kernel runs.
     pub fn set_fault(&self, fault: Fault) {
-        // SAFETY: a PE of this world.
+        // SAFETY: `pe` is a PE of this world.
         unsafe { (self.world.functions.fault)(self.world.handle, self.pe as u32, fault as u32) }
     }
 
-    /// From now on each launch takes so much longer, and each put of this PE's blocks. For tests of what measures them; while nothing runs.
+    /// Delays each launch, and each put of this PE's blocks, from now on. For tests; must not be called while a kernel runs.
     pub fn set_slow(&self, launch: Duration, put: Duration) {
-        self.slow.set(launch);
+        self.launch_delay.set(launch);
         let put_ns = u64::try_from(put.as_nanos()).unwrap_or(u64::MAX);
-        // SAFETY: a PE of this world.
+        // SAFETY: `pe` is a PE of this world.
         unsafe { (self.world.functions.slow_puts)(self.world.handle, self.pe as u32, put_ns) }
     }
 
-    /// Kernels launched so far.
+    /// Total number of kernel launches.
     pub fn launches(&self) -> u64 {
         self.launches.get()
     }
 
-    /// Blocks of device memory allocated so far, those that were freed included.
+    /// Total number of device allocations, including freed ones.
     pub fn allocations(&self) -> u64 {
         self.allocated.get()
     }
 
-    /// Symmetric memory in use now, and the most that was, bytes.
+    /// Symmetric bytes in use now, and the maximum until now.
     pub fn symmetric_bytes(&self) -> (usize, usize) {
-        match &self.meeting {
-            Meeting::Threads { heap, .. } => (heap.borrow().used_bytes(), heap.borrow().peak_bytes()),
-            Meeting::Processes { shmem, .. } => shmem.in_use(),
+        match &self.group {
+            PeGroup::Threads { heap, .. } => (heap.borrow().used_bytes(), heap.borrow().peak_bytes()),
+            PeGroup::Processes { shmem, .. } => shmem.usage(),
         }
     }
 }
 
-/// A kernel's name, how it is launched, and the bytes of its parameters.
-type OneLaunch = (String, Launch, Vec<Vec<u8>>);
+/// A kernel's name, launch configuration and parameter bytes.
+type RecordedLaunch = (String, Launch, Vec<Vec<u8>>);
 
-/// Launches that were recorded.
 struct RecordedLaunches<'g> {
     gpu: &'g Emulated,
-    launches: Vec<OneLaunch>,
+    launches: Vec<RecordedLaunch>,
 }
 
 impl Recording for RecordedLaunches<'_> {
     unsafe fn replay(&self) -> Result<(), GpuError> {
         self.launches.iter().try_for_each(|(kernel, launch, args)| {
             let args: Vec<&[u8]> = args.iter().map(Vec::as_slice).collect();
-            // SAFETY: by this function's contract.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.gpu.launch(kernel, *launch, &args) }
         })
     }
 }
 
-// SAFETY: memory is the allocator's, or the world's heap of this PE; kernels run to their end before `launch` returns, so
-// everything is in the order of the calls.
+// SAFETY: allocations come from the allocator or from this PE's part of the world's heap. Kernels complete before `launch`
+// returns, so operations take effect in call order.
 unsafe impl Gpu for Emulated {
     fn name(&self) -> String {
         format!("emulated {}", if self.device.hopper { "Hopper" } else { "Ampere" })
     }
 
     fn place(&self) -> String {
-        // Their memory is the host's, and so one for all.
+        // Emulated devices of one host share its memory.
         String::new()
     }
 
@@ -455,7 +458,7 @@ unsafe impl Gpu for Emulated {
         let refuse = || GpuError::OutOfMemory { kind: "device", asked: bytes, free, total: free };
         let layout = usize::try_from(bytes).ok().and_then(|b| Layout::from_size_align(b.max(1), ALIGN_BYTES).ok());
         let layout = layout.filter(|_| bytes <= free).ok_or_else(refuse)?;
-        // SAFETY: the size is not 0; the bytes written are those allocated.
+        // SAFETY: the layout's size is not 0, and exactly the allocated bytes are written.
         let address = unsafe {
             let memory = alloc::alloc(layout);
             if memory.is_null() {
@@ -473,7 +476,7 @@ unsafe impl Gpu for Emulated {
         let layout = self.allocations.borrow_mut().remove(&address);
         debug_assert!(layout.is_some(), "{address:#x} is not an allocation");
         if let Some(layout) = layout {
-            // SAFETY: allocated so in `alloc_raw`, and not used again, says the caller.
+            // SAFETY: `alloc_raw` allocated it with this layout, and by the caller's guarantee it is not used afterwards.
             unsafe { alloc::dealloc(at(address), layout) }
         }
     }
@@ -482,39 +485,39 @@ unsafe impl Gpu for Emulated {
         let refuse =
             |free: u64| GpuError::OutOfMemory { kind: "symmetric device", asked: bytes, free, total: self.heap_bytes };
         let wanted = usize::try_from(bytes).unwrap_or(usize::MAX).max(1);
-        let (offset, sym) = match &self.meeting {
-            Meeting::Threads { heap, .. } => {
+        let (offset, sym) = match &self.group {
+            PeGroup::Threads { heap, .. } => {
                 (heap.borrow_mut().alloc(wanted).map_err(|full| refuse(full.free_bytes as u64))?, None)
             }
-            Meeting::Processes { shmem, .. } => {
-                let sym = shmem.take(wanted).ok_or_else(|| refuse(self.heap_bytes - shmem.in_use().0 as u64))?;
+            PeGroup::Processes { shmem, .. } => {
+                let sym = shmem.alloc_bytes(wanted).ok_or_else(|| refuse(self.heap_bytes - shmem.usage().0 as u64))?;
                 (sym.offset(), Some(sym))
             }
         };
         let address = self.base(self.pe) + offset as u64;
-        if let (Meeting::Processes { syms, .. }, Some(sym)) = (&self.meeting, sym) {
+        if let (PeGroup::Processes { syms, .. }, Some(sym)) = (&self.group, sym) {
             syms.borrow_mut().insert(address, sym);
         } else {
-            // The length, for when it is freed.
+            // Remembers the length for `free_symmetric_raw`.
             let layout = Layout::from_size_align(wanted, 1).map_err(|_| refuse(0))?;
             self.allocations.borrow_mut().insert(address, layout);
         }
-        // SAFETY: `wanted` bytes of this PE's heap, which no peer uses before it has allocated too and met this PE.
+        // SAFETY: `wanted` bytes of this PE's heap. Peers use them only after a barrier that follows this allocation.
         unsafe { at(address).write_bytes(FILL, wanted) };
         Ok(address)
     }
 
     unsafe fn free_symmetric_raw(&self, address: u64) {
-        match &self.meeting {
-            Meeting::Threads { heap, .. } => {
+        match &self.group {
+            PeGroup::Threads { heap, .. } => {
                 if let Some(layout) = self.allocations.borrow_mut().remove(&address) {
                     let freed = heap.borrow_mut().free((address - self.base(self.pe)) as usize, layout.size());
                     debug_assert!(freed);
                 }
             }
-            Meeting::Processes { shmem, syms } => {
+            PeGroup::Processes { shmem, syms } => {
                 if let Some(sym) = syms.borrow_mut().remove(&address) {
-                    shmem.give_back(sym);
+                    shmem.free_bytes(sym);
                 }
             }
         }
@@ -532,7 +535,7 @@ unsafe impl Gpu for Emulated {
     }
 
     unsafe fn copy_in_raw(&self, to: u64, from: &[u8]) -> Result<(), GpuError> {
-        // SAFETY: the caller's promise; no kernel of this PE runs between launches.
+        // SAFETY: the caller guarantees the range; no kernel of this PE runs between launches.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), at(to), from.len()) };
         Ok(())
     }
@@ -572,7 +575,7 @@ unsafe impl Gpu for Emulated {
     unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError> {
         if let Some(launches) = self.recording.borrow_mut().as_mut() {
             if !self.prepared.borrow().contains(kernel) {
-                // As a driver that loads kernels lazily does.
+                // A driver with lazy loading fails in the same case.
                 return Err(GpuError::failed(format!("record {kernel}"), "it would be loaded meanwhile"));
             }
             launches.push((kernel.to_string(), launch, args.iter().map(|arg| arg.to_vec()).collect()));
@@ -580,7 +583,7 @@ unsafe impl Gpu for Emulated {
         }
         let failed = |message: String| GpuError::failed(format!("launch {kernel}"), message);
         let name = CString::new(kernel).map_err(|error| failed(error.to_string()))?;
-        // Copies aligned as any parameter may want to be.
+        // Copies with an alignment that suffices for any parameter.
         let mut copies: Vec<Vec<u128>> = Vec::new();
         for arg in args {
             let mut copy = vec![0u128; arg.len().div_ceil(16)];
@@ -590,10 +593,10 @@ unsafe impl Gpu for Emulated {
         let mut pointers: Vec<*mut c_void> = copies.iter_mut().map(|copy| copy.as_mut_ptr().cast()).collect();
         let Launch { grid, block, shared_bytes, .. } = launch;
         self.launches.set(self.launches.get() + 1);
-        if !self.slow.get().is_zero() {
-            std::thread::sleep(self.slow.get());
+        if !self.launch_delay.get().is_zero() {
+            std::thread::sleep(self.launch_delay.get());
         }
-        // SAFETY: a world of the library's; the arguments are the kernel's, says the caller.
+        // SAFETY: the library created the world, and the caller guarantees that the arguments match the kernel.
         let status = unsafe {
             (self.world.functions.launch)(
                 self.world.handle,
@@ -615,9 +618,9 @@ unsafe impl Gpu for Emulated {
     fn barrier(&self, limit: Duration) -> Result<(), GpuError> {
         let begin = Instant::now();
         let missing = |peer: Option<usize>| GpuError::Barrier { pe: self.pe, peer, waited: begin.elapsed() };
-        match &self.meeting {
-            Meeting::Threads { barrier, .. } => barrier.wait(limit).map_err(|()| missing(None)),
-            Meeting::Processes { shmem, .. } => {
+        match &self.group {
+            PeGroup::Threads { barrier, .. } => barrier.wait(limit).map_err(|()| missing(None)),
+            PeGroup::Processes { shmem, .. } => {
                 let deadline = begin.checked_add(limit).unwrap_or(begin + Duration::from_secs(1 << 30));
                 shmem.barrier(deadline).map_err(|pe| missing(Some(pe)))
             }
@@ -640,7 +643,7 @@ unsafe impl Gpu for Emulated {
         #[repr(align(64))]
         struct Aligned([u8; 128]);
         let mut map = Aligned([0; 128]);
-        // SAFETY: writes 128 bytes, aligned as it wants.
+        // SAFETY: writes 128 bytes to a buffer of that size with 64-byte alignment.
         let status = unsafe {
             (self.world.functions.tensor_map)(
                 map.0.as_mut_ptr().cast(),
@@ -660,31 +663,31 @@ unsafe impl Gpu for Emulated {
 
 impl Drop for Emulated {
     fn drop(&mut self) {
-        // What was leaked, such as after an error; symmetric memory is the world's, and its entries have an alignment of 1.
+        // Frees leaked buffers, as after an error. Entries with an alignment of 1 are symmetric memory, which the world frees.
         for (&address, &layout) in self.allocations.borrow().iter().filter(|(_, layout)| layout.align() == ALIGN_BYTES)
         {
-            // SAFETY: allocated so in `alloc_raw`; a buffer that is not freed yet borrows this device.
+            // SAFETY: `alloc_raw` allocated it with this layout. Live buffers borrow this device, so only leaked ones remain.
             unsafe { alloc::dealloc(at(address), layout) }
         }
     }
 }
 
-/// A device address as this process's.
+/// Converts an emulated device address to a pointer.
 fn at(address: u64) -> *mut u8 {
     ptr::with_exposed_provenance_mut(address as usize)
 }
 
-/// A barrier of threads that does not wait for ever.
+/// A barrier of threads with a time limit.
 struct Barrier {
     threads: usize,
-    /// How many are there, and how often all were.
+    /// Number of waiting threads, and number of completed barriers.
     state: Mutex<(usize, u64)>,
-    all_there: Condvar,
+    complete: Condvar,
 }
 
 impl Barrier {
     fn new(threads: usize) -> Self {
-        Barrier { threads, state: Mutex::new((0, 0)), all_there: Condvar::new() }
+        Barrier { threads, state: Mutex::new((0, 0)), complete: Condvar::new() }
     }
 
     fn wait(&self, limit: Duration) -> Result<(), ()> {
@@ -693,10 +696,10 @@ impl Barrier {
         state.0 += 1;
         if state.0 == self.threads {
             *state = (0, turn + 1);
-            self.all_there.notify_all();
+            self.complete.notify_all();
             return Ok(());
         }
-        let waited = self.all_there.wait_timeout_while(state, limit, |state| state.1 == turn);
+        let waited = self.complete.wait_timeout_while(state, limit, |state| state.1 == turn);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         if state.1 != turn {
             return Ok(());
@@ -711,17 +714,17 @@ mod tests {
     use super::*;
     use crate::gpu::smoke;
 
-    /// What each of three PEs says of a put to and from all, where PE 1 has a fault.
-    fn puts(seed: u64, fault: Fault) -> Vec<Result<(), String>> {
+    /// Runs [`smoke::try_put`] on three PEs with `fault` injected at PE 1; returns each PE's result.
+    fn run_smoke_test(seed: u64, fault: Fault) -> Vec<Result<(), String>> {
         let device = EmulatedDevice { seed, ..EmulatedDevice::default() };
-        // Those that find nothing wrong then wait so long for who does.
+        // PEs without an error wait this long for PE 1.
         let limit = Duration::from_millis(match fault {
             Fault::None => 20_000,
             Fault::SignalLost => 200,
             _ => 2000,
         });
-        let apart: Vec<u8> = (0..9).map(|i| u8::from(i / 3 == i % 3)).collect();
-        let pes = world(3, 8 << 20, &device, Some(&apart)).unwrap();
+        let reachable: Vec<u8> = (0..9).map(|i| u8::from(i / 3 == i % 3)).collect();
+        let pes = world(3, 8 << 20, &device, Some(&reachable)).unwrap();
         pes[1].set_fault(fault);
         std::thread::scope(|scope| {
             let work =
@@ -732,18 +735,19 @@ mod tests {
     }
 
     #[test]
-    fn puts_that_come_wrong_or_not_at_all_are_named() {
-        assert_eq!(puts(1, Fault::None), [const { Ok(()) }; 3]);
-        let lost = puts(1, Fault::SignalLost);
+    fn lost_and_corrupt_puts_name_the_pe() {
+        assert_eq!(run_smoke_test(1, Fault::None), [const { Ok(()) }; 3]);
+        let lost = run_smoke_test(1, Fault::SignalLost);
         for pe in [0, 2] {
             let line = lost[pe].as_ref().unwrap_err();
             assert!(line.contains(&format!("PE {pe} waited 0.2 s for 1048576 bytes that PE 1 puts")), "{line}");
         }
         for fault in [Fault::SignalFirst, Fault::FenceLost] {
-            // Two side by side, for they wait most of the time; what is seen depends on the moment too.
+            // Two worlds in parallel, since they mostly wait. Whether a fault is observed depends on timing, so several seeds
+            // are tried.
             let named = (0..40).step_by(2).any(|seed| {
                 std::thread::scope(|scope| {
-                    let worlds = [seed, seed + 1].map(|seed| scope.spawn(move || puts(seed, fault)));
+                    let worlds = [seed, seed + 1].map(|seed| scope.spawn(move || run_smoke_test(seed, fault)));
                     let mut lines = worlds.into_iter().flat_map(|world| world.join().unwrap()).filter_map(Result::err);
                     lines.any(|line| line.starts_with("PE 1 put 1048576 bytes to PE "))
                 })
@@ -753,7 +757,7 @@ mod tests {
     }
 
     #[test]
-    fn a_barrier_waits_for_all_and_not_for_ever() {
+    fn barrier_waits_for_all_threads_with_a_limit() {
         let barrier = Barrier::new(3);
         assert_eq!(barrier.wait(Duration::from_millis(10)), Err(()));
         let arrived = std::sync::atomic::AtomicUsize::new(0);

@@ -1,8 +1,8 @@
 //! A PE's device: its memory, its symmetric memory, and the kernels of `kernels/` on it.
 //!
-//! [`Gpu`] is what the layer needs of a device; `cuda` is a GPU with NVSHMEM or NCCL, `emulated` the same kernels on the CPU.
-//! A device is used from one thread, and everything happens in the order it was asked for, as on one stream: copies and
-//! frees wait for what was launched before them. So a [`Buffer`] may be dropped, written and read at any time.
+//! [`Gpu`] is the interface of a device; `cuda` implements it on a GPU with NVSHMEM or NCCL, `emulated` runs the same kernels
+//! on the CPU. A device is used by one thread, and its operations take effect in call order, as on one stream: copies and frees
+//! wait for earlier launches. A [`Buffer`] may therefore be dropped, written and read at any time.
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -21,19 +21,19 @@ use serde::{Deserialize, Serialize};
 
 pub use params::Launch;
 
-/// What gives the PEs of CUDA devices symmetric memory.
+/// The library that allocates symmetric memory on the PEs' CUDA devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SymmetricBy {
-    /// NVSHMEM, where there are several PEs, of one host or of many.
+    /// NVSHMEM, on one or several hosts. A single PE needs no library.
     #[default]
     Nvshmem,
-    /// NCCL, 2.29.2 or newer: PEs of one host whose devices reach each other by loads and stores.
+    /// NCCL 2.29.2 or newer, for PEs of one host whose devices can load from and store to each other's memory.
     Nccl,
 }
 
 impl SymmetricBy {
-    /// Its name, in reports too.
+    /// The name in configurations and reports.
     pub fn name(self) -> &'static str {
         match self {
             SymmetricBy::Nvshmem => "nvshmem",
@@ -42,15 +42,15 @@ impl SymmetricBy {
     }
 }
 
-/// How kernels write to peers; empty as if not set.
+/// Environment variable that restricts how kernels write to peers; an empty value counts as unset.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 const ENV_REACH: &str = "ARISTOS_REACH";
 
-/// Whether kernels are to treat every peer as one that only the network reaches, though loads and stores may: so one host runs what runs between
-/// several. The same on all PEs.
+/// Whether kernels use the network path for every peer, even for peers that loads and stores reach. This runs the inter-node
+/// code on one host. All PEs must agree.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] where `ARISTOS_REACH` is something else than `network`.
+/// [`GpuError::Unavailable`] if `ARISTOS_REACH` has a value other than `network`.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) fn reached_by_network_alone() -> Result<bool, GpuError> {
     match std::env::var_os(ENV_REACH) {
@@ -63,27 +63,27 @@ pub(crate) fn reached_by_network_alone() -> Result<bool, GpuError> {
     }
 }
 
-/// What a device has.
+/// A device's resources.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceLimits {
     /// Compute capability, major and minor.
     pub capability: (u32, u32),
-    /// Multiprocessors that every PE may fill with blocks that wait for each other, of a device that several PEs share its share: the fewest of
-    /// any PE's, since places in symmetric memory go by it.
+    /// Multiprocessors that every PE can fill with co-resident blocks; on a device that several PEs share, one PE's share. This
+    /// is the minimum over all PEs, because the layout of symmetric memory depends on it.
     pub multiprocessors: u32,
-    /// Most dynamic shared memory of a block, bytes.
+    /// Maximum dynamic shared memory per block, bytes.
     pub shared_bytes_per_block: u32,
     /// Device memory, bytes.
     pub memory_total: u64,
-    /// Of this what is free, bytes.
+    /// Free device memory, bytes.
     pub memory_free: u64,
-    /// Most symmetric memory of a PE, bytes; 0 where it grows with what is asked for, out of `memory_free`.
+    /// Maximum symmetric memory per PE, bytes; 0 if symmetric memory is allocated from `memory_free` on demand.
     pub symmetric_total: u64,
 }
 
 #[cfg(test)]
 impl DeviceLimits {
-    /// Those of an A100 of 40 GiB.
+    /// The limits of an A100 with 40 GiB.
     pub(crate) fn a100() -> Self {
         DeviceLimits {
             capability: (8, 0),
@@ -97,29 +97,29 @@ impl DeviceLimits {
 }
 
 impl DeviceLimits {
-    /// Whether it has `wgmma` and the tensor memory accelerator as Hopper has them (sm_90a; no later device has).
+    /// Whether the device has Hopper's `wgmma` and tensor memory accelerator (sm_90a; no later architecture runs that code).
     pub fn hopper(&self) -> bool {
         self.capability.0 == 9
     }
 }
 
-/// What can go wrong with a device. Each displays as one line.
+/// An error of a device. Each displays as one line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GpuError {
-    /// Not that much memory.
+    /// An allocation failed.
     #[error("out of {kind} memory: {asked} bytes asked for, {free} of {total} bytes free")]
     OutOfMemory {
         /// "device" or "symmetric device".
         kind: &'static str,
-        /// What was asked for, bytes.
+        /// Requested bytes.
         asked: u64,
-        /// What is free, bytes.
+        /// Free bytes.
         free: u64,
-        /// What there is, bytes.
+        /// Total bytes.
         total: u64,
     },
-    /// No device, driver or library that could be used: what is missing, and what to do.
+    /// A device, driver or library is missing or unusable; the message names it and the remedy.
     #[error("{0}")]
     Unavailable(String),
     /// An operation that failed.
@@ -127,37 +127,37 @@ pub enum GpuError {
     Failed {
         /// The operation.
         what: String,
-        /// What the driver says.
+        /// The driver's message.
         message: String,
     },
-    /// A PE did not come to a barrier in time.
+    /// A PE did not reach a barrier in time.
     #[error("PE {pe} waited {:.1} s at a barrier of the devices for {}", waited.as_secs_f64(),
         peer.map_or("another PE".to_string(), |peer| format!("PE {peer}")))]
     Barrier {
-        /// The PE that waited.
+        /// The waiting PE.
         pe: usize,
-        /// The PE that did not come, where that is known.
+        /// The missing PE, if known.
         peer: Option<usize>,
-        /// How long.
+        /// How long it waited.
         waited: Duration,
     },
-    /// A kernel that waited in vain.
+    /// A wait inside a kernel timed out.
     #[error("PE {pe} waited {:.1} s for {}{what}", waited.as_secs_f64(),
         peer.map(|peer| format!("PE {peer}: ")).unwrap_or_default())]
     Wait {
-        /// The PE that waited.
+        /// The waiting PE.
         pe: usize,
-        /// The PE that it waited for, where it is one.
+        /// The PE that the kernel waited for, if it waited for one.
         peer: Option<usize>,
-        /// What it waited for.
+        /// The missing data.
         what: &'static str,
-        /// How long.
+        /// How long it waited.
         waited: Duration,
     },
 }
 
 impl GpuError {
-    /// The PE that was waited for in vain, where the error is that.
+    /// The PE that a wait timed out on, if the error is a timeout.
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             GpuError::Barrier { peer, .. } | GpuError::Wait { peer, .. } => *peer,
@@ -165,38 +165,37 @@ impl GpuError {
         }
     }
 
-    /// A failed operation.
+    /// Builds [`GpuError::Failed`].
     pub fn failed(what: impl Into<String>, message: impl ToString) -> Self {
         GpuError::Failed { what: what.into(), message: message.to_string() }
     }
 }
 
-/// One PE's device. Addresses are of the device, never of the host, and mean nothing to another PE.
-///
-/// Operations take effect in the order of the calls.
+/// One PE's device. Addresses are device addresses and valid on this PE only. Operations take effect in call order.
 ///
 /// # Safety
-/// Safe code relies on what an implementation returns, so it promises:
-/// - [`Gpu::alloc_raw`] and [`Gpu::alloc_symmetric_raw`] return memory of that many bytes, aligned as they say, that nothing else
-///   uses until it is given back;
-/// - copies, zeroing, freeing, launches and replays take effect in the order of the calls: memory that is given back is not used
-///   again before all that was launched until then is done;
-/// - [`Gpu::peer_raw`] returns 0, or where this device's loads and stores reach the peer's block of the same allocation;
+/// Safe code relies on the following guarantees of an implementation:
+/// - [`Gpu::alloc_raw`] and [`Gpu::alloc_symmetric_raw`] return memory of the requested size and documented alignment, which no
+///   other allocation overlaps until it is freed;
+/// - copies, zeroing, frees, launches and replays take effect in call order: freed memory is not reused before all earlier
+///   launches have completed;
+/// - [`Gpu::peer_raw`] returns 0 or an address at which this device's loads and stores access the peer's block of the same
+///   allocation;
 /// - [`Gpu::my_pe`] and [`Gpu::n_pes`] never change, and `my_pe < n_pes`;
-/// - [`Gpu::resident_blocks`] and [`Gpu::limits`] do not promise more than the device has;
-/// - [`Gpu::tensor_map`] describes the matrix that it was given, and nothing else;
-/// - what [`Gpu::record`] returns launches the same kernels with the same parameters as `work` did, and nothing else.
+/// - [`Gpu::resident_blocks`] and [`Gpu::limits`] do not exceed the device's resources;
+/// - [`Gpu::tensor_map`] describes exactly the given matrix;
+/// - the result of [`Gpu::record`] launches exactly the kernels and parameters that `work` launched.
 pub unsafe trait Gpu {
-    /// The device's name, as its vendor has it.
+    /// The device's name as reported by its vendor.
     fn name(&self) -> String;
 
-    /// Which of its host's devices it is: PEs of a host that share a device say the same.
+    /// Identifies the device within its host: PEs of a host that share a device return the same string.
     fn place(&self) -> String;
 
-    /// What it has.
+    /// The device's resources.
     ///
     /// # Errors
-    /// When the driver does not say.
+    /// The driver's error.
     fn limits(&self) -> Result<DeviceLimits, GpuError>;
 
     /// This PE's number, `0..n_pes`.
@@ -205,146 +204,145 @@ pub unsafe trait Gpu {
     /// Number of PEs.
     fn n_pes(&self) -> usize;
 
-    /// Allocates device memory, aligned to 256 bytes at least, of any content.
+    /// Allocates uninitialised device memory, aligned to at least 256 bytes.
     ///
     /// # Errors
-    /// [`GpuError::OutOfMemory`].
+    /// [`GpuError::OutOfMemory`] if the device has less memory free; the driver's error.
     fn alloc_raw(&self, bytes: u64) -> Result<u64, GpuError>;
 
-    /// Gives back what [`Gpu::alloc_raw`] returned, after all that was launched.
+    /// Frees memory of [`Gpu::alloc_raw`] after all earlier launches have completed.
     ///
     /// # Safety
-    /// `address` is such, and is not used again.
+    /// `address` was returned by [`Gpu::alloc_raw`], has not been freed, and is not used afterwards.
     unsafe fn free_raw(&self, address: u64);
 
-    /// Allocates symmetric memory (collective: all PEs ask for the same sizes in the same order), aligned to 64 bytes at
-    /// least, of any content.
+    /// Allocates uninitialised symmetric memory, aligned to at least 64 bytes. Collective: all PEs request the same sizes in
+    /// the same order.
     ///
     /// # Errors
-    /// [`GpuError::OutOfMemory`]; a peer that does not come.
+    /// [`GpuError::OutOfMemory`] if a PE has too little memory; [`GpuError::Barrier`] if a peer is missing.
     fn alloc_symmetric_raw(&self, bytes: u64) -> Result<u64, GpuError>;
 
-    /// Gives back what [`Gpu::alloc_symmetric_raw`] returned (collective).
+    /// Frees memory of [`Gpu::alloc_symmetric_raw`] (collective).
     ///
     /// # Safety
-    /// `address` is such, no PE uses it again, and no operation of any PE on it is under way.
+    /// `address` was returned by [`Gpu::alloc_symmetric_raw`] and has not been freed. No PE uses it afterwards, and no
+    /// operation on it is in flight on any PE.
     unsafe fn free_symmetric_raw(&self, address: u64);
 
-    /// This PE's address of `pe`'s symmetric memory at this PE's `symmetric`; 0 where loads and stores do not reach it.
+    /// The address on this PE of `pe`'s copy of the symmetric address `symmetric`; 0 if loads and stores do not reach it.
     fn peer_raw(&self, symmetric: u64, pe: usize) -> u64;
 
-    /// Whether loads and stores of every PE reach every PE's symmetric memory: the same answer on every PE (collective).
+    /// Whether loads and stores of every PE reach every PE's symmetric memory. Collective: all PEs get the same answer.
     ///
     /// # Errors
-    /// A peer that does not come.
+    /// [`GpuError::Barrier`] if a peer is missing.
     fn all_reachable(&self) -> Result<bool, GpuError>;
 
-    /// Copies to the device. Returns when `from` may be reused.
+    /// Copies to the device. Returns once `from` may be reused.
     ///
     /// # Safety
-    /// `to` is `from.len()` bytes of this device's memory.
+    /// `to` points to `from.len()` bytes of this device's memory.
     ///
     /// # Errors
-    /// The driver's, which may be of something launched before.
+    /// The driver's error, possibly of an earlier launch.
     unsafe fn copy_in_raw(&self, to: u64, from: &[u8]) -> Result<(), GpuError>;
 
-    /// Copies from the device. Returns when it is done.
+    /// Copies from the device and waits for completion.
     ///
     /// # Safety
-    /// `from` is `to.len()` bytes of this device's memory.
+    /// `from` points to `to.len()` bytes of this device's memory.
     ///
     /// # Errors
-    /// The driver's, which may be of something launched before.
+    /// The driver's error, possibly of an earlier launch.
     unsafe fn copy_out_raw(&self, to: &mut [u8], from: u64) -> Result<(), GpuError>;
 
-    /// Sets bytes to 0.
+    /// Sets device memory to zero.
     ///
     /// # Safety
-    /// `to` is `bytes` bytes of this device's memory.
+    /// `to` points to `bytes` bytes of this device's memory.
     ///
     /// # Errors
-    /// The driver's, which may be of something launched before.
+    /// The driver's error, possibly of an earlier launch.
     unsafe fn zero_raw(&self, to: u64, bytes: u64) -> Result<(), GpuError>;
 
-    /// The most blocks of such a launch of this kernel, of whatever grid, that run at the same time on this PE's part of the device: whole
-    /// clusters.
+    /// Maximum number of co-resident blocks of `kernel` on this PE's share of the device, a multiple of the cluster size; the
+    /// grid of `launch` is ignored.
     ///
     /// # Errors
-    /// When there is no such kernel.
+    /// [`GpuError::Failed`] if the kernel does not exist.
     fn resident_blocks(&self, kernel: &str, launch: Launch) -> Result<u32, GpuError>;
 
-    /// Loads a kernel that will be launched with at most `shared_bytes` of dynamic shared memory, which a driver may otherwise do at
-    /// its first launch: launches that are recorded must find it loaded.
+    /// Loads a kernel that will be launched with at most `shared_bytes` of dynamic shared memory. Drivers may load lazily at
+    /// the first launch, which is not allowed while launches are recorded.
     ///
     /// # Errors
-    /// When there is no such kernel, or no such block.
+    /// [`GpuError::Failed`] if the kernel does not exist or a block cannot have that much shared memory.
     fn prepare(&self, kernel: &str, shared_bytes: u32) -> Result<(), GpuError>;
 
-    /// Launches a kernel, cooperatively where `launch` says so; returns without waiting for it. `args` are the bytes of the
-    /// kernel's parameters, in order.
+    /// Launches a kernel and returns without waiting; cooperatively if `launch` requests it. `args` holds the bytes of each
+    /// kernel parameter, in order.
     ///
     /// # Safety
-    /// The parameters are what the kernel takes, and all addresses in them are valid for what it does.
+    /// `args` match the kernel's parameters, and every address in them is valid for the kernel's accesses.
     ///
     /// # Errors
-    /// When there is no such kernel, or it cannot be launched so.
+    /// [`GpuError::Failed`] if the kernel does not exist or cannot be launched with this configuration.
     unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError>;
 
-    /// Records what `work` launches, and nothing else, without running it: on CUDA devices a graph, which one call launches. The
-    /// kernels are [prepared](Gpu::prepare).
+    /// Records the launches of `work` without running them (on CUDA devices as a graph). `work` must only launch, and its
+    /// kernels must be [prepared](Gpu::prepare).
     ///
     /// # Errors
-    /// `work`'s; the driver's, when it did something that cannot be captured.
+    /// The error of `work`; the driver's error if `work` called something that cannot be captured.
     fn record(&self, work: &mut dyn FnMut() -> Result<(), GpuError>) -> Result<Box<dyn Recording + '_>, GpuError>;
 
-    /// Waits until all that was launched is done.
+    /// Waits until all earlier launches have completed.
     ///
     /// # Errors
-    /// The driver's, of any of it.
+    /// The driver's error of any of them.
     fn synchronise(&self) -> Result<(), GpuError>;
 
-    /// Waits for all that was launched on this PE, then for all PEs to come here; bounded by `limit` where the transport can
-    /// bound it.
+    /// Waits for all earlier launches of this PE, then for all PEs to reach this barrier, for at most `limit` where the
+    /// transport supports a limit.
     ///
     /// # Errors
-    /// [`GpuError::Barrier`]; the driver's.
+    /// [`GpuError::Barrier`] if a PE is missing; the driver's error.
     fn barrier(&self, limit: Duration) -> Result<(), GpuError>;
 
-    /// Notes the time, on the device, at which all launched before is done, under this number (any below 64; a
-    /// number can be used again).
+    /// Records under `number` (below 64, reusable) the device time at which all earlier launches complete.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     fn mark(&self, number: usize) -> Result<(), GpuError>;
 
-    /// From one mark to another, after [`Gpu::synchronise`].
+    /// Time between two marks, after [`Gpu::synchronise`].
     ///
     /// # Errors
-    /// When one was not made.
+    /// [`GpuError::Failed`] if one of the marks was not recorded.
     fn elapsed(&self, from: usize, to: usize) -> Result<Duration, GpuError>;
 
-    /// A description for the tensor memory accelerator of the row-major matrix at `base`: `rows` by `cols` elements of
-    /// `element_bytes`, rows `row_stride_bytes` apart, copied in boxes of `box_rows` by `box_cols` with a 128-byte swizzle,
-    /// zeros beyond the edges.
+    /// A tensor map for the row-major matrix at `base`: `rows` by `cols` elements of `element_bytes`, rows `row_stride_bytes`
+    /// apart, copied in boxes of `box_rows` by `box_cols` with a 128-byte swizzle; elements out of bounds read as zero.
     ///
     /// # Errors
-    /// When the device has none, or the driver refuses the numbers.
+    /// [`GpuError::Failed`] if the device has no tensor memory accelerator or the driver rejects the matrix.
     fn tensor_map(&self, matrix: TensorMap) -> Result<[u8; 128], GpuError>;
 }
 
-/// Launches that were recorded; see [`Gpu::record`].
+/// Recorded launches; see [`Gpu::record`].
 pub trait Recording {
-    /// Launches all of it again, with the same parameters; returns without waiting.
+    /// Repeats all recorded launches with the same parameters; returns without waiting.
     ///
     /// # Safety
-    /// All addresses in the recorded parameters are valid still, for what the kernels do.
+    /// Every address in the recorded parameters is still valid for the kernels' accesses.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     unsafe fn replay(&self) -> Result<(), GpuError>;
 }
 
-/// A matrix and how it is copied; see [`Gpu::tensor_map`].
+/// A matrix and the boxes in which it is copied; see [`Gpu::tensor_map`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct TensorMap {
@@ -357,7 +355,7 @@ pub struct TensorMap {
     pub element_bytes: u32,
 }
 
-/// Memory of a device, freed when dropped.
+/// Device memory, freed on drop.
 pub struct Buffer<'g> {
     gpu: &'g dyn Gpu,
     address: u64,
@@ -365,26 +363,26 @@ pub struct Buffer<'g> {
 }
 
 impl<'g> Buffer<'g> {
-    /// Allocates, of any content.
+    /// Allocates uninitialised memory.
     ///
     /// # Errors
-    /// [`GpuError::OutOfMemory`].
+    /// [`GpuError::OutOfMemory`] if the device has less memory free.
     pub fn new(gpu: &'g dyn Gpu, bytes: u64) -> Result<Self, GpuError> {
-        // An address is wanted even of nothing.
+        // A buffer of length 0 needs a valid address too.
         Ok(Buffer { gpu, address: gpu.alloc_raw(bytes.max(1))?, bytes })
     }
 
-    /// Allocates and fills.
+    /// Allocates memory and copies `values` to it.
     ///
     /// # Errors
-    /// [`GpuError::OutOfMemory`]; the driver's.
+    /// [`GpuError::OutOfMemory`] if the device has less memory free; the driver's error.
     pub fn from_slice<T: Pod>(gpu: &'g dyn Gpu, values: &[T]) -> Result<Self, GpuError> {
         let buffer = Self::new(gpu, size_of_val(values) as u64)?;
         buffer.write(0, values)?;
         Ok(buffer)
     }
 
-    /// Where it is, on the device.
+    /// The device address.
     pub fn address(&self) -> u64 {
         self.address
     }
@@ -394,7 +392,7 @@ impl<'g> Buffer<'g> {
         self.bytes
     }
 
-    /// Whether it is memory of this device.
+    /// Whether the buffer was allocated on `gpu`.
     pub fn is_on(&self, gpu: &dyn Gpu) -> bool {
         std::ptr::addr_eq(self.gpu, gpu)
     }
@@ -412,84 +410,84 @@ impl<'g> Buffer<'g> {
     /// Copies `values` to byte `offset`.
     ///
     /// # Errors
-    /// The driver's, which may be of something launched before.
+    /// The driver's error, possibly of an earlier launch.
     ///
     /// # Panics
-    /// If they do not fit there.
+    /// If the range is out of bounds.
     pub fn write<T: Pod>(&self, offset: u64, values: &[T]) -> Result<(), GpuError> {
         let to = self.at(offset, size_of_val(values));
-        // SAFETY: inside the buffer, by the check.
+        // SAFETY: `at` has checked that the range is inside the allocation.
         unsafe { self.gpu.copy_in_raw(to, bytemuck::cast_slice(values)) }
     }
 
-    /// Copies from byte `offset`.
+    /// Copies from byte `offset` into `values`.
     ///
     /// # Errors
-    /// The driver's, which may be of something launched before.
+    /// The driver's error, possibly of an earlier launch.
     ///
     /// # Panics
-    /// If it is not all inside.
+    /// If the range is out of bounds.
     pub fn read<T: Pod>(&self, offset: u64, values: &mut [T]) -> Result<(), GpuError> {
         let from = self.at(offset, size_of_val(values));
-        // SAFETY: inside the buffer, by the check.
+        // SAFETY: `at` has checked that the range is inside the allocation.
         unsafe { self.gpu.copy_out_raw(bytemuck::cast_slice_mut(values), from) }
     }
 
     /// The `len` values at byte `offset`.
     ///
     /// # Errors
-    /// The driver's, which may be of something launched before.
+    /// The driver's error, possibly of an earlier launch.
     ///
     /// # Panics
-    /// If they are not all inside.
+    /// If the range is out of bounds.
     pub fn read_vec<T: Pod>(&self, offset: u64, len: usize) -> Result<Vec<T>, GpuError> {
         let mut values = vec![T::zeroed(); len];
         self.read(offset, &mut values)?;
         Ok(values)
     }
 
-    /// Sets `bytes` bytes from byte `offset` to 0.
+    /// Sets `bytes` bytes at byte `offset` to zero.
     ///
     /// # Errors
-    /// The driver's, which may be of something launched before.
+    /// The driver's error, possibly of an earlier launch.
     ///
     /// # Panics
-    /// If they are not all inside.
+    /// If the range is out of bounds.
     pub fn zero(&self, offset: u64, bytes: u64) -> Result<(), GpuError> {
         let to = self.at(offset, bytes as usize);
-        // SAFETY: inside the buffer, by the check.
+        // SAFETY: `at` has checked that the range is inside the allocation.
         unsafe { self.gpu.zero_raw(to, bytes) }
     }
 }
 
 impl Drop for Buffer<'_> {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new`, and this is the last use of it.
+        // SAFETY: allocated by `new`, freed only here.
         unsafe { self.gpu.free_raw(self.address) }
     }
 }
 
-/// Symmetric memory of a device. Dropped without [`SymmetricBuffer::free`] it stays allocated until the PEs end: to free it
-/// is collective, and after an error the others may not come.
+/// Symmetric memory of a device. If it is dropped without [`SymmetricBuffer::free`], it stays allocated until the PEs exit:
+/// freeing is collective, and after an error the other PEs may not take part.
 pub struct SymmetricBuffer<'g> {
     gpu: &'g dyn Gpu,
     address: u64,
     bytes: u64,
-    /// Freed by the thread that made it, as all that is collective.
+    /// Not `Send`: collective calls must come from the thread that allocated it.
     one_thread: PhantomData<*const ()>,
 }
 
 impl<'g> SymmetricBuffer<'g> {
-    /// Allocates, of any content (collective).
+    /// Allocates uninitialised memory (collective).
     ///
     /// # Errors
-    /// [`GpuError::OutOfMemory`]; a peer that does not come.
+    /// [`GpuError::OutOfMemory`] if a PE has too little memory; [`GpuError::Barrier`] if a peer is missing.
     pub fn new(gpu: &'g dyn Gpu, bytes: u64) -> Result<Self, GpuError> {
         let address = gpu.alloc_symmetric_raw(bytes.max(1))?;
         Ok(SymmetricBuffer { gpu, address, bytes, one_thread: PhantomData })
     }
 
-    /// Where it is on this PE's device.
+    /// The address on this PE's device.
     pub fn address(&self) -> u64 {
         self.address
     }
@@ -499,32 +497,32 @@ impl<'g> SymmetricBuffer<'g> {
         self.bytes
     }
 
-    /// This PE's address of `pe`'s; 0 where loads and stores do not reach it.
+    /// The address on this PE of `pe`'s copy; 0 if loads and stores do not reach it.
     pub fn peer(&self, pe: usize) -> u64 {
         self.gpu.peer_raw(self.address, pe)
     }
 
-    /// Sets `bytes` bytes from byte `offset` of this PE's to 0; a barrier must follow before a peer writes there.
+    /// Sets `bytes` bytes at byte `offset` of this PE's copy to zero. A barrier must follow before a peer writes there.
     ///
     /// # Errors
-    /// The driver's, which may be of something launched before.
+    /// The driver's error, possibly of an earlier launch.
     ///
     /// # Panics
-    /// If they are not all inside.
+    /// If the range is out of bounds.
     pub fn zero(&self, offset: u64, bytes: u64) -> Result<(), GpuError> {
         let end = offset.checked_add(bytes);
         assert!(end.is_some_and(|end| end <= self.bytes), "{bytes} bytes at {offset} of {}", self.bytes);
-        // SAFETY: inside the allocation, by the check.
+        // SAFETY: the assertion above keeps the range inside the allocation.
         unsafe { self.gpu.zero_raw(self.address + offset, bytes) }
     }
 
-    /// Gives it back (collective), after a barrier.
+    /// Waits for all PEs, then frees the memory (collective).
     ///
     /// # Errors
-    /// A peer that does not come within `limit`: then it stays allocated.
+    /// [`GpuError::Barrier`] if a peer is missing after `limit`; the memory then stays allocated.
     pub fn free(self, limit: Duration) -> Result<(), GpuError> {
         self.gpu.barrier(limit)?;
-        // SAFETY: allocated in `new`; all PEs are done with all they launched, and each frees it now.
+        // SAFETY: allocated by `new`; after the barrier no PE has an operation on it in flight, and all PEs free it here.
         unsafe { self.gpu.free_symmetric_raw(self.address) };
         Ok(())
     }

@@ -3,7 +3,7 @@
 
 use bytemuck::{Pod, Zeroable};
 
-/// Defines structs of the header, and [`layout`], which says where their fields are.
+/// Defines the header's structs and [`layout`], which lists their field offsets.
 macro_rules! mirror {
     ($($(#[$meta:meta])* struct $name:ident { $($field:ident: $ty:ty,)* })*) => {
         $(
@@ -17,7 +17,7 @@ macro_rules! mirror {
                 pub const FIELDS: &[&str] = &[$(stringify!($field)),*];
             }
         )*
-        /// Of each struct in turn: its size, then the offset of each field, bytes.
+        /// For each struct: its size, then each field's offset, bytes.
         #[cfg(test)]
         fn layout() -> Vec<(&'static str, usize)> {
             let mut all = Vec::new();
@@ -38,7 +38,7 @@ pub const ACT_GELU_TANH: u32 = 2;
 pub const ACT_RELU: u32 = 3;
 pub const SCORING_SOFTMAX: u32 = 0;
 pub const SCORING_SIGMOID: u32 = 1;
-/// Phases, by the codes of [`crate::moe::metrics::Phase`].
+/// Number of phases; indices are the codes of [`crate::moe::metrics::Phase`].
 pub const PHASES: usize = 7;
 pub const MAX_SPANS: usize = 1 << 16;
 
@@ -61,7 +61,7 @@ pub const WHAT_TWICE: u32 = 9;
 pub const WHAT_CREDIT: u32 = 10;
 pub const WHAT_LOSSES: u32 = 11;
 
-/// Dynamic shared memory of a block of the persistent kernels that every device runs, bytes.
+/// Dynamic shared memory per block of the persistent kernels that run on every device, bytes.
 pub const AMPERE_SHARED_BYTES: u32 = 150 << 10;
 
 /// The kernels of a layer, in the order of [`LayerInfo::launches`].
@@ -81,7 +81,7 @@ pub enum Kernel {
 
 pub const KERNELS: usize = 10;
 
-/// TMA maps of a store's arrays of slots, which are results and operands of matrix products.
+/// Slot arrays per direction that have a TMA map, as operands or results of GEMMs.
 pub const SLOT_MAPS: usize = 7;
 
 impl Kernel {
@@ -98,7 +98,7 @@ impl Kernel {
         Kernel::Accumulate,
     ];
 
-    /// What it is called; those with matrix products of experts have several in their modules.
+    /// The base name; kernels with expert GEMMs have several variants (see [`Kernel::on`]).
     pub fn name(self) -> &'static str {
         match self {
             Kernel::Route => "aristos_route",
@@ -114,8 +114,8 @@ impl Kernel {
         }
     }
 
-    /// The name in its module of the one with elements of `dtype` (`DTYPE_BF16` or `DTYPE_F16`), and of the path and tile that have
-    /// this infix (`kernels/launch.h`).
+    /// The function name of the variant for `dtype` (`DTYPE_BF16` or `DTYPE_F16`) and for the path and tile with this infix
+    /// (`kernels/launch.h`).
     pub fn on(self, infix: &str, dtype: u32) -> String {
         let name = self.name();
         match self {
@@ -335,7 +335,7 @@ mirror! {
 }
 
 impl LayerInfo {
-    /// How to launch a kernel.
+    /// Launch configuration of a kernel.
     pub fn launch(&self, kernel: Kernel) -> Launch {
         self.launches[kernel as usize]
     }
@@ -346,7 +346,7 @@ mod tests {
     use super::*;
 
     unsafe extern "C" {
-        /// `kernels/params_layout.cpp`: the same list from the C++ compiler, and its length.
+        /// Layout computed by the C++ compiler in `kernels/params_layout.cpp`, and its length.
         static aristos_params_layout: [u64; 256];
         static aristos_params_layout_len: u64;
         /// `kernels/memory.cpp`.
@@ -354,26 +354,26 @@ mod tests {
     }
 
     #[test]
-    fn a_block_s_shared_memory_is_the_kernels() {
-        // SAFETY: a constant.
+    fn shared_memory_per_block_matches_the_kernels() {
+        // SAFETY: an immutable constant.
         assert_eq!(AMPERE_SHARED_BYTES, unsafe { aristos_ampere_shared_bytes });
     }
 
     #[test]
-    fn the_header_and_its_mirror_are_the_same_bytes() {
+    fn layout_matches_the_header() {
         let ours = layout();
-        // SAFETY: a constant.
+        // SAFETY: an immutable constant.
         let len = unsafe { aristos_params_layout_len } as usize;
         assert_eq!(ours.len(), len);
         for (i, (name, bytes)) in ours.into_iter().enumerate() {
-            // SAFETY: the array has `len` elements.
+            // SAFETY: `i` is below the array's length `len`.
             let theirs = unsafe { (&raw const aristos_params_layout).cast::<u64>().add(i).read() };
             assert_eq!(bytes as u64, theirs, "{name}");
         }
     }
 
     #[test]
-    fn kernels_are_numbered_as_the_launches() {
+    fn kernel_discriminants_index_launches() {
         for (i, kernel) in Kernel::ALL.into_iter().enumerate() {
             assert_eq!(kernel as usize, i);
         }

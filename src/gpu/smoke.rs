@@ -1,4 +1,4 @@
-//! Whether what joins the PEs' devices does what the layer's kernels ask of it.
+//! Checks, before a job starts, that puts and signals between the PEs' devices work as the layer's kernels need them.
 
 use std::time::Duration;
 
@@ -28,33 +28,35 @@ struct Outcome {
     seen: u64,
 }
 
-/// The most that a PE puts to another, bytes: many of a network's packets.
-const MOST_BYTES: u64 = 1 << 20;
-/// The most that a PE receives, bytes.
-const MOST_RECEIVED_BYTES: u64 = 64 << 20;
+/// Maximum put size, bytes: large enough for many network packets.
+const MAX_PUT_BYTES: u64 = 1 << 20;
+/// Maximum bytes that a PE receives in total.
+const MAX_RECEIVED_BYTES: u64 = 64 << 20;
 
-/// A block that a PE puts to another, of `n`.
+/// Bytes that each of `n` PEs puts to every other.
 fn block_bytes(n: u64) -> u64 {
-    (MOST_RECEIVED_BYTES / n).min(MOST_BYTES) / 4096 * 4096
+    (MAX_RECEIVED_BYTES / n).min(MAX_PUT_BYTES) / 4096 * 4096
 }
 
 fn signals_bytes(n: u64) -> u64 {
     (8 * n).next_multiple_of(256)
 }
 
-/// Symmetric memory that [`try_put`] takes of `n_pes` PEs, bytes.
+/// Symmetric memory that [`try_put`] uses with `n_pes` PEs, bytes.
 pub fn symmetric_bytes(n_pes: usize) -> u64 {
     let n = n_pes as u64;
     signals_bytes(n) + (n + 1) * block_bytes(n)
 }
 
-/// Every PE puts a block of bytes to every other, from a kernel, and checks what comes (collective), waiting for `limit`: what the layer's
-/// kernels need at least, so that a fault in it is named before anything large is made. `finished` waits for the kernel.
+/// Every PE puts a block to every other from a kernel and verifies the received blocks (collective), waiting at most `limit`.
+/// It exercises the operations that the layer's kernels depend on, so that a broken transport is reported before large
+/// allocations. `finished` waits for the kernel.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] when a put does not come or comes wrong, or the kernel knows other PEs than the host; the driver's.
+/// [`GpuError::Unavailable`] if a block is missing or corrupt, or if kernel and host disagree about the PE numbers; the
+/// driver's error.
 pub fn try_put(gpu: &dyn Gpu, limit: Duration, finished: impl Fn() -> Result<(), GpuError>) -> Result<(), GpuError> {
-    /// No value that is in memory by chance.
+    /// Unlikely to be in memory by chance.
     const VALUE: u64 = 0x4172_6973_746f_7321;
     let (me, n) = (gpu.my_pe(), gpu.n_pes() as u64);
     let (bytes, signals_bytes) = (block_bytes(n), signals_bytes(n));
@@ -68,7 +70,8 @@ pub fn try_put(gpu: &dyn Gpu, limit: Duration, finished: impl Fn() -> Result<(),
     let numbers = [result.address(), VALUE, limit_ns].map(u64::to_ne_bytes);
     let args = [bytemuck::bytes_of(&area), &numbers[0], &numbers[1], &numbers[2]];
     let launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperative: 0, cluster: 1 };
-    // SAFETY: the kernel's four parameters; symmetric memory as large as it uses, a result, and numbers.
+    // SAFETY: the arguments are `aristos_smoke`'s four parameters; `area` lies within `memory`, and `result` holds one
+    // `Outcome`.
     unsafe { gpu.launch("aristos_smoke", launch, &args) }?;
     finished()?;
     let Some(&seen) = result.read_vec::<Outcome>(0, 1)?.first() else { return Ok(()) };

@@ -1,17 +1,17 @@
-//! The Mixture-of-Experts layer: what it is ([`spec`]), and the two engines that run it, on CPUs ([`cpu`]) and on devices
+//! The Mixture-of-Experts layer: its specification ([`spec`]), and its two engines, for CPUs ([`cpu`]) and for devices
 //! (`device`).
 
 pub mod cpu;
 #[cfg(feature = "device")]
 pub mod device;
-mod parts;
+mod parallel;
 pub mod spec;
 pub mod synthetic;
 
 pub use cpu::{Layer, Replicas, kernels};
 pub use spec::{
-    Activation, ConfigError, Dtype, ExpertState, Glu, Gradients, GroupLimit, GroupScore, Groups, Hosts, LayerConfig,
-    LayerSpec, Layout, Load, MlpConfig, MlpGradients, MlpGradientsMut, MlpId, Mode, MoeError, MoeLayer, NO_EXPERT,
-    Norm, Options, Placement, Proj, Routed, RouterConfig, Scoring, SharedConfig, SparseMixer, TakeGradients,
-    WeightError, WeightId, WeightPlace, WeightSource, gemm_flop, metrics, placement, proj_index,
+    Activation, ConfigError, Dtype, ExpertState, Glu, GradientSink, Gradients, GroupLimit, GroupScore, Groups, Hosts,
+    LayerConfig, LayerSpec, Layout, Load, MlpConfig, MlpGradients, MlpGradientsMut, MlpId, Mode, MoeError, MoeLayer,
+    NO_EXPERT, Norm, Options, Placement, Proj, Routed, RouterConfig, Scoring, SharedConfig, SparseMixer, WeightError,
+    WeightId, WeightPlace, WeightSource, gemm_flop, metrics, placement, proj_index,
 };

@@ -1,21 +1,19 @@
-//! A synthetic layer with a stated routing workload, generated from a seed.
+//! A synthetic layer with a specified routing workload, generated from a seed.
 //!
-//! **Workload.** `hot_ratio` of the experts (rounded, at least one) share `hot_weight` of the routing
-//! probability, the others share the rest, evenly inside each class. Every token draws its `top_k`
-//! distinct experts one after the other by these probabilities, without replacement; so with `top_k`
-//! above 1 the hot experts' share of all pairs is below `hot_weight` where they are few. The hot
-//! experts are those with the smallest indices: placed in contiguous blocks they share the first
-//! PEs, the hardest case. Once the drawn experts span as many groups as a group-limited router keeps
-//! eligible, the rest are drawn inside these groups.
+//! **Workload.** `hot_ratio` of the experts (rounded, at least one) share `hot_weight` of the routing probability, the
+//! others share the rest, evenly within each class. Every token draws its `top_k` distinct experts in sequence with
+//! these probabilities, without replacement. With `top_k` above 1 and few hot experts, their share of all pairs is
+//! therefore below `hot_weight`. Hot experts have the smallest indices: placed in contiguous blocks they share the
+//! first PEs, which is the hardest case. Once the drawn experts span as many groups as a group-limited router keeps
+//! eligible, the rest are drawn within these groups.
 //!
-//! **How a real router comes to choose the drawn experts.** Hidden dimension `e` belongs to expert
-//! `e`: its router row is 1 there and small noise elsewhere. A token's value there is in 0.75..2.25
-//! for a drawn expert, in -1.5..0 for another one, and in -3..-1.5 for those of the groups it did not
-//! draw from. The noise moves a logit by 0.05 (standard deviation), so that chosen and other logits
-//! are clearly apart, after rounding to bf16 too.
+//! **Making a real router choose the drawn experts.** Hidden dimension `e` belongs to expert `e`: its router row is 1
+//! there and small noise elsewhere. A token's value there is in 0.75..2.25 for a drawn expert, in -1.5..0 for another
+//! one, and in -3..-1.5 for an expert of a group without drawn experts. Noise changes a logit by 0.05 (standard
+//! deviation), so chosen and other logits are clearly separated, even after rounding to bf16.
 //!
-//! Every weight and every token has its own random stream, so any PE generates just its own, and any
-//! split over PEs gives the same layer and the same tokens.
+//! Every weight and every token has its own random stream, so each PE generates only its own, and any split over PEs
+//! gives the same layer and tokens.
 
 use std::ops::Range;
 
@@ -23,19 +21,19 @@ use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use super::parts::in_parts;
+use super::parallel::par_chunks;
 use super::{ConfigError, GroupLimit, LayerConfig, Proj, RouterConfig, Scoring, WeightError, WeightId, WeightSource};
 
-/// Standard deviation of what the noise in a router row adds to a logit.
+/// Standard deviation of the noise that a router row adds to a logit.
 const LOGIT_NOISE: f32 = 0.05;
-/// A drawn expert's logit starts here (before noise) ...
-const DRAWN_FROM: f32 = 0.75;
-/// ... and, as the others' do in their range, spans this much.
+/// Minimum logit of a drawn expert, without noise.
+const CHOSEN_LOGIT_MIN: f32 = 0.75;
+/// Width of the range of logits of a class of experts.
 const LOGIT_SPAN: f32 = 1.5;
-/// The correction bias is below this in magnitude; far less than what separates sigmoid scores.
+/// Bound of the correction bias; far below the separation of sigmoid scores.
 const BIAS_MAX: f32 = 0.01;
 
-/// The kinds of router a synthetic layer can be asked for by name.
+/// Routers that a synthetic layer can have, by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouterKind {
     /// Softmax top-k (OLMoE, Qwen2-MoE).
@@ -47,8 +45,8 @@ pub enum RouterKind {
 }
 
 impl RouterKind {
-    /// The router of this kind. Sigmoid routers have the largest of 8, 4 or 2 groups that leaves each
-    /// at least two experts, half of them eligible, or as many as `top_k` experts need; otherwise none.
+    /// The router of this kind. A sigmoid router has the largest of 8, 4 or 2 groups with at least two experts each,
+    /// half of them eligible, or as many as `top_k` experts need; no groups if there are too few experts.
     pub fn config(self, n_experts: usize, top_k: usize) -> RouterConfig {
         let sigmoid = self == RouterKind::Sigmoid;
         let fits = |n: &usize| n_experts >= 2 * n && n_experts.is_multiple_of(*n);
@@ -66,15 +64,15 @@ impl RouterKind {
     }
 }
 
-/// What a synthetic layer is made from.
+/// Specification of a synthetic layer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SyntheticSpec {
-    /// The layer; its hidden width is at least its number of experts.
+    /// The layer; its hidden size must be at least its number of experts.
     pub layer: LayerConfig,
-    /// Share of the experts that are hot, 0 to 1; 0 for uniform routing.
+    /// Share of hot experts, 0 to 1; 0 for uniform routing.
     pub hot_ratio: f64,
-    /// Share of the routing probability that the hot experts have together, 0 to 1.
+    /// Share of the routing probability of all hot experts together, 0 to 1.
     pub hot_weight: f64,
     /// Seed of weights, tokens and routing.
     pub seed: u64,
@@ -95,7 +93,7 @@ pub struct Synthetic {
     probabilities: Vec<f64>,
 }
 
-/// What a random stream is for; part of its key.
+/// Purpose of a random stream; part of its key.
 #[derive(Clone, Copy)]
 enum Stream {
     Routing,
@@ -108,7 +106,8 @@ impl Synthetic {
     /// Checks the specification.
     ///
     /// # Errors
-    /// One line that names the field, its value, and what would be right.
+    ///
+    /// Returns a `ConfigError` that names the first wrong field, its value, and the expected values.
     pub fn new(spec: SyntheticSpec) -> Result<Self, ConfigError> {
         spec.layer.validate()?;
         let (n_experts, hidden) = (spec.layer.choices(), spec.layer.hidden);
@@ -130,7 +129,7 @@ impl Synthetic {
         Ok(Synthetic { spec, probabilities })
     }
 
-    /// The same layer with other hot experts: those that come `times` times as many experts later as there are hot ones.
+    /// The same layer with other hot experts: rotated by `times` the number of hot experts.
     pub fn shifted(&self, times: usize) -> Synthetic {
         let n = self.probabilities.len();
         let hot = hot_experts(n, self.spec.hot_ratio);
@@ -139,8 +138,7 @@ impl Synthetic {
         Synthetic { spec: self.spec.clone(), probabilities }
     }
 
-    /// The experts of global token `token` in the order drawn, distinct, `[top_k]`. The router chooses
-    /// the same set.
+    /// The experts of global token `token` in the order drawn, distinct, `[top_k]`. The router chooses the same set.
     pub fn drawn(&self, token: usize) -> Vec<usize> {
         let LayerConfig { n_experts, router, .. } = &self.spec.layer;
         let mut rng = self.rng(Stream::Routing, token);
@@ -155,7 +153,7 @@ impl Synthetic {
                     *w = 0.0;
                 }
             }
-            // Only experts without probability are left: any of them.
+            // If only experts of probability 0 are left, draw uniformly.
             if weights.iter().all(|&w| w == 0.0) {
                 weights = (0..*n_experts).map(|e| f64::from(u8::from(eligible(e)))).collect();
             }
@@ -168,13 +166,13 @@ impl Synthetic {
                 }
                 point -= w;
             }
-            // `validate` has seen to it that the eligible groups have `top_k` experts.
+            // `validate` guarantees that the eligible groups have `top_k` experts.
             drawn.extend(pick);
         }
         drawn
     }
 
-    /// The hidden states of global tokens `rows`, `[rows.len(), hidden]`, of about unit variance.
+    /// Hidden states of global tokens `rows`, `[rows.len(), hidden]`, of about unit variance.
     pub fn hidden_states(&self, rows: Range<usize>) -> Vec<f32> {
         let LayerConfig { hidden, n_experts, router, .. } = &self.spec.layer;
         let mut out = vec![0.0; rows.len() * hidden];
@@ -185,10 +183,10 @@ impl Synthetic {
             for (e, x) in x[..*n_experts].iter_mut().enumerate() {
                 let fraction: f32 = rng.random();
                 *x = match drawn.iter().position(|&d| d == e) {
-                    // Each draw has its own part of the range, the first one the highest.
+                    // Each draw has its own part of the range; the first draw has the highest.
                     Some(i) => {
                         let part = (router.top_k - 1 - i) as f32 + 0.5 * fraction;
-                        DRAWN_FROM + LOGIT_SPAN * part / router.top_k as f32
+                        CHOSEN_LOGIT_MIN + LOGIT_SPAN * part / router.top_k as f32
                     }
                     None if router.groups.is_none() || groups.contains(&self.group(e)) => LOGIT_SPAN * (fraction - 1.0),
                     None => LOGIT_SPAN * (fraction - 2.0),
@@ -199,7 +197,7 @@ impl Synthetic {
         out
     }
 
-    /// The output's gradient for global tokens `rows`, `[rows.len(), hidden]`, of unit variance.
+    /// Output gradients of global tokens `rows`, `[rows.len(), hidden]`, of unit variance.
     pub fn grad_output(&self, rows: Range<usize>) -> Vec<f32> {
         let hidden = self.spec.layer.hidden;
         let mut out = vec![0.0; rows.len() * hidden];
@@ -209,7 +207,7 @@ impl Synthetic {
         out
     }
 
-    /// The expert's group; without groups, every expert is one.
+    /// The expert's group; without groups, each expert is its own group.
     fn group(&self, expert: usize) -> usize {
         let LayerConfig { n_experts, router, .. } = &self.spec.layer;
         expert / router.groups.map_or(1, |g| n_experts / g.n_groups)
@@ -223,7 +221,7 @@ impl Synthetic {
         groups
     }
 
-    /// The generator of one stream of a token (0 for a weight's).
+    /// The generator of a stream; `token` is 0 for weights.
     fn rng(&self, stream: Stream, token: usize) -> ChaCha8Rng {
         let key = match stream {
             Stream::Routing => [0, 0, 0],
@@ -296,14 +294,14 @@ impl WeightSource for Synthetic {
             WeightId::RouterBias => {
                 let max = match layer.router.scoring {
                     Scoring::Sigmoid | Scoring::SqrtSoftplus => BIAS_MAX,
-                    // Softmax scores, and so what separates them, shrink with the number of experts.
+                    // Softmax scores, and their separation, shrink with the number of experts.
                     Scoring::Softmax => BIAS_MAX / layer.n_experts as f32,
                 };
                 max / 3.0_f32.sqrt()
             }
             _ => fan_in_scale,
         };
-        fill_together(&self.rng(Stream::Weight(id), 0), std_dev, &mut data);
+        par_fill(&self.rng(Stream::Weight(id), 0), std_dev, &mut data);
         if id == WeightId::Router {
             for (e, row) in data.chunks_mut(layer.hidden).enumerate() {
                 row[e] = 1.0;
@@ -318,7 +316,7 @@ fn hot_experts(n_experts: usize, hot_ratio: f64) -> usize {
     if hot_ratio > 0.0 { rounded.max(1) } else { 0 }
 }
 
-/// The probability of each expert in a first draw, `[n_experts]`.
+/// Probability of each expert in a first draw, `[n_experts]`.
 fn probabilities(n_experts: usize, hot_ratio: f64, hot_weight: f64) -> Vec<f64> {
     let n_hot = hot_experts(n_experts, hot_ratio);
     if n_hot == 0 || n_hot == n_experts {
@@ -328,7 +326,7 @@ fn probabilities(n_experts: usize, hot_ratio: f64, hot_weight: f64) -> Vec<f64> 
     (0..n_experts).map(|e| if e < n_hot { hot } else { cold }).collect()
 }
 
-/// Uniform variates of mean 0 and the given standard deviation.
+/// Fills `out` with uniform variates of mean 0 and standard deviation `std_dev`.
 fn fill(rng: &mut ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
     let max = std_dev * 3.0_f32.sqrt();
     for x in out {
@@ -338,10 +336,11 @@ fn fill(rng: &mut ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
     }
 }
 
-/// The same values as [`fill`]'s, by all processors: each element takes one word of the generator's, so any part may be filled alone.
-fn fill_together(rng: &ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
+/// Parallel [`fill`] with the same values: each element takes one word of the generator, so any part can be filled
+/// independently.
+fn par_fill(rng: &ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
     let begin = rng.get_word_pos();
-    in_parts(out, |first, part| {
+    par_chunks(out, |first, part| {
         let mut rng = rng.clone();
         rng.set_word_pos(begin + first as u128);
         fill(&mut rng, std_dev, part);
@@ -369,7 +368,7 @@ mod tests {
         x.into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect()
     }
 
-    /// The reference's choice, with everything rounded to bf16.
+    /// Choices of the reference, with all inputs rounded to bf16.
     fn routed(s: &Synthetic, tokens: usize) -> Vec<u32> {
         let weights = |id| Ok(bf16(s.load(id)?));
         let hidden_states = bf16(s.hidden_states(0..tokens));
@@ -387,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn the_router_chooses_the_drawn_experts() {
+    fn router_selects_the_drawn_experts() {
         use RouterKind::*;
         for (kind, hidden, experts, k, hot) in [
             (Softmax, 64, 8, 2, (0.0, 0.0)),
@@ -400,7 +399,7 @@ mod tests {
             (Sigmoid, 96, 5, 3, (0.5, 0.9)),
         ] {
             let mut s = make(kind, hidden, experts, k, hot);
-            // DeepSeek's rules with the other scoring too.
+            // DeepSeek's selection with both scorings.
             for scoring in [Scoring::Softmax, Scoring::Sigmoid] {
                 s.spec.layer.router.scoring = scoring;
                 let tokens = 300;
@@ -416,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn chosen_logits_are_clear_of_the_others() {
+    fn chosen_logits_exceed_the_others_by_a_margin() {
         let s = make(RouterKind::Softmax, 256, 64, 4, (0.25, 0.7));
         let router = s.load(WeightId::Router).unwrap();
         let hidden_states = bf16(s.hidden_states(0..500));
@@ -436,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn hot_experts_get_their_share() {
+    fn hot_experts_receive_the_given_share() {
         let tokens = 20_000;
         let share = |s: &Synthetic, n_hot: usize| {
             let drawn: Vec<usize> = (0..tokens).flat_map(|t| s.drawn(t)).collect();
@@ -448,15 +447,15 @@ mod tests {
         close(share(&make(RouterKind::Softmax, 16, 8, 1, (0.01, 0.5)), 1), 0.5);
         close(share(&make(RouterKind::Softmax, 16, 8, 2, (0.0, 0.7)), 2), 0.25);
         assert_eq!(share(&make(RouterKind::Softmax, 16, 8, 1, (0.01, 1.0)), 1), 1.0);
-        // The second of two draws: one hot expert gone, (0.7 - 0.35) / 0.65; one of the others gone, 0.7 / 0.95.
+        // The second of two draws: (0.7 - 0.35) / 0.65 without one hot expert, 0.7 / 0.95 without one of the others.
         let second = 0.7 * (0.35 / 0.65) + 0.3 * (0.7 / 0.95);
         close(share(&make(RouterKind::Softmax, 16, 8, 2, (0.25, 0.7)), 2), (0.7 + second) / 2.0);
-        // More experts per token than hot ones that have all the weight: the rest are any others.
+        // Hot experts have all the probability, and top-k exceeds their number: the rest are drawn uniformly.
         close(share(&make(RouterKind::Softmax, 16, 8, 4, (0.25, 1.0)), 2), 0.5);
     }
 
     #[test]
-    fn any_split_gives_the_same_tokens_and_each_weight_is_its_own() {
+    fn tokens_do_not_depend_on_the_split_and_weights_differ() {
         let s = make(RouterKind::Sigmoid, 32, 8, 2, (0.25, 0.7));
         assert_eq!(s.hidden_states(0..9), [s.hidden_states(0..4), s.hidden_states(4..9)].concat());
         assert_eq!(s.grad_output(0..9), [s.grad_output(0..1), s.grad_output(1..9)].concat());
@@ -466,13 +465,13 @@ mod tests {
         let ids = s.config().weights();
         let names: std::collections::BTreeSet<String> = ids.iter().map(|&id| s.name(id)).collect();
         assert_eq!(names.len(), ids.len());
-        let mut firsts = std::collections::BTreeSet::new();
+        let mut first_values = std::collections::BTreeSet::new();
         for id in ids {
             let weight = s.load(id).unwrap();
             assert_eq!(weight.len(), s.config().shape(id).iter().product::<usize>(), "{id:?}");
             assert_eq!(weight, s.load(id).unwrap(), "{id:?}");
             assert_ne!(weight, other.load(id).unwrap(), "{id:?}");
-            assert!(firsts.insert(weight[1].to_bits()), "{id:?} repeats another weight");
+            assert!(first_values.insert(weight[1].to_bits()), "{id:?} repeats another weight");
         }
         assert_eq!(s.name(WeightId::Expert(3, Proj::Gate)), "experts.3.gate_proj.weight");
         let text = s.load(WeightId::Expert(8, Proj::Up)).unwrap_err().to_string();
@@ -494,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_specifications_are_named() {
+    fn invalid_specifications_are_rejected() {
         let error = |hidden, experts, k, hot_ratio, hot_weight| {
             let layer = layer(hidden, RouterKind::Sigmoid.config(experts, k), experts);
             Synthetic::new(SyntheticSpec { layer, hot_ratio, hot_weight, seed: 0 }).unwrap_err().to_string()

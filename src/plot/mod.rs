@@ -8,11 +8,12 @@ mod png;
 mod routing;
 mod stragglers;
 mod sweep;
+mod text;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use plotters::coord::Shift;
 use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint, Ranged};
 use plotters::prelude::*;
@@ -24,6 +25,8 @@ pub use plan::{plot_latency, plot_plan};
 pub use routing::plot_expert_load;
 pub use stragglers::plot_stragglers;
 pub use sweep::{plot_grid, plot_isolated, plot_own_time};
+use text::FAMILY;
+pub use text::failed;
 
 /// The picture's size in the SVG, pixels.
 const SIZE: (u32, u32) = (960, 560);
@@ -34,8 +37,6 @@ const HEADING: u32 = 58;
 
 /// What [`save`] writes.
 const FORMATS: &[&str] = if cfg!(feature = "png") { &["svg", "png"] } else { &["svg"] };
-
-const FAMILY: &str = "DejaVu Sans";
 
 /// Colours that stay apart for the colour-blind too (Okabe and Ito 2008).
 pub const COLORS: [RGBColor; 8] = [
@@ -158,11 +159,6 @@ pub struct Bars {
     pub label: String,
     /// The bars.
     pub bars: Vec<Bar>,
-}
-
-/// An error of the drawing library.
-pub fn failed(error: impl std::fmt::Display) -> anyhow::Error {
-    anyhow!("cannot draw: {error}")
 }
 
 /// A white picture of that size, as SVG, that `paint` draws on.

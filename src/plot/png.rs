@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use resvg::{tiny_skia, usvg};
 
-use super::{FAMILY, failed};
+use super::text::{FAMILY, failed};
 
 /// Pixels of the PNG per pixel of the SVG.
 pub const SCALE: u32 = 2;

@@ -15,12 +15,12 @@ pub(crate) mod table;
 mod trace;
 
 pub(crate) use cluster::cluster_text;
-pub use pe::{ExpertRows, PassReport, PeReport, StepReport, SymmetricMemory, TraceSpan, TrafficReport};
+pub use pe::{ExpertRows, PassReport, PeReport, Replanned, StepReport, SymmetricMemory, TraceSpan, TrafficReport};
 pub(crate) use plan::{explanation_text, plan_text, rebalanced_text, replan_text};
 pub(crate) use run::median;
 pub use run::{
-    CheckReport, LostGroups, PassTimes, PlanReport, PlanTimes, PlannedPes, Replanned, RunConfig, RunReport, SliceCheck,
-    Spread, TensorCheck,
+    CheckReport, LostGroups, PassTimes, PlanReport, PlanTimes, PlannedPes, RunConfig, RunReport, SliceCheck, Spread,
+    TensorCheck,
 };
 pub use sample::StepSample;
 pub use trace::{TraceWriter, simulated_trace_json};

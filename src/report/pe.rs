@@ -4,8 +4,6 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::run::Replanned;
-
 /// One PE's part of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PeReport {
@@ -148,4 +146,21 @@ pub struct TraceSpan {
     /// Which of the things that a PE does at the same time, such as the block of a kernel; 0 on a CPU.
     #[serde(default)]
     pub track: u64,
+}
+
+/// A change of plans while the steps ran.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Replanned {
+    /// After so many steps.
+    pub after_step: u64,
+    /// Predicted under the measured loads: a step by the plan in use, and by the new one, seconds.
+    pub current_s: f64,
+    /// See `current_s`.
+    pub planned_s: f64,
+    /// Experts that PEs got which they did not hold.
+    pub moved_experts: u64,
+    /// What moving them takes: predicted, and of PE 0, seconds.
+    pub predicted_move_s: f64,
+    /// See `predicted_move_s`.
+    pub move_s: f64,
 }

@@ -1,5 +1,6 @@
 //! A plan as text.
 
+use super::run::ranges;
 use super::table::{count, plain, right_aligned};
 use crate::plan::{Explanation, Plan, PlannedGroup, Rebalanced, Replan};
 
@@ -73,23 +74,6 @@ pub(crate) fn plan_text(plan: &Plan, devices: usize, experts: usize) -> String {
         }
     }
     text
-}
-
-/// "0, 61-63".
-pub(super) fn ranges(numbers: impl Iterator<Item = u64>) -> String {
-    let mut ranges: Vec<(u64, u64)> = Vec::new();
-    for x in numbers {
-        match ranges.last_mut() {
-            Some(last) if last.1.checked_add(1) == Some(x) => last.1 = x,
-            _ => ranges.push((x, x)),
-        }
-    }
-    let text = |(a, b): (u64, u64)| match b - a {
-        0 => a.to_string(),
-        1 => format!("{a}, {b}"),
-        _ => format!("{a}-{b}"),
-    };
-    ranges.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
 /// The chosen groups beside rejected ones, and what binds.

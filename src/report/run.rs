@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::pe::{PassReport, PeReport, StepReport, SymmetricMemory, TrafficReport};
-use super::plan::ranges;
+use super::pe::{PassReport, PeReport, Replanned, StepReport, SymmetricMemory, TrafficReport};
 
 /// What was run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -206,21 +205,21 @@ pub struct PlanReport {
     pub replanned: Vec<Replanned>,
 }
 
-/// A change of plans while the steps ran.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Replanned {
-    /// After so many steps.
-    pub after_step: u64,
-    /// Predicted under the measured loads: a step by the plan in use, and by the new one, seconds.
-    pub current_s: f64,
-    /// See `current_s`.
-    pub planned_s: f64,
-    /// Experts that PEs got which they did not hold.
-    pub moved_experts: u64,
-    /// What moving them takes: predicted, and of PE 0, seconds.
-    pub predicted_move_s: f64,
-    /// See `predicted_move_s`.
-    pub move_s: f64,
+/// "0, 61-63".
+pub(super) fn ranges(numbers: impl Iterator<Item = u64>) -> String {
+    let mut ranges: Vec<(u64, u64)> = Vec::new();
+    for x in numbers {
+        match ranges.last_mut() {
+            Some(last) if last.1.checked_add(1) == Some(x) => last.1 = x,
+            _ => ranges.push((x, x)),
+        }
+    }
+    let text = |(a, b): (u64, u64)| match b - a {
+        0 => a.to_string(),
+        1 => format!("{a}, {b}"),
+        _ => format!("{a}-{b}"),
+    };
+    ranges.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
 /// EP groups that a run went on without.

@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use serde_json::json;
 
 use super::pe::TraceSpan;
-use crate::sim::timeline::Span;
+use crate::formats::Span;
 
 /// Writes a trace as it comes: a process per PE, a complete event per span; times in microseconds since the job's start. A trace takes
 /// no memory, however many steps it has.

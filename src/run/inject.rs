@@ -7,10 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 
-use super::PreparedRun;
-use crate::cluster::{Cluster, LinkTable};
+use crate::cluster::Cluster;
 use crate::job::request::{DeviceKind, RunRequest};
-use crate::shmem::{Hold, Pace};
+use crate::shmem::Hold;
 
 /// The cluster of a request's `inject`.
 ///
@@ -26,25 +25,6 @@ pub(super) fn read(path: &Path, request: &RunRequest) -> Result<Cluster> {
     Ok(cluster)
 }
 
-impl PreparedRun {
-    /// The least that this PE's messages take to each of those that are left.
-    pub(super) fn pace(&self, pe: usize) -> Option<Pace> {
-        let of = |cluster: &Cluster, to: usize| {
-            let link = cluster.links.link(pe, to);
-            // ms/MB are ns a byte.
-            (link.alpha_ms * 1e-3, link.beta_ms_per_mb * 1e-9)
-        };
-        let links =
-            |cluster| self.world.iter().map(|&to| if to == pe { (0.0, 0.0) } else { of(cluster, to) }).collect();
-        self.injected.as_ref().map(|cluster| Pace::new(links(cluster), self.wait_limit()))
-    }
-
-    /// How fast this PE computes at most.
-    pub(super) fn rate(&self, pe: usize) -> Option<Rate> {
-        self.injected.as_ref().map(|cluster| Rate::new(cluster.devices[pe].flop_per_ms * 1e3, self.wait_limit()))
-    }
-}
-
 /// The rate at which a PE computes its experts at most.
 pub(super) struct Rate {
     flop_per_s: f64,
@@ -54,7 +34,7 @@ pub(super) struct Rate {
 
 impl Rate {
     /// Never sleeps longer than `most` for one product.
-    fn new(flop_per_s: f64, most: Duration) -> Rate {
+    pub(super) fn new(flop_per_s: f64, most: Duration) -> Rate {
         Rate { flop_per_s, since: Cell::new(Instant::now()), hold: Hold::new(most) }
     }
 

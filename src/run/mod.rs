@@ -9,6 +9,7 @@ pub mod check;
 pub(crate) mod device;
 mod inject;
 pub mod memory;
+mod messages;
 pub mod pe;
 mod pe_results;
 pub mod peers;

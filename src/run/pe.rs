@@ -9,6 +9,7 @@ use super::PreparedRun;
 use super::inject::Rate;
 use super::pe_results::{FIRST_PHASE, LOADING, report_and_write};
 use super::steps::{Progress, Steps};
+use crate::cluster::{Cluster, LinkTable};
 use crate::job::host::{Host, MemoryHost, PePart, allowed_cpus};
 use crate::job::launch::StatusPage;
 use crate::job::request::{DeviceKind, OnFailure, RowsPer};
@@ -176,4 +177,23 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
     report_and_write(job, host, report, &done)
     // Over shared memory the heap of a PE that is gone stays mapped by the others, so nothing is left to wait for; over MPI
     // the end of the window does.
+}
+
+impl PreparedRun {
+    /// The least that this PE's messages take to each of those that are left.
+    pub(super) fn pace(&self, pe: usize) -> Option<Pace> {
+        let of = |cluster: &Cluster, to: usize| {
+            let link = cluster.links.link(pe, to);
+            // ms/MB are ns a byte.
+            (link.alpha_ms * 1e-3, link.beta_ms_per_mb * 1e-9)
+        };
+        let links =
+            |cluster| self.world.iter().map(|&to| if to == pe { (0.0, 0.0) } else { of(cluster, to) }).collect();
+        self.injected.as_ref().map(|cluster| Pace::new(links(cluster), self.wait_limit()))
+    }
+
+    /// How fast this PE computes at most.
+    pub(super) fn rate(&self, pe: usize) -> Option<Rate> {
+        self.injected.as_ref().map(|cluster| Rate::new(cluster.devices[pe].flop_per_ms * 1e3, self.wait_limit()))
+    }
 }

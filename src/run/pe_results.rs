@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use anyhow::Result;
-use serde::{Deserialize, Serialize};
 
+pub use super::messages::{CHOSEN, Done, Message, RESULTS, ROUTING, WEIGHTS};
 use super::steps::Results;
 use super::{PreparedRun, gradient_name};
 use crate::checkpoint::ResultLayout;
 use crate::job::host::Host;
 use crate::moe::metrics::Phase;
 use crate::moe::{Groups, Load, WeightId, WeightSource};
-use crate::report::{PeReport, TraceSpan};
+use crate::report::PeReport;
 
 /// The names of what a PE may be doing, by status code: before the layer, the layer's phases, and after it.
 pub const PHASE_NAMES: [&str; FIRST_PHASE as usize + Phase::ALL.len()] = {
@@ -38,34 +38,6 @@ const WRITING: u32 = 2;
 pub(super) const DEVICE_FORWARD: u32 = 3;
 pub(super) const DEVICE_BACKWARD: u32 = 4;
 pub(super) const FIRST_PHASE: u32 = 5;
-
-/// The files that the supervisor hands to the PEs.
-pub const RESULTS: &str = "results";
-/// The weights at the end.
-pub const WEIGHTS: &str = "weights";
-/// The experts chosen for each token, `[tokens, top_k]` u32, little-endian.
-pub const CHOSEN: &str = "chosen";
-
-/// The experts chosen in every step, `[steps, tokens, top_k]` u32, little-endian; [`NO_EXPERT`](crate::moe::NO_EXPERT) for what a capacity left out.
-pub const ROUTING: &str = "routing";
-
-/// What a PE tells the supervisor.
-#[derive(Serialize, Deserialize)]
-pub enum Message {
-    /// What it did when, where a trace was asked for: from time to time, so that nobody has to keep it.
-    Spans(Vec<TraceSpan>),
-    /// Its steps are done.
-    Done(Box<Done>),
-}
-
-/// What a PE tells the supervisor at its end.
-#[derive(Serialize, Deserialize)]
-pub struct Done {
-    /// Its measurements.
-    pub report: PeReport,
-    /// The losses over all PEs' tokens, by name, weighted.
-    pub losses: BTreeMap<String, f64>,
-}
 
 /// Writes this PE's part of the files that the host has, and sends it the message.
 pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeReport, results: &Results) -> Result<()> {

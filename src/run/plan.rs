@@ -4,7 +4,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use super::PreparedRun;
 use super::probe::PROBE_PHASES;
-use crate::cluster::{Cluster, Probe, ProbeOptions, parse_json, read_text};
+use crate::cluster::{Cluster, Probe, parse_json, read_text};
 use crate::job::launch::Processes;
 use crate::job::messages::collect;
 #[cfg(feature = "cuda")]
@@ -13,6 +13,7 @@ use crate::job::request::{PlanSource, ProbeRequest, ProbedExpert, Request};
 use crate::moe::placement::Split;
 use crate::moe::{Groups, Placement};
 use crate::plan::{self, Batch, Infeasible, Objective, Outcome, Plan, PlannedGroup, PlannedReplicas, Workload};
+use crate::probe::ProbeOptions;
 use crate::report::{PlanReport, PlanTimes, PlannedPes, RunReport};
 
 impl PreparedRun {

@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::checkpoint::{OutputFile, memory_file};
+use crate::formats::InputError;
+use crate::formats::routing::{CHOICES_MOST, NO_EXPERT, Record, Routing};
 use crate::moe::LayerConfig;
 use crate::moe::placement::block;
-use crate::plan::InputError;
-use crate::sim::routing::{CHOICES_MOST, NO_EXPERT, Record, Routing};
 
 /// The experts of a layer's tokens, step by step, in place of those that its router would choose.
 pub(crate) struct GivenRouting {

@@ -9,48 +9,29 @@ mod model;
 mod plans;
 mod report;
 mod rows;
+mod run;
 
-use std::thread;
-
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 
 use crate::cluster::Cluster;
+use crate::formats::Transformer;
+use crate::formats::routing::Routing;
 use crate::moe::synthetic::Synthetic;
-use crate::moe::{Dtype, Groups, LayerConfig, Layout, MlpConfig, Mode, Options, Placement};
+use crate::moe::{Dtype, Groups, LayerConfig, MlpConfig, Options, Placement};
 use crate::plan::{Model, Plan};
 use crate::run::plan::groups_of;
+use crate::sim::linear::Device;
 use crate::sim::network::Nics;
-use crate::sim::routing::{Popularity, Routing};
-use crate::sim::step::{Affine, CopyFlop, Cores, Jitter, LayerCost, Schedule, Step, StepTimes, simulate};
+use crate::sim::routing::Popularity;
+use crate::sim::step::{Cores, Jitter};
 pub use calibrate::calibrate;
 pub use calibration::{CORES_MOST, Calibration, Fitted, PassTerms, Residual, Terms};
-use calibration::{CalibratedCost, RATE};
 pub use compare::{Compared, Comparison, compare};
-pub use model::{Dense, ModelTime, Part};
-use plans::{Choices, Plans, balanced, plans};
+pub use model::{ModelTime, Part};
 pub use report::{Change, Memory, SimulatedConfig, SimulatedReport, Stragglers};
 
-/// Bytes of a row's count of slots and of a slot (expert, weight) on their way out, and of the gradient of a slot's weight on its way back.
-const OUT_BYTES: (f64, f64) = (4.0, 8.0);
-const BACK_BYTES: f64 = 4.0;
 /// Gradients are summed in f32.
 const GRADIENT_BYTES: f64 = 4.0;
-/// Pairs of PEs over all passes: beyond, nobody waits for an answer.
-const PAIRS_MOST: usize = 1 << 25;
-/// PEs of a group: what each has for each other one is kept.
-const GROUP_MOST: usize = 2048;
-/// Choices of experts of a step.
-const CHOICES_MOST: usize = 1 << 26;
-/// Chunks over all passes: beyond, nobody waits for an answer.
-const CHUNKS_MOST: usize = 1 << 26;
-
-/// What might help: its name, how many times as fast ports to the network and FLOP are, and whether experts are placed by their loads.
-const CHANGES: [(&str, (f64, f64), bool); 3] = [
-    ("2x NIC", (2.0, 1.0), false),
-    ("2x FLOP/s", (1.0, 2.0), false),
-    ("experts placed by their loads", (1.0, 1.0), true),
-];
-
 /// Where the tokens' experts come from.
 pub enum Tokens {
     /// A routing file; the steps are shared out over its records.
@@ -88,6 +69,16 @@ pub enum RowsPer {
     Pe,
     /// To each other host with any of its experts, to a PE there that hands it on, and sends back one sum; on its own host to each PE.
     Node,
+}
+
+/// What a model has beside its routed experts, and what computes it.
+pub struct Dense {
+    /// The shapes.
+    pub transformer: Transformer,
+    /// The device of every PE.
+    pub device: Device,
+    /// Tokens of a sequence.
+    pub sequence: usize,
 }
 
 /// What is simulated.
@@ -170,195 +161,5 @@ impl Simulated {
             }
             _ => self.tokens().div_ceil(self.pes()),
         }
-    }
-
-    /// The layer's symmetric memory, of the group with the most of it.
-    fn layout(&self) -> Result<Layout> {
-        let of = |g: usize| {
-            let placement = self.groups.placement(g);
-            Layout::new(
-                &self.config,
-                placement,
-                None,
-                self.options.wire(self.dtype).bytes(),
-                self.most_tokens(),
-                &self.options,
-            )
-        };
-        let all = (0..self.groups.len()).map(of).collect::<Result<Vec<_>, _>>()?;
-        all.into_iter().max_by_key(Layout::total_bytes).context("there is no group")
-    }
-
-    fn cost(&self, layout: &Layout) -> LayerCost {
-        let (config, hidden) = (&self.config, self.config.hidden as f64);
-        let replicated = config.replicated_weights().into_iter().filter(|id| id.has_gradient());
-        let replicated: usize = replicated.map(|id| config.shape(id).iter().product::<usize>()).sum();
-        let replicated = replicated as f64 + self.dense.as_ref().map_or(0.0, Dense::parameters_per_layer);
-        let tokens_flop = |flop: f64| [flop, 2.0 * flop].map(Affine::each);
-        let slot_flop = Affine::each(config.expert.forward_flop_per_row(config.hidden));
-        let rated = LayerCost {
-            row_bytes: layout.row_bytes as f64,
-            out_bytes: OUT_BYTES,
-            back_bytes: BACK_BYTES,
-            header_bytes: 4.0 * layout.header_words as f64,
-            tile_flop: [slot_flop; 2],
-            gradient_flop: slot_flop,
-            router_flop: tokens_flop(2.0 * hidden * config.choices() as f64),
-            shared_flop: tokens_flop(
-                config.shared.map_or(0.0, |shared| shared.mlp.forward_flop_per_row(config.hidden)),
-            ),
-            copy_flop: [CopyFlop::default(); 2],
-            gradient_bytes: (GRADIENT_BYTES * config.expert_elements() as f64, GRADIENT_BYTES * replicated),
-        };
-        let Some(calibration) = &self.calibration else { return rated };
-        let cost = calibration.cost(config, self.dtype.bytes(), self.options.tile_rows());
-        let CalibratedCost { tile_flop, gradient_flop, router_flop, shared_flop, copy_flop } = cost;
-        LayerCost { tile_flop, gradient_flop, router_flop, shared_flop, copy_flop, ..rated }
-    }
-
-    /// The cluster; with a calibration its devices are all of the machine that this is of. (Of PEs that share cores a probe tells no rates.)
-    fn calibrated_cluster(&self) -> Cluster {
-        let mut cluster = self.cluster.clone();
-        if self.calibration.is_some() {
-            cluster.devices.iter_mut().for_each(|device| device.flop_per_ms = RATE * 1e-3);
-        }
-        cluster
-    }
-
-    fn choices(&self, record: usize) -> Result<Choices> {
-        match &self.tokens {
-            Tokens::File(routing) => Ok(Choices::Record(routing.records[record].clone())),
-            Tokens::Drawn { tokens, popularity, seed } => Choices::drawn(self, *tokens, *popularity, *seed),
-            Tokens::Synthetic(synthetic, tokens) => Ok(Choices::Synthetic(synthetic.clone(), *tokens)),
-        }
-    }
-
-    /// Simulates the steps, and what they would be with one thing changed.
-    ///
-    /// # Errors
-    /// One line: a layer, options or a routing file that do not fit together, or more than anyone would wait for.
-    pub fn run(&self) -> Result<(SimulatedReport, StepTimes)> {
-        self.check()?;
-        let layout = self.layout()?;
-        let (cost, cluster) = (self.cost(&layout), self.calibrated_cluster());
-        let cores = self.cores.or(self.calibration.as_ref().map(Calibration::cores));
-        let records = match &self.tokens {
-            Tokens::File(routing) => routing.records.len().min(self.steps),
-            _ => 1,
-        };
-        let mut all = Vec::with_capacity(records);
-        for record in 0..records {
-            let choices = self.choices(record)?;
-            let plans = plans(self, &self.groups, &choices)?;
-            let chunks: usize = plans.groups.iter().map(|group| plans.plans[group.plan].chunks()).sum();
-            let all_chunks = chunks.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
-            ensure!(
-                all_chunks <= CHUNKS_MOST,
-                "`chunk_rows` is {}: {all_chunks} chunks over all steps, expected at most {CHUNKS_MOST}",
-                self.layout()?.chunk_rows
-            );
-            // This record's part of the steps.
-            let steps = self.steps / records + usize::from(record < self.steps % records);
-            all.push((choices, plans, steps));
-        }
-        let times = |plans: &[(&Plans, usize)], speed: (f64, f64)| {
-            let each = plans.iter().enumerate().map(|(record, (plans, steps))| {
-                simulate(&Step {
-                    cluster: &cluster,
-                    groups: &plans.groups,
-                    plans: &plans.plans,
-                    cost: &cost,
-                    schedule: match self.options.mode {
-                        Mode::Pipelined => Schedule::Pipelined,
-                        Mode::Bulk => Schedule::Bulk,
-                    },
-                    backward: self.backward,
-                    window_chunks: layout.window_chunks,
-                    steps: *steps,
-                    jitter: self
-                        .jitter
-                        .map(|jitter| Jitter { seed: jitter.seed.wrapping_add(record as u64), ..jitter }),
-                    cores,
-                    puts_block: self.calibration.as_ref().is_some_and(Calibration::puts_block),
-                    nics: self.nics,
-                    speed,
-                    traced: if record == 0 { self.traced } else { 0 },
-                })
-            });
-            each.reduce(StepTimes::then)
-        };
-        let mut placed = Vec::with_capacity(all.len());
-        for (choices, made, steps) in &all {
-            placed.push((plans(self, &balanced(&self.groups, made)?, choices)?, *steps));
-        }
-        let given: Vec<(&Plans, usize)> = all.iter().map(|(_, plans, steps)| (plans, *steps)).collect();
-        let placed: Vec<(&Plans, usize)> = placed.iter().map(|(plans, steps)| (plans, *steps)).collect();
-        // Beside each other: none depends on another.
-        let (base, changed) = thread::scope(|scope| {
-            let changes = CHANGES.map(|(change, speed, by_load)| {
-                let (plans, times) = (if by_load { &placed } else { &given }, &times);
-                let work = move || times(plans, speed);
-                (change, work, thread::Builder::new().spawn_scoped(scope, work))
-            });
-            let base = times(&given, (1.0, 1.0));
-            // Where a thread cannot start, this one does its work.
-            let changed = changes.map(|(change, work, thread)| match thread {
-                Ok(thread) => (change, thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))),
-                Err(_) => (change, work()),
-            });
-            (base, changed)
-        });
-        let base = base.context("there is no step")?;
-        let mut changes = Vec::new();
-        for (change, times) in changed {
-            changes.extend(times.map(|times| (change, times)));
-        }
-        let mut report = SimulatedReport::new(self, &layout, &cost, given[0].0, &base, &changes);
-        report.model = self.dense.as_ref().map(|dense| dense.time(self, &base)).transpose()?;
-        Ok((report, base))
-    }
-
-    fn check(&self) -> Result<()> {
-        self.config.validate()?;
-        self.options.validate(self.dtype)?;
-        ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
-        ensure!(self.dense.as_ref().is_none_or(|dense| dense.sequence > 0), "`sequence` is 0, expected at least 1");
-        ensure!(
-            self.calibration.is_none() || self.rows_per != RowsPer::Node,
-            "`rows_per` is node, expected pe or expert with a calibration: no engine hands rows on, so that nobody knows what it takes"
-        );
-        if let Some(calibration) = &self.calibration {
-            let dtype = self.dtype.name();
-            ensure!(
-                calibration.dtype == dtype,
-                "`dtype` is {dtype}, expected {}, the calibration's",
-                calibration.dtype
-            );
-        }
-        ensure!(self.tokens() > 0, "`tokens` is 0, expected at least 1");
-        let choices = self.tokens().saturating_mul(self.config.router.top_k);
-        ensure!(
-            choices <= CHOICES_MOST || matches!(self.tokens, Tokens::Drawn { .. }),
-            "`tokens` is {}, expected at most {}",
-            self.tokens(),
-            CHOICES_MOST / self.config.router.top_k
-        );
-        let members = || (0..self.groups.len()).map(|g| self.groups.members(g).len());
-        let largest = members().max().unwrap_or(0);
-        ensure!(
-            largest <= GROUP_MOST,
-            "`plan`: a group has {largest} PEs, expected at most {GROUP_MOST} (without a plan all PEs are one group)"
-        );
-        let pairs: usize = members().map(|pes| pes.saturating_mul(pes)).fold(0, usize::saturating_add);
-        let work = pairs.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
-        ensure!(
-            work <= PAIRS_MOST,
-            "`steps` is {}, with {pairs} pairs of PEs in groups, expected at most {PAIRS_MOST} pairs over all passes",
-            self.steps
-        );
-        if let Tokens::File(routing) = &self.tokens {
-            routing.check_model(self.config.n_experts, self.config.router.top_k)?;
-        }
-        Ok(())
     }
 }

@@ -3,20 +3,9 @@
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::Simulated;
-use crate::sim::linear::Device;
-use crate::sim::roofline::Transformer;
+use super::{Dense, Simulated};
+use crate::sim::roofline;
 use crate::sim::step::{PeTime, StepTimes};
-
-/// What a model has beside its routed experts, and what computes it.
-pub struct Dense {
-    /// The shapes.
-    pub transformer: Transformer,
-    /// The device of every PE.
-    pub device: Device,
-    /// Tokens of a sequence.
-    pub sequence: usize,
-}
 
 /// A step of all layers; seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -55,13 +44,14 @@ pub struct Part {
 impl Dense {
     /// Weights that every PE has, for each layer with experts: with its own gradients those of these are summed.
     pub(super) fn parameters_per_layer(&self) -> f64 {
-        self.transformer.parameters() / self.transformer.layers.1.max(1) as f64
+        roofline::parameters(&self.transformer) / self.transformer.layers.1.max(1) as f64
     }
 
     /// A step of the model: layer l with experts takes what the simulated step l mod their number takes.
     pub(super) fn time(&self, simulated: &Simulated, times: &StepTimes) -> Result<ModelTime> {
         let element_bytes = simulated.dtype.bytes();
-        let dense = self.transformer.time(&self.device, simulated.most_tokens(), self.sequence, element_bytes)?;
+        let dense =
+            roofline::time(&self.transformer, &self.device, simulated.most_tokens(), self.sequence, element_bytes)?;
         let (layers, moe_layers) = self.transformer.layers;
         let steps = times.step_s.len();
         let in_layers_s: f64 = (0..moe_layers).map(|layer| times.step_s[layer % steps]).sum();
@@ -80,7 +70,7 @@ impl Dense {
             layers,
             moe_layers,
             sequence: self.sequence,
-            dense_weights_bytes: (self.transformer.parameters() * element_bytes as f64) as u64,
+            dense_weights_bytes: (roofline::parameters(&self.transformer) * element_bytes as f64) as u64,
             step_s,
             tokens_per_s: simulated.tokens() as f64 / step_s,
             attention: part(attention_s),

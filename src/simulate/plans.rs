@@ -6,11 +6,12 @@ use anyhow::Result;
 
 use super::rows::rows;
 use super::{RowsPer, Simulated};
+use crate::formats::routing::{NO_EXPERT, Record};
 use crate::moe::cpu::experts::tiles;
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{Groups, Placement};
-use crate::sim::routing::{NO_EXPERT, Popularity, Record, Workload};
+use crate::sim::routing::{Popularity, Workload};
 use crate::sim::step::{Cutting, Group, GroupPlan};
 
 /// Choices that are drawn for themselves; where there are more, groups of as many PEs route alike.

@@ -1,4 +1,4 @@
-//! Drives the real `aristos` binary as a user does, and reads what it wrote.
+//! Runs the real `aristos` binary as a user does, and reads its output.
 #![allow(dead_code)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +16,7 @@ use half::bf16;
 use rustix::process::{Pid, Signal, kill_process};
 use safetensors::{Dtype, SafeTensors};
 
-/// No run of these tests takes longer, unless it hangs.
+/// Longer than any run of these tests; a run that exceeds it hangs.
 const HANG: Duration = Duration::from_secs(120);
 
 /// `aristos` with these arguments, in the repository's root.
@@ -26,28 +26,28 @@ pub fn aristos<S: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = S>) -> 
     command
 }
 
-/// `aristos run` with arguments that are separated by spaces.
+/// `aristos run` with arguments separated by spaces.
 pub fn aristos_run(args: &str) -> Command {
     aristos(["run"].into_iter().chain(args.split_whitespace()))
 }
 
-/// A job, but for its PEs, whose experts move after the first step: 12.6 MB each, with as much of the optimizer's. Its steps never end, so that
-/// any gain repays a move.
+/// A job, without its number of PEs, whose experts move after the first step: 12.6 MB each, and as much optimizer state. It
+/// never ends by itself, so that any gain repays a move.
 pub const MOVING: &str = "--tokens 256 --hidden 512 --intermediate 2048 --experts 8 --top-k 1 --hot-ratio 0.25 --hot-weight 0.7 \
     --plan auto --memory-mb 80 --replan-every 1 --steps 1000000 --sgd 0.0001";
 
-/// A run under way.
+/// A running job.
 pub struct Running {
     child: Child,
     stdout: JoinHandle<String>,
-    /// Its lines, and those that are read.
+    /// Lines of standard error, and those already read.
     stderr: Receiver<String>,
     said: String,
     shared_memory: BTreeSet<OsString>,
     what: String,
 }
 
-/// How a run ended.
+/// The end of a run.
 pub struct Outcome {
     pub status: ExitStatus,
     pub stdout: String,
@@ -55,7 +55,7 @@ pub struct Outcome {
     what: String,
 }
 
-/// Starts it; its output is read all the while.
+/// Starts a command; its output is read in the background.
 pub fn start(mut command: Command) -> Running {
     let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
     let what = command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ");
@@ -77,13 +77,13 @@ pub fn start(mut command: Command) -> Running {
     Running { stdout, stderr: said, said: String::new(), shared_memory, what, child }
 }
 
-/// Runs it to its end.
+/// Runs a command to its end.
 pub fn run(command: Command) -> Outcome {
     start(command).end()
 }
 
 impl Running {
-    /// Its process.
+    /// The supervisor's process.
     pub fn pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }
@@ -93,7 +93,7 @@ impl Running {
         kill_process(self.pid(), signal).unwrap();
     }
 
-    /// The process of PE `pe`, as soon as it is there.
+    /// Waits for the process of PE `pe`.
     pub fn pe(&mut self, pe: usize) -> Pid {
         let start = Instant::now();
         loop {
@@ -106,7 +106,7 @@ impl Running {
         }
     }
 
-    /// Waits for a line on stderr that has `part`.
+    /// Waits for a line of standard error that contains `part`.
     pub fn says(&mut self, part: &str) {
         loop {
             let line = self.stderr.recv_timeout(HANG).unwrap_or_else(|_| panic!("{}: never said {part}", self.what));
@@ -117,7 +117,7 @@ impl Running {
         }
     }
 
-    /// Waits for its end, and checks that it left no process and no shared memory.
+    /// Waits for the job's end, and checks that it leaves no process and no shared memory.
     pub fn end(mut self) -> Outcome {
         let start = Instant::now();
         let status = loop {
@@ -131,7 +131,7 @@ impl Running {
             }
             thread::sleep(Duration::from_millis(1));
         };
-        // Only a process that a signal ended cannot see to it that its PEs are gone before itself. (A supervisor catches SIGTERM.)
+        // Only a supervisor killed by a signal cannot end its PEs first. (It catches SIGTERM.)
         let limit = Duration::from_secs(if status.signal().is_some() { 2 } else { 0 });
         let ended = Instant::now();
         let mut left = pes_of(self.child.id());
@@ -149,8 +149,8 @@ impl Running {
 }
 
 impl Outcome {
-    /// Fails the test unless it ended with exit code 0 and said nothing on stderr, but that a probe could not measure links: on a busy
-    /// machine it cannot.
+    /// Fails the test unless the exit code is 0 and standard error is empty. Lines about links that a probe could not measure
+    /// are allowed, because they occur on a busy machine.
     #[track_caller]
     pub fn success(self) -> Outcome {
         let of_links = |line: &str| line.starts_with("aristos: the link from PE ") || line.ends_with(" more links");
@@ -158,15 +158,15 @@ impl Outcome {
         self
     }
 
-    /// Fails the test unless it was refused: an exit code other than 0, nothing on stdout, and on stderr one line of
-    /// ours that says all of `parts`.
+    /// Fails the test unless the job was refused: an exit code other than 0, empty standard output, and on standard error one
+    /// `aristos:` line that contains all `parts`.
     #[track_caller]
     pub fn refused(self, parts: &[&str]) -> Outcome {
         assert!(matches!(self.status.code(), Some(1..)) && self.stdout.is_empty(), "{self:?}");
         self.says(parts)
     }
 
-    /// Fails the test unless stderr is one line of ours that says all of `parts`.
+    /// Fails the test unless standard error is one `aristos:` line that contains all `parts`.
     #[track_caller]
     pub fn says(self, parts: &[&str]) -> Outcome {
         let line = self.stderr.strip_suffix('\n').unwrap_or("");
@@ -177,7 +177,7 @@ impl Outcome {
         self
     }
 
-    /// Fails the test unless the command line was refused by its parser, which says all of `parts`.
+    /// Fails the test unless the argument parser rejected the command line with an error that contains all `parts`.
     #[track_caller]
     pub fn misused(self, parts: &[&str]) -> Outcome {
         assert!(self.status.code() == Some(2) && self.stdout.is_empty(), "{self:?}");
@@ -202,7 +202,7 @@ fn pes_of(supervisor: u32) -> Vec<(usize, Pid)> {
     let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
     processes
         .filter_map(|pid: i32| {
-            // Of a process that ends meanwhile there is nothing to read.
+            // The process may have ended meanwhile.
             let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
             let mut variables = environment.split(|byte| *byte == 0).filter_map(|v| std::str::from_utf8(v).ok());
             variables.clone().find(|v| *v == supervisor)?;
@@ -242,7 +242,7 @@ pub fn read_tensors(path: &Path) -> BTreeMap<String, Tensor> {
     file.names().into_iter().map(|name| (name.to_string(), values(name))).collect()
 }
 
-/// Writes f32 tensors.
+/// Writes f32 tensors to a safetensors file.
 pub fn write_tensors(path: &Path, tensors: &[(&str, &[usize], &[f32])]) {
     let bytes: Vec<Vec<u8>> = tensors.iter().map(|t| t.2.iter().flat_map(|x| x.to_le_bytes()).collect()).collect();
     let views = tensors.iter().zip(&bytes).map(|((name, shape, _), bytes)| {
@@ -251,7 +251,7 @@ pub fn write_tensors(path: &Path, tensors: &[(&str, &[usize], &[f32])]) {
     fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// Norm of the difference over the norm of `want`; infinite where either is not finite, or only `want` is zero.
+/// Norm of the difference divided by the norm of `want`; infinite if a value is not finite, or if only `want` is zero.
 pub fn relative_error(got: &[f32], want: &[f32]) -> f64 {
     assert_eq!(got.len(), want.len());
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
@@ -263,8 +263,8 @@ pub fn relative_error(got: &[f32], want: &[f32]) -> f64 {
     }
 }
 
-/// A plan file of eight experts for four PEs, in one group or in two, with replicas of hot experts.
-#[allow(dead_code)] // not every test runs by a plan
+/// A plan file of eight experts for four PEs, in one or two groups, with replicas of hot experts.
+#[allow(dead_code)] // not every test uses a plan
 pub fn plan_with_replicas(groups: usize) -> String {
     let group = |devices: &str, experts: &str, replicas: &str| {
         format!(
@@ -288,7 +288,7 @@ pub fn plan_with_replicas(groups: usize) -> String {
     plan_of(&if groups == 1 { one } else { two.join(", ") })
 }
 
-/// The same without replicas for six PEs, in two groups: of PEs 5, 0, 3 and 2, and of 1 and 4.
+/// A plan without replicas for six PEs in two groups: PEs 5, 0, 3 and 2; and 1 and 4.
 #[allow(dead_code)]
 pub fn plan_of_two_groups() -> String {
     let group = |devices: &str, experts: &str| {

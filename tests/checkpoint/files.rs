@@ -1,9 +1,9 @@
-//! Files that are malformed, large, cut short, or not finite; input files.
+//! Malformed, large, truncated and non-finite files; input files.
 
 use super::*;
 
 #[test]
-fn a_claim_of_very_many_experts_is_refused_at_once() {
+fn too_many_experts_are_rejected_at_once() {
     let dir = checkpoint(MIXTRAL, |c| c["num_local_experts"] = json!(1u64 << 60));
     assert_refused(dir.path(), 1, &["config.json", "experts is 1152921504606846976"]);
     let dir = checkpoint(MIXTRAL, |c| c["num_local_experts"] = json!(1u64 << 20));
@@ -11,7 +11,7 @@ fn a_claim_of_very_many_experts_is_refused_at_once() {
 }
 
 #[test]
-fn malformed_safetensors_files_are_refused() {
+fn malformed_safetensors_files_are_rejected() {
     let dir = checkpoint(MIXTRAL, |_| ());
     let file = dir.path().join("model.safetensors");
     let whole = fs::read(&file).unwrap();
@@ -46,15 +46,15 @@ fn malformed_safetensors_files_are_refused() {
     }
 }
 
-/// Headers that are valid, and that are not quite: read here as by the `safetensors` library.
+/// Random headers, valid and slightly invalid, are accepted exactly if the `safetensors` library accepts them.
 #[test]
-fn headers_are_accepted_where_the_library_accepts_them() {
+fn header_checks_agree_with_the_safetensors_library() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
     let mut random = ChaCha8Rng::seed_from_u64(10);
     let (mut accepted, mut refused) = (0, 0);
     for round in 0..4000 {
-        // Tensors that follow each other, in any order of names; `hidden_states` is among them.
+        // Contiguous tensors in any order of names, one of them `hidden_states`.
         let n = random.random_range(1..5);
         let (mut at, mut entries) = (0_usize, Vec::new());
         for i in 0..n {
@@ -66,7 +66,7 @@ fn headers_are_accepted_where_the_library_accepts_them() {
             entries.push((name, dtype.0, [rows, cols], [at, end]));
             at = end;
         }
-        // One thing is wrong, in most.
+        // Most headers get one fault.
         let which = random.random_range(0..entries.len());
         let mut data = at;
         match round % 10 {
@@ -94,7 +94,8 @@ fn headers_are_accepted_where_the_library_accepts_them() {
         let header = format!("{{{}}}", names.join(","));
         write_raw(&path, &header, &vec![0; data]);
         let bytes = fs::read(&path).unwrap();
-        // The library takes the last of several entries of one name. Whoever reads such a file by another library would read another tensor.
+        // The library uses the last of several entries with one name. Another library might use a different one, so
+        // duplicates are rejected here.
         let mut by_name: Vec<&String> = entries.iter().map(|entry| &entry.0).collect();
         by_name.sort();
         let twice = by_name.windows(2).any(|pair| pair[0] == pair[1]);
@@ -107,7 +108,7 @@ fn headers_are_accepted_where_the_library_accepts_them() {
 }
 
 #[test]
-fn what_a_header_says_of_overlaps_gaps_and_duplicates_is_named() {
+fn overlaps_gaps_and_duplicates_in_a_header_are_reported() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
     let entry = |name: &str, from: usize, to: usize| {
@@ -129,9 +130,9 @@ fn what_a_header_says_of_overlaps_gaps_and_duplicates_is_named() {
     refused(&[first], 20, &["in.safetensors", "its tensors end at byte 16 of the data, the file has 20"]);
 }
 
-/// A header takes little more memory than its bytes, or is refused.
+/// A header needs little more memory than its size, or is rejected.
 #[test]
-fn a_large_header_is_refused() {
+fn too_large_header_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
     let entries: Vec<String> =
@@ -145,7 +146,7 @@ fn a_large_header_is_refused() {
 }
 
 #[test]
-fn a_file_cut_short_after_it_was_opened_is_an_error_and_not_a_signal() {
+fn file_truncated_after_opening_is_an_error() {
     let dir = checkpoint(MIXTRAL, |_| ());
     let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
     let file = File::options().write(true).open(dir.path().join("model.safetensors")).unwrap();
@@ -154,14 +155,14 @@ fn a_file_cut_short_after_it_was_opened_is_an_error_and_not_a_signal() {
     assert_line(&error, &["model.safetensors", "gate.weight", "cut short"]);
 }
 
-/// An input file of 20 tokens of width 3; `None` leaves a tensor out.
+/// An input file of 20 tokens of width 3; `None` omits a tensor.
 fn write_input(path: &Path, hidden_states: Option<Tensor>, grad_output: Option<Tensor>) {
     let tensors: Vec<Tensor> = [hidden_states, grad_output].into_iter().flatten().collect();
     write_tensors(path, &tensors);
 }
 
 #[test]
-fn input_rows() {
+fn input_rows_are_read() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
     write_input(&path, Some(tensor("hidden_states", "BF16", &[20, 3])), Some(tensor("grad_output", "F32", &[20, 3])));
@@ -205,7 +206,7 @@ fn bad_inputs_are_named() {
 }
 
 #[test]
-fn a_number_that_is_not_finite_is_named_by_position() {
+fn non_finite_input_is_reported_by_position() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
     let with = |name, row: usize, column: usize, x: f32| {

@@ -1,4 +1,4 @@
-//! Checkpoints and input files, against files that the tests write themselves.
+//! Checkpoints and input files, with files that the tests write themselves.
 
 mod files;
 mod quantised;
@@ -25,7 +25,7 @@ const DEEPSEEK: &str = "deepseek_v3";
 /// A tensor to write: name, type, shape, bytes.
 type Tensor = (String, &'static str, Vec<usize>, Vec<u8>);
 
-/// Writes a safetensors file, by hand: the reader under test is not trusted to check itself.
+/// Writes a safetensors file without the library under test.
 fn write_tensors(path: &Path, tensors: &[Tensor]) {
     let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
     header.insert("__metadata__".into(), json!({"format": "pt"}));
@@ -44,7 +44,7 @@ fn write_raw(path: &Path, header: &str, data: &[u8]) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Numbers that every supported type holds exactly, different in every tensor.
+/// Numbers that every supported type represents exactly, different in every tensor.
 fn values(name: &str, len: usize) -> Vec<f32> {
     let start = name.bytes().fold(7u32, |h, b| h.wrapping_mul(31).wrapping_add(b.into()));
     (0..len).map(|i| ((start.wrapping_add(i as u32 * 37) % 255) as f32 - 127.0) / 64.0).collect()
@@ -83,7 +83,7 @@ fn config(family: &str) -> Value {
     c
 }
 
-/// The weights of layer 1 under the names and in the shapes of the published checkpoints.
+/// The weights of layer 1 with the names and shapes of the published checkpoints.
 fn weights(family: &str, dtype: &'static str) -> Vec<Tensor> {
     let block = if family == MIXTRAL { "block_sparse_moe" } else { "mlp" };
     let n_experts = if family == DEEPSEEK { 4 } else { 5 };
@@ -121,7 +121,7 @@ fn write_config(dir: &Path, config: &Value) {
     fs::write(dir.join("config.json"), config.to_string()).unwrap();
 }
 
-/// A checkpoint in one file, after `edit` has changed its configuration.
+/// A checkpoint in one file; `edit` changes its configuration.
 fn checkpoint(family: &str, edit: impl FnOnce(&mut Value)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let mut c = config(family);
@@ -131,11 +131,11 @@ fn checkpoint(family: &str, edit: impl FnOnce(&mut Value)) -> tempfile::TempDir 
     dir
 }
 
-/// The error of opening layer `layer`: one line, with every one of `parts`.
+/// Asserts that opening layer `layer` fails with a one-line error that contains all `parts`.
 fn assert_refused(dir: &Path, layer: usize, parts: &[&str]) {
     let error = Checkpoint::open(dir, layer).expect_err("opened");
     assert_line(&error, parts);
-    // Nothing hides behind the first line: `{:#}` shows the causes too.
+    // `{:#}` would show causes after the first line.
     assert_eq!(format!("{error:#}"), error.to_string());
 }
 
@@ -150,7 +150,7 @@ fn assert_line(error: &impl std::fmt::Display, parts: &[&str]) {
 const FAMILIES: [&str; 5] = [MIXTRAL, QWEN2, QWEN3, OLMOE, DEEPSEEK];
 
 #[test]
-fn every_weight_of_every_family_is_read_under_its_own_name() {
+fn every_weight_of_every_family_is_read_by_name() {
     for family in FAMILIES {
         for dtype in ["F32", "F64", "BF16", "F16"] {
             let dir = checkpoint(family, |_| ());
@@ -170,7 +170,7 @@ fn every_weight_of_every_family_is_read_under_its_own_name() {
 }
 
 #[test]
-fn the_names_on_disk_are_the_published_ones() {
+fn tensor_names_equal_the_published_ones() {
     let name = |family, id| {
         let dir = checkpoint(family, |_| ());
         Checkpoint::open(dir.path(), 1).unwrap().name(id)
@@ -182,8 +182,8 @@ fn the_names_on_disk_are_the_published_ones() {
 }
 
 #[test]
-fn a_large_tensor_in_bf16_is_read_whole() {
-    // More than the reader converts at a time, and no multiple of it.
+fn large_bf16_tensor_is_read_completely() {
+    // More than the reader converts at a time, and not a multiple of it.
     let dir = checkpoint(MIXTRAL, |c| c["hidden_size"] = json!(40_007));
     let mut written = weights(MIXTRAL, "BF16");
     for t in &mut written {
@@ -197,7 +197,7 @@ fn a_large_tensor_in_bf16_is_read_whole() {
 }
 
 #[test]
-fn defaults_are_those_of_the_model_classes() {
+fn defaults_equal_the_model_classes() {
     let router = |family, edit: fn(&mut Value)| {
         let dir = checkpoint(family, edit);
         Checkpoint::open(dir.path(), 1).unwrap().config().router.clone()
@@ -215,12 +215,12 @@ fn defaults_are_those_of_the_model_classes() {
 }
 
 #[test]
-fn null_is_what_the_model_classes_make_of_it() {
+fn null_is_read_as_by_the_model_classes() {
     let open =
         |family, edit: fn(&mut Value)| Checkpoint::open(checkpoint(family, edit).path(), 1).map(|c| c.config().clone());
-    // `bool | None` there: false where it is read.
+    // `bool | None` in the class: null is read as false.
     assert!(!open(DEEPSEEK, |c| c["norm_topk_prob"] = json!(null)).unwrap().router.renormalise);
-    // Fields that the model class cannot do without.
+    // Fields that the model class needs.
     for field in ["n_group", "topk_group", "num_experts_per_tok", "routed_scaling_factor", "n_shared_experts"] {
         let dir = checkpoint(DEEPSEEK, |c| c[field] = json!(null));
         assert_refused(dir.path(), 1, &["config.json", field, "null"]);
@@ -228,12 +228,12 @@ fn null_is_what_the_model_classes_make_of_it() {
     let dir = checkpoint(QWEN3, |c| c["norm_topk_prob"] = json!(null));
     assert_refused(dir.path(), 1, &["config.json", "norm_topk_prob is null", "true or false"]);
     open(QWEN3, |c| c["mlp_only_layers"] = json!(null)).unwrap();
-    // Absent: the class's own number, which here is not what the file has.
+    // Absent: the class's default, which does not match the file here.
     let dir = checkpoint(DEEPSEEK, |c| drop(c.as_object_mut().unwrap().remove("num_experts_per_tok")));
     assert_refused(dir.path(), 1, &["config.json", "top-k is 8"]);
 }
 
-/// One layer of `family` with these fields and tensors, F32, before which `prefix` stands.
+/// One layer of `family` with these fields and F32 tensors, whose names start with `prefix`.
 fn layer_of(fields: Value, prefix: &str, tensors: &[(&str, &[usize])]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     write_config(dir.path(), &fields);
@@ -254,7 +254,7 @@ fn granite() -> Value {
 }
 
 #[test]
-fn experts_in_one_tensor_are_read_one_by_one() {
+fn fused_experts_are_read_one_by_one() {
     let dir = layer_of(granite(), "model.", GRANITE);
     let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
     let all = values("model.layers.1.block_sparse_moe.input_linear.weight", 5 * 20 * 6);
@@ -263,7 +263,7 @@ fn experts_in_one_tensor_are_read_one_by_one() {
     let place = checkpoint.weight_place(WeightId::Expert(3, Proj::Up));
     assert_eq!((place.shape, place.part), (vec![5, 20, 6], 360..480));
 
-    // gpt-oss: transposed, gate and up in turns, biases too.
+    // gpt-oss: transposed, gate and up interleaved, with biases.
     let dir = layer_of(
         json!({"model_type": "gpt_oss", "num_hidden_layers": 2, "hidden_size": 6, "intermediate_size": 10, "num_local_experts": 5,
                "num_experts_per_tok": 2}),
@@ -294,7 +294,7 @@ fn any_prefix_is_found() {
         let checkpoint = Checkpoint::open(layer_of(granite(), prefix, GRANITE).path(), 1).unwrap();
         assert!(checkpoint.name(WeightId::Router).starts_with(&format!("{prefix}layers.1.block")));
     }
-    // Not a part of a longer word.
+    // A prefix ends at a dot.
     let dir = layer_of(granite(), "modellayers.1.", GRANITE);
     Checkpoint::open(dir.path(), 1).unwrap();
     let dir = layer_of(granite(), "nomodel", GRANITE);
@@ -306,7 +306,7 @@ fn any_prefix_is_found() {
 }
 
 #[test]
-fn a_text_model_inside_another() {
+fn nested_text_model_is_found() {
     let text = json!({"model_type": "qwen3_vl_moe_text", "num_hidden_layers": 2, "hidden_size": 6, "moe_intermediate_size": 10,
                       "num_experts": 5, "num_experts_per_tok": 2});
     let tensors: &[(&str, &[usize])] = &[
@@ -319,7 +319,7 @@ fn a_text_model_inside_another() {
     let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
     assert_eq!(checkpoint.name(WeightId::Router), "model.language_model.layers.1.mlp.gate.weight");
     assert_eq!(checkpoint.config().router.top_k, 2);
-    // Published transposed, and the other way as the model class has it: told apart by the shape.
+    // Published transposed, and saved untransposed by the model class: the shape decides.
     let all = values("model.language_model.layers.1.mlp.experts.down_proj", 300);
     let down = checkpoint.load(WeightId::Expert(1, Proj::Down)).unwrap();
     assert_eq!((down[0], down[1]), (all[60], all[66]));
@@ -345,7 +345,7 @@ fn a_text_model_inside_another() {
 }
 
 #[test]
-fn a_missing_tensor_is_named_with_the_layout_and_the_nearest_name() {
+fn missing_tensor_is_reported_with_layout_and_nearest_name() {
     let mut tensors = GRANITE.to_vec();
     tensors[2].0 = "block_sparse_moe.output_linaer.weight";
     let dir = layer_of(granite(), "model.", &tensors);
@@ -355,7 +355,7 @@ fn a_missing_tensor_is_named_with_the_layout_and_the_nearest_name() {
         "the nearest name there is model.layers.1.block_sparse_moe.output_linaer.weight",
     ];
     assert_refused(dir.path(), 1, &parts);
-    // A config of another family with this one's name.
+    // The config of one family with the tensors of another.
     let dir = checkpoint(QWEN3, |_| ());
     let mut fields = granite();
     fields["num_local_experts"] = json!(5);
@@ -368,7 +368,7 @@ fn a_missing_tensor_is_named_with_the_layout_and_the_nearest_name() {
 }
 
 #[test]
-fn a_weight_that_is_not_finite_is_named_when_it_is_read() {
+fn non_finite_weight_is_reported_when_read() {
     let dir = layer_of(granite(), "model.", GRANITE);
     let path = dir.path().join("model.safetensors");
     let mut tensors: Vec<Tensor> =
@@ -386,7 +386,7 @@ fn a_weight_that_is_not_finite_is_named_when_it_is_read() {
 }
 
 #[test]
-fn layers_with_experts_are_those_of_the_model_classes() {
+fn layers_with_experts_equal_the_model_classes() {
     let dense = |edit: fn(&mut Value), layer: usize| {
         let mut fields = granite();
         edit(&mut fields);
@@ -425,7 +425,7 @@ fn layers_with_experts_are_those_of_the_model_classes() {
 }
 
 #[test]
-fn activations_by_name() {
+fn activations_are_read_by_name() {
     let known = [
         ("silu", Activation::Silu),
         ("gelu", Activation::Gelu),
@@ -444,7 +444,7 @@ fn activations_by_name() {
 }
 
 #[test]
-fn the_number_of_experts_has_two_names() {
+fn number_of_experts_has_two_names() {
     let rename = |c: &mut Value| {
         c["num_local_experts"] = c["num_experts"].take();
     };
@@ -465,7 +465,7 @@ fn shards_are_found_through_the_index() {
         write_tensors(&dir.path().join(&file), part);
         map.extend(part.iter().map(|t| (t.0.clone(), json!(file))));
     }
-    // A shard that this layer does not need is not even opened.
+    // A shard that this layer does not need is not opened.
     map.insert("model.embed_tokens.weight".into(), json!("elsewhere.safetensors"));
     let index = dir.path().join("model.safetensors.index.json");
     let write_index = |map: &serde_json::Map<String, Value>| {
@@ -536,15 +536,15 @@ fn config_errors_name_the_field() {
 }
 
 #[test]
-fn the_sparse_step_counts_as_the_model_class_does() {
-    // Layer i has experts where (i + 1) is a multiple of the step.
+fn sparse_step_counts_as_in_the_model_class() {
+    // Layer i has experts if i + 1 is a multiple of the step.
     let dir = checkpoint(QWEN3, |c| c["decoder_sparse_step"] = json!(2));
     Checkpoint::open(dir.path(), 1).unwrap();
     assert_refused(dir.path(), 0, &["layer 0 is dense", "decoder_sparse_step is 2"]);
 }
 
 #[test]
-fn weights_of_another_shape_or_type_or_none_at_all_are_named() {
+fn wrong_or_missing_weights_are_reported() {
     let dir = checkpoint(MIXTRAL, |_| ());
     let file = dir.path().join("model.safetensors");
     let name = "model.layers.1.block_sparse_moe.experts.4.w2.weight";

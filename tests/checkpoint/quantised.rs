@@ -1,8 +1,8 @@
-//! Weights that are stored in FP8 and MXFP4.
+//! Weights stored in FP8 and MXFP4.
 
 use super::*;
 
-/// DeepSeek-V3 with its experts in FP8, in blocks of 4 x 4; `edit` changes what is written.
+/// DeepSeek-V3 with experts in FP8, in blocks of 4 x 4; `edit` changes the tensors.
 fn fp8(edit: impl Fn(&mut Vec<Tensor>)) -> tempfile::TempDir {
     let dir = checkpoint(DEEPSEEK, |c| {
         c["quantization_config"] = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4]});
@@ -27,7 +27,7 @@ fn fp8(edit: impl Fn(&mut Vec<Tensor>)) -> tempfile::TempDir {
 }
 
 #[test]
-fn matrices_in_fp8_are_multiplied_by_the_scales_of_their_blocks() {
+fn fp8_matrices_are_multiplied_by_block_scales() {
     let dir = fp8(|_| ());
     let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
     // 10 x 6: three rows of two blocks.
@@ -37,7 +37,7 @@ fn matrices_in_fp8_are_multiplied_by_the_scales_of_their_blocks() {
         assert_eq!(*x, [1.0, 2.0, 4.0, 8.0][i % 4] * (1 + 2 * (row / 4) + column / 4) as f32);
     }
     assert_eq!(checkpoint.weight_place(WeightId::Expert(2, Proj::Up)).shape, [10, 6]);
-    // What is not quantised is read as ever.
+    // Unquantised weights are read as usual.
     assert_eq!(checkpoint.load(WeightId::Router).unwrap(), values("model.layers.1.mlp.gate.weight", 24));
 
     const UP: &str = "model.layers.1.mlp.experts.3.up_proj.weight";
@@ -51,7 +51,7 @@ fn matrices_in_fp8_are_multiplied_by_the_scales_of_their_blocks() {
     refused(&|all| set(all, SCALES, "I32", &[3, 2], vec![0; 24]), &[SCALES, "I32"]);
     refused(&|all| set(all, UP, "F8_E4M3", &[10, 5], vec![0; 50]), &[UP, "[10, 5]", "[10, 6]"]);
     refused(&|all| set(all, UP, "F8_E5M2", &[10, 6], vec![0; 60]), &[UP, "F8_E5M2"]);
-    // No number, of an element or of a scale.
+    // NaN as an element, or as a scale.
     for (name, dtype, shape, bytes, place) in [
         (UP, "F8_E4M3", [10, 6], [vec![0; 59], vec![0x7f]].concat(), "[9, 5]"),
         (SCALES, "F32", [3, 2], [vec![0; 20], f32::NAN.to_le_bytes().to_vec()].concat(), "[8, 4]"),
@@ -60,13 +60,13 @@ fn matrices_in_fp8_are_multiplied_by_the_scales_of_their_blocks() {
         let error = Checkpoint::open(dir.path(), 1).unwrap().load(WeightId::Expert(3, Proj::Up)).unwrap_err();
         assert_line(&error, &[UP, &format!("is NaN at {place}")]);
     }
-    // FP8 in a checkpoint that does not say so.
+    // FP8 in a checkpoint whose config does not declare it.
     let dir = fp8(|_| ());
     write_config(dir.path(), &config(DEEPSEEK));
     assert_refused(dir.path(), 1, &["F8_E4M3", "expected F32"]);
 }
 
-/// gpt-oss with 2 experts of 32 to 32 in MXFP4; `edit` changes what is written.
+/// gpt-oss with 2 experts of 32 x 32 in MXFP4; `edit` changes the tensors.
 fn mxfp4(edit: impl Fn(&mut Vec<Tensor>)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let config = json!({
@@ -84,7 +84,7 @@ fn mxfp4(edit: impl Fn(&mut Vec<Tensor>)) -> tempfile::TempDir {
     .map(|(name, shape)| tensor(&mlp(name), "F32", shape))
     .into();
     for (name, rows) in [("experts.gate_up_proj", 64), ("experts.down_proj", 32)] {
-        // Each row of one element: a half, 1, 1.5, ... of its scale.
+        // All elements of a row are equal: 0.5, 1, 1.5, ... times its scale.
         let blocks = (0..2 * rows * 16).map(|i| (1 + (i / 16) % 7) as u8 * 0x11).collect();
         let scales = (0..2 * rows).map(|row| 127 + (row / rows) as u8).collect();
         tensors.push((mlp(name) + "_blocks", "U8", vec![2, rows, 1, 16], blocks));
@@ -107,7 +107,7 @@ fn experts_in_mxfp4_are_read_by_rows() {
             let row = rows + offset + step * (i / 32);
             assert_eq!(*x, 2.0 * FP4[1 + row % 7], "{proj:?} {i}");
         }
-        // Gradients are in the shape of the model class.
+        // Gradients have the shape of the model class.
         let place = read.weight_place(WeightId::Expert(1, proj));
         assert!(!place.tensor.contains("_blocks") && place.shape == [2, 32, rows], "{place:?}");
     }
@@ -125,7 +125,7 @@ fn experts_in_mxfp4_are_read_by_rows() {
     let dir = mxfp4(|all| set(all, SCALES, &[2, 64, 1]));
     let error = Checkpoint::open(dir.path(), 1).unwrap().load(WeightId::Expert(0, Proj::Up)).unwrap_err();
     assert_line(&error, &[SCALES, "row 0, column 0 of expert 0 NaN"]);
-    // Another family's.
+    // A family without MXFP4 checkpoints.
     let dir = checkpoint(QWEN3, |c| c["quantization_config"] = json!({"quant_method": "mxfp4"}));
     assert_refused(dir.path(), 1, &["mxfp4", "qwen3_moe", "gpt_oss"]);
 }

@@ -1,19 +1,19 @@
-//! Groups of every kind, and replicas.
+//! Groups of every kind, with and without replicas.
 
 use aristos::moe::placement::Split;
 use aristos::moe::{Groups, Placement};
 
-/// Groups by their members, experts dealt out so: expert `e` of group `g` goes to member `deal(g, e)`.
-pub fn groups(n: usize, members: &[&[usize]], experts: usize, deal: impl Fn(usize, usize) -> usize) -> Groups {
+/// Groups by their members; expert `e` of group `g` is assigned to member `assign(g, e)`.
+pub fn groups(n: usize, members: &[&[usize]], experts: usize, assign: impl Fn(usize, usize) -> usize) -> Groups {
     let of = |(g, members): (usize, &&[usize])| {
-        let owners = (0..experts).map(|e| (deal(g, e) % members.len()) as u32).collect();
+        let owners = (0..experts).map(|e| (assign(g, e) % members.len()) as u32).collect();
         (members.to_vec(), Placement::from_owners(owners, members.len()))
     };
     Groups::new(n, members.iter().enumerate().map(of).collect()).unwrap()
 }
 
-/// The same groups with replicas where a group has several PEs: expert 0 on all of them, in shares that differ by PE; expert 2 on the
-/// first two, of which each keeps its own tokens.
+/// Adds replicas to groups of several PEs: expert 0 on all PEs, in shares that differ by source; expert 2 on the first
+/// two, each of which keeps its own tokens.
 pub fn replicated(n: usize, groups: &Groups) -> Groups {
     let of = |g: usize| {
         let (members, placement) = (groups.members(g).to_vec(), groups.placement(g).clone());
@@ -34,7 +34,7 @@ pub fn replicated(n: usize, groups: &Groups) -> Groups {
     Groups::new(n, (0..groups.len()).map(of).collect()).unwrap()
 }
 
-/// Groups of every kind, with the PEs that they are of.
+/// Groups of every kind, each with its number of PEs.
 pub fn groupings(experts: usize) -> Vec<(&'static str, usize, Groups)> {
     let pairs = groups(5, &[&[4, 0, 1], &[2, 3]], experts, |g, e| e + g);
     let one = groups(3, &[&[0, 1, 2]], experts, |_, e| usize::from(e > 1));

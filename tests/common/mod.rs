@@ -9,14 +9,14 @@ use aristos::check::{self, Problem, Reference};
 use aristos::moe::kernels::Element;
 use aristos::moe::metrics::Traffic;
 use aristos::moe::placement::{Placement, block};
-use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
+use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use aristos::moe::{
     Activation, Dtype, Gradients, Layer, LayerConfig, LayerSpec, MlpConfig, MoeError, MoeLayer, Options, Routed,
-    RouterConfig, WeightId, WeightSource,
+    RouterConfig, SharedConfig, WeightId, WeightSource,
 };
 use aristos::shmem::{Segment, ShmTransport, Shmem, Transport};
 
-/// A value with some fields set to others: `with!(base.clone(); router.top_k = 3, z_loss_coef = 0.1)`.
+/// A value with some fields changed: `with!(base.clone(); router.top_k = 3, z_loss_coef = 0.1)`.
 macro_rules! with {
     ($base:expr; $($($field:ident).+ = $value:expr),+) => {{
         let mut changed = $base;
@@ -36,14 +36,100 @@ pub fn synthetic(layer: LayerConfig, seed: u64) -> Synthetic {
     Synthetic::new(SyntheticSpec::new(layer, seed)).unwrap()
 }
 
-/// What all PEs together computed in one step.
+/// A source in which the first `ratio` of the experts get the share `weight` of the rows.
+pub fn hot(layer: &LayerConfig, ratio: f64, weight: f64) -> Synthetic {
+    let spec = with!(SyntheticSpec::new(layer.clone(), 5); hot_ratio = ratio, hot_weight = weight);
+    Synthetic::new(spec).unwrap()
+}
+
+/// Layers with every kind of router, activation, shared expert, capacity and loss, by name. `shared` is the
+/// intermediate size of the shared experts.
+pub fn variants(hidden: usize, intermediate: usize, shared: usize) -> Vec<(&'static str, LayerConfig)> {
+    let base = mixtral(hidden, intermediate, 7, 2);
+    let mut all = vec![("mixtral", base.clone())];
+    for (name, kind) in [("softmax", RouterKind::Softmax), ("sigmoid", RouterKind::Sigmoid)] {
+        all.push((name, with!(base.clone(); n_experts = 12, router = kind.config(12, 4))));
+    }
+    for (name, activation) in
+        [("gelu", Activation::Gelu), ("gelu tanh", Activation::GeluTanh), ("relu", Activation::Relu)]
+    {
+        let gated = activation == Activation::GeluTanh;
+        let expert = with!(MlpConfig::plain(intermediate, activation); gated = gated, bias = true);
+        all.push((name, with!(base.clone(); expert = expert)));
+    }
+    for (name, sigmoid_gate) in [("shared", false), ("shared gated", true)] {
+        let mlp = with!(base.expert; intermediate = shared, bias = sigmoid_gate);
+        all.push((name, with!(base.clone(); shared = Some(SharedConfig::new(mlp, sigmoid_gate)))));
+    }
+    all.push(("capacity", with!(base.clone(); capacity_factor = Some(0.8))));
+    all.push(("losses", with!(base.clone(); aux_loss_coef = 0.3, z_loss_coef = 0.1)));
+    let sigmoid = with!(base; n_experts = 12, router = RouterKind::Sigmoid.config(12, 4));
+    all.push(("sigmoid losses", with!(sigmoid; aux_loss_coef = 0.3, z_loss_coef = 0.1)));
+    all
+}
+
+/// Calls `check` with a source, the number of tokens, the number of PEs and a description, for small and odd sizes.
+pub fn few_tokens_and_few_experts(check: impl Fn(&Synthetic, usize, usize, &str)) {
+    for tokens in [0, 1, 2, 5] {
+        for n in [1, 2, 3, 4] {
+            check(&synthetic(mixtral(16, 8, 3, 2), 1), tokens, n, &format!("{tokens} tokens, {n} PEs"));
+        }
+    }
+    check(&synthetic(mixtral(16, 8, 1, 1), 1), 9, 3, "one expert");
+    check(&synthetic(mixtral(16, 8, 2, 2), 1), 9, 4, "PEs without experts");
+}
+
+/// A run of several steps.
+pub struct Case {
+    pub name: &'static str,
+    pub source: Synthetic,
+    /// One split of the tokens per step.
+    pub splits: Vec<Vec<Range<usize>>>,
+    pub options: Options,
+}
+
+/// Cases in which PEs run ahead, wait, or reuse memory. `idle` has the splits of the case with two experts, in which
+/// some PEs have neither tokens nor experts.
+pub fn ahead_cases(hidden: usize, intermediate: usize, options: &Options, idle: Vec<Vec<Range<usize>>>) -> Vec<Case> {
+    let layer = mixtral(hidden, intermediate, 5, 2);
+    let limited = with!(layer.clone(); aux_loss_coef = 0.1, capacity_factor = Some(0.9));
+    let options = || options.clone();
+    vec![
+        Case {
+            name: "PEs without tokens, other ones each step",
+            source: synthetic(layer, 7),
+            splits: vec![vec![0..9, 9..9, 9..12], vec![0..0, 0..12, 12..12], vec![0..0, 0..0, 0..0]],
+            options: options(),
+        },
+        Case {
+            name: "experts without tokens, all rows to one expert, through small windows in rounds",
+            source: hot(&mixtral(hidden, intermediate, 5, 1), 0.2, 1.0),
+            splits: vec![even(24, 3)],
+            options: with!(options(); budget_factor = 0.5),
+        },
+        Case {
+            name: "PEs with neither tokens nor experts run ahead",
+            source: hot(&mixtral(hidden, intermediate, 2, 1), 0.5, 1.0),
+            splits: idle,
+            options: options(),
+        },
+        Case {
+            name: "losses and a capacity",
+            source: synthetic(limited, 4),
+            splits: vec![even(13, 3)],
+            options: options(),
+        },
+    ]
+}
+
+/// Merged results of all PEs in one step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Step {
     pub output: Vec<f32>,
     pub grad_hidden_states: Vec<f32>,
     pub grads: BTreeMap<WeightId, Vec<f32>>,
     pub chosen: Vec<u32>,
-    /// The outputs of the forward passes without backward that went before.
+    /// Outputs of the preceding forward passes without backward.
     pub ahead: Vec<f32>,
     /// By PE.
     pub traffic: Vec<Traffic>,
@@ -67,18 +153,18 @@ pub fn shm(n: usize, heap_bytes: usize) -> Vec<ShmTransport> {
         .collect()
 }
 
-/// A layer for training with elements `E`.
+/// The spec of a layer for training with elements `E`.
 pub fn spec<E: Element>(layer: &LayerConfig, n: usize, max_tokens: usize, options: &Options) -> LayerSpec {
     let dtype = if E::NAME == "f32" { Dtype::F32 } else { Dtype::Bf16 };
     LayerSpec::new(layer.clone(), n, max_tokens).dtype(dtype).options(options.clone())
 }
 
-/// The symmetric heap that a layer needs.
+/// Bytes of symmetric heap that a layer needs.
 pub fn heap_bytes<E: Element>(layer: &LayerConfig, n: usize, max_tokens: usize, options: &Options) -> usize {
     spec::<E>(layer, n, max_tokens, options).heap_bytes().unwrap()
 }
 
-/// What one PE computed in one step.
+/// Results of one PE in one step.
 pub struct PeStep {
     pub output: Vec<f32>,
     pub grad_input: Vec<f32>,
@@ -90,7 +176,7 @@ pub struct PeStep {
     pub rounds: usize,
 }
 
-/// A forward pass without backward; its output.
+/// A forward pass without backward; returns its output.
 pub fn forward<L: MoeLayer>(layer: &mut L, x: &[f32]) -> Result<Vec<f32>, MoeError> {
     let mut output = vec![f32::NAN; x.len()];
     let x = layer.rows(x, "x")?;
@@ -102,7 +188,7 @@ pub fn forward<L: MoeLayer>(layer: &mut L, x: &[f32]) -> Result<Vec<f32>, MoeErr
     Ok(output)
 }
 
-/// A forward pass and its backward, over the layer of any engine.
+/// A forward pass and its backward, on any engine's layer.
 pub fn one_step<L: MoeLayer>(layer: &mut L, x: &[f32], grad_output: &[f32]) -> Result<PeStep, MoeError> {
     let (mut output, mut grad_input) = (vec![f32::NAN; x.len()], vec![f32::NAN; x.len()]);
     let (x, grad_output) = (layer.rows(x, "x")?, layer.rows(grad_output, "grad_output")?);
@@ -123,7 +209,7 @@ pub fn one_step<L: MoeLayer>(layer: &mut L, x: &[f32], grad_output: &[f32]) -> R
 }
 
 impl Step {
-    /// Takes the part of PE `pe`, whose number in the placement is that too.
+    /// Adds the results of PE `pe`, which has the same number in the placement.
     pub fn take(&mut self, done: &PeStep, config: &LayerConfig, placement: &Placement, pe: usize) {
         self.output.extend(&done.output);
         self.grad_hidden_states.extend(&done.grad_input);
@@ -138,7 +224,7 @@ impl Step {
     }
 }
 
-/// Runs one closure per PE, each on its own thread, and gives back what they return, by PE.
+/// Runs one closure per PE, each on its own thread, and returns the results by PE.
 pub fn on_pes<T: Transport + Send, R: Send>(transports: Vec<T>, f: impl Fn(Shmem<T>) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
         let f = &f;
@@ -158,8 +244,8 @@ pub fn run<T: Transport + Send, E: Element>(
     run_ahead::<T, E>(transports, source, splits, options, steps, 0)
 }
 
-/// As [`run`], with `ahead` forward passes before each step that have no backward: in them nothing holds back a PE that
-/// neither sends nor gets rows, but the protocol.
+/// Like [`run`], with `ahead` forward passes without backward before each step. In these only the protocol limits how
+/// far a PE without rows to send or receive can run ahead.
 pub fn run_ahead<T: Transport + Send, E: Element>(
     transports: Vec<T>,
     source: &Synthetic,
@@ -185,10 +271,10 @@ pub fn run_ahead<T: Transport + Send, E: Element>(
             let range = splits[step % splits.len()][me].clone();
             let (bytes_put, network) = (shmem.bytes_put(), shmem.network_bytes_put());
             let done = one_step(&mut layer, &source.hidden_states(range.clone()), &source.grad_output(range))?;
-            // What the layer says it sent is what the one-sided layer sent for it.
+            // The layer's traffic counters match those of the one-sided layer.
             let [in_forward, in_backward] = done.all_reduce_bytes;
             assert_eq!((shmem.bytes_put() - bytes_put, 0), (done.traffic.total_bytes() + in_backward, in_forward));
-            // Of these transports each reaches all PEs by loads and stores, or none.
+            // These transports reach either all PEs by loads and stores, or none.
             let by_network = if shmem.is_reachable((me + 1) % n) { 0 } else { shmem.bytes_put() - bytes_put };
             assert_eq!((done.traffic.network_bytes, shmem.network_bytes_put() - network), (by_network, by_network));
             all.push((done, shmem.peak_bytes(), before));
@@ -196,7 +282,7 @@ pub fn run_ahead<T: Transport + Send, E: Element>(
         layer.free()?;
         Ok(all)
     });
-    // A peer's error is often only the echo of the first one; any will do for a test.
+    // A peer's error may be a consequence of the first one; a test needs any of them.
     let by_pe = by_pe.into_iter().collect::<Result<Vec<_>, MoeError>>()?;
     Ok((0..steps)
         .map(|s| {
@@ -212,12 +298,12 @@ pub fn run_ahead<T: Transport + Send, E: Element>(
         .collect())
 }
 
-/// The float64 reference of a step over tokens `0..tokens`, with values rounded to `E` as the layer's are.
+/// The float64 reference of a step over tokens `0..tokens`, with values rounded to `E` as in the layer.
 pub fn reference<E: Element>(source: &Synthetic, tokens: usize, chosen: &[u32]) -> Reference {
     reference_rounded(source, tokens, chosen, |x| E::from_f32(x).to_f32())
 }
 
-/// The same, with values rounded so.
+/// Like [`reference`], with a given rounding.
 pub fn reference_rounded(source: &Synthetic, tokens: usize, chosen: &[u32], round: fn(f32) -> f32) -> Reference {
     let round = |v: Vec<f32>| v.into_iter().map(round).collect::<Vec<f32>>();
     let x = round(source.hidden_states(0..tokens));
@@ -239,16 +325,16 @@ pub fn reference_rounded(source: &Synthetic, tokens: usize, chosen: &[u32], roun
     .unwrap()
 }
 
-/// Fails the test where a step deviates from the reference by more than `tolerance`, norm-wise.
+/// Asserts that a step deviates from the reference by at most `tolerance`, norm-wise.
 pub fn assert_close(step: &Step, want: &Reference, tolerance: f64, what: &str) {
-    let near = |name: &str, got: &[f32], want: &[f64]| {
+    let assert_near = |name: &str, got: &[f32], want: &[f64]| {
         let deviation = check::compare(name, got, want);
         assert!(deviation.relative <= tolerance, "{what}: {deviation:?}");
     };
-    near("output", &step.output, &want.output);
-    near("grad_hidden_states", &step.grad_hidden_states, want.grad_hidden_states.as_ref().unwrap());
+    assert_near("output", &step.output, &want.output);
+    assert_near("grad_hidden_states", &step.grad_hidden_states, want.grad_hidden_states.as_ref().unwrap());
     assert_eq!(step.grads.keys().collect::<Vec<_>>(), want.grads.keys().collect::<Vec<_>>());
     for (id, want) in &want.grads {
-        near(&format!("{id:?}"), &step.grads[id], want);
+        assert_near(&format!("{id:?}"), &step.grads[id], want);
     }
 }

@@ -1,5 +1,5 @@
-//! `CudaGpu` over the driver and the NVSHMEM of this directory. Each case is a process of its own, as the driver is opened
-//! once per process, and found by LD_LIBRARY_PATH as it was at the start.
+//! `CudaGpu` over the fake driver and NVSHMEM. Each case runs in its own process, because the driver is opened once per process
+//! and is found through the LD_LIBRARY_PATH set at its start.
 
 use std::process::Command;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use crate::{Fakes, assert_says};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Says that it is one of `n_pes` PEs, all of which say the same.
-struct Alike {
+/// A bootstrap of `n_pes` PEs that all send the same data.
+struct SameOnAllPes {
     my_pe: usize,
     n_pes: usize,
 }
 
-impl Bootstrap for Alike {
+impl Bootstrap for SameOnAllPes {
     fn my_pe(&self) -> usize {
         self.my_pe
     }
@@ -34,19 +34,19 @@ impl Bootstrap for Alike {
 }
 
 fn alone() -> CudaGpu {
-    CudaGpu::attach(Alike { my_pe: 0, n_pes: 1 }, LIMIT).unwrap()
+    CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 1 }, LIMIT).unwrap()
 }
 
 /// Runs the ignored test `case` of this program with the fakes; it must pass.
 fn run(case: &str, fakes: &Fakes, env: &[(&str, &str)]) {
-    let mut command = fakes.around(Command::new(std::env::current_exe().unwrap()));
+    let mut command = fakes.add_to(Command::new(std::env::current_exe().unwrap()));
     command.args(["--ignored", "--exact", &format!("device::{case}"), "--nocapture"]).envs(env.iter().copied());
     let out = command.output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout) + String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success() && text.contains("1 passed"), "{text}");
 }
 
-/// A test, and its case in a process of its own.
+/// Defines tests that each run a case in its own process.
 macro_rules! cases {
     ($($name:ident / $case:ident $env:expr;)*) => { $(
         #[test]
@@ -57,24 +57,24 @@ macro_rules! cases {
 }
 
 cases! {
-    memory_and_copies / memory_case [("FAKE_UNKNOWN", "8")];
-    launches_pass_their_parameters / launch_case [];
-    a_grid_that_does_not_fit_is_refused / residency_case [("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")];
-    marks_and_graphs / graph_case [];
-    matrices_for_tma / tensor_map_case [];
-    kernels_newer_than_the_driver / kernels_case [("FAKE_VERSION", "12040"), ("FAKE_NEEDS", "13000")];
-    nvshmem_that_does_not_start / status_case [("FAKE_STATUS", "1")];
-    a_put_that_comes / put_case [("FAKE_PUTS", "0 3 -1 -1")];
-    a_put_that_does_not_come / lost_case [("FAKE_PUTS", "0 2 1 -1")];
-    a_put_that_comes_wrong / wrong_case [("FAKE_PUTS", "0 2 -1 1")];
-    kernels_that_know_other_pes / stranger_case [("FAKE_PUTS", "1 2 -1 -1")];
-    a_pe_out_of_reach / far_case [("FAKE_FAR", "1")];
-    limits_are_those_of_the_least_device / least_case [];
-    what_pes_are_started_with / environment_case [("FAKE_DEVICES", "2"), ("NVSHMEM_DISABLE_NVLS", "0")];
+    memory_and_copies_work / memory_case [("FAKE_UNKNOWN", "8")];
+    launch_passes_parameters / launch_case [];
+    oversized_cooperative_grid_is_refused / residency_case [("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")];
+    marks_and_graphs_work / graph_case [];
+    tensor_maps_are_encoded / tensor_map_case [];
+    kernels_newer_than_the_driver_are_refused / kernels_case [("FAKE_VERSION", "12040"), ("FAKE_NEEDS", "13000")];
+    failed_nvshmem_initialisation_is_reported / status_case [("FAKE_STATUS", "1")];
+    smoke_test_passes / put_case [("FAKE_PUTS", "0 3 -1 -1")];
+    lost_put_names_the_pe / lost_case [("FAKE_PUTS", "0 2 1 -1")];
+    corrupt_put_names_the_pe / wrong_case [("FAKE_PUTS", "0 2 -1 1")];
+    wrong_pe_number_in_kernels_is_reported / wrong_pe_case [("FAKE_PUTS", "1 2 -1 -1")];
+    unreachable_pe_has_no_address / unreachable_case [("FAKE_UNREACHABLE", "1")];
+    limits_are_the_minimum_of_all_devices / minimum_case [];
+    environment_of_pe_processes / environment_case [("FAKE_DEVICES", "2"), ("NVSHMEM_DISABLE_NVLS", "0")];
 }
 
 #[test]
-fn nvshmem_begins_and_ends_in_order() {
+fn nvshmem_is_initialised_and_finalised_in_order() {
     let fakes = Fakes::new(&[], &[]);
     run("nvshmem_case", &fakes, &[]);
     let log = std::fs::read_to_string(fakes.log()).unwrap();
@@ -97,7 +97,7 @@ fn memory_case() {
     buffer.zero(4, 8).unwrap();
     assert_eq!(buffer.read_vec::<u32>(0, 4).unwrap(), [1, 0, 0, 4]);
     buffer.write::<u32>(16, &[]).unwrap();
-    // A code that no header has is not taken for success.
+    // An unknown code must not be taken for success.
     assert_says(&Buffer::new(&gpu, 8).map(|_| ()).unwrap_err().to_string(), &["allocate 8 bytes", "CUDA error 1000"]);
     let error = Buffer::new(&gpu, 2 << 20).map(|_| ()).unwrap_err().to_string();
     assert_says(&error, &["out of device memory", "2097152", &format!("{} of 1048576", (1 << 20) - 16)]);
@@ -114,7 +114,7 @@ fn smoke(gpu: &CudaGpu, out: &Buffer<'_>, launch: Launch) -> Result<(), GpuError
     let (cell, limit) = (0u64, 77u64);
     let args = [cell, out.address(), 0x1234_5678_9abc_def0, limit].map(u64::to_ne_bytes);
     let args: Vec<&[u8]> = args.iter().map(|arg| &arg[..]).collect();
-    // SAFETY: the fake kernel writes two words at its second parameter.
+    // SAFETY: the fake kernel writes three words to the buffer at its second parameter.
     unsafe { gpu.launch("aristos_smoke", launch, &args) }
 }
 
@@ -133,7 +133,7 @@ fn launch_case() {
     }
     let unknown = gpu.resident_blocks("aristos_nothing", LAUNCH).unwrap_err().to_string();
     assert_says(&unknown, &["aristos_nothing", "no module"]);
-    // An error of the driver's has its name.
+    // Driver errors are reported by name.
     let error = smoke(&gpu, &out, Launch { grid: 0, ..LAUNCH }).unwrap_err().to_string();
     assert_says(&error, &["cannot launch aristos_smoke", "CUDA_ERROR_INVALID_VALUE (1, invalid argument)"]);
 }
@@ -142,7 +142,7 @@ fn launch_case() {
 #[ignore = "runs in a process of its own"]
 fn residency_case() {
     let gpu = alone();
-    // Half of ten multiprocessors, two blocks each; one with much shared memory.
+    // Half of ten multiprocessors with two blocks each, or one with much shared memory.
     assert_eq!(gpu.limits().unwrap().multiprocessors, 5);
     assert_eq!(gpu.resident_blocks("aristos_smoke", LAUNCH).unwrap(), 10);
     assert_eq!(gpu.resident_blocks("aristos_smoke", Launch { shared_bytes: 100 << 10, ..LAUNCH }).unwrap(), 5);
@@ -150,7 +150,7 @@ fn residency_case() {
     smoke(&gpu, &out, Launch { grid: 10, cooperative: 1, ..LAUNCH }).unwrap();
     let error = smoke(&gpu, &out, Launch { grid: 11, cooperative: 1, ..LAUNCH }).unwrap_err().to_string();
     assert_says(&error, &["cannot launch aristos_smoke", "11 blocks", "and 10 do on 5 of Fake 0"]);
-    // Of eight multiprocessors in pairs three: one has no other beside it.
+    // Of eight multiprocessors in pairs three are available: one multiprocessor has no partner.
     let pairs = Launch { cooperative: 1, cluster: 2, ..LAUNCH };
     assert_eq!(gpu.resident_blocks("aristos_smoke", pairs).unwrap(), 6);
     smoke(&gpu, &out, Launch { grid: 6, ..pairs }).unwrap();
@@ -174,7 +174,7 @@ fn graph_case() {
     assert_eq!(out.read_vec::<u64>(16, 1).unwrap(), [0], "recorded, not run");
     gpu.mark(3).unwrap();
     for _ in 0..3 {
-        // SAFETY: nothing of it is gone.
+        // SAFETY: `out`, the only address in the recorded parameters, is still allocated.
         unsafe { graph.replay() }.unwrap();
     }
     gpu.mark(63).unwrap();
@@ -182,7 +182,7 @@ fn graph_case() {
     assert_eq!(out.read_vec::<u64>(16, 1).unwrap(), [6]);
     assert_eq!(gpu.elapsed(3, 63).unwrap(), Duration::from_millis(6));
     assert!(gpu.elapsed(3, 4).is_err() && gpu.mark(64).is_err());
-    // What cannot be recorded is an error, and the stream can be used again.
+    // An operation that cannot be recorded is an error, and the stream stays usable.
     let failed = gpu.capture(|| out.zero(0, 8).and_then(|()| out.write(0, &[1u64])));
     assert_says(&failed.map(|_| ()).unwrap_err().to_string(), &["cannot copy 8 bytes to the device"]);
     out.write(0, &[1u64]).unwrap();
@@ -203,7 +203,7 @@ fn tensor_map_case() {
     };
     let map = gpu.tensor_map(matrix).unwrap();
     let words: Vec<u64> = map[..80].chunks(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap())).collect();
-    // As cuda.h numbers them: UINT16 = 1; two dimensions, columns first; swizzle 128 B = 3, promotion 256 B = 3.
+    // With cuda.h's numbers: UINT16 = 1; two dimensions, columns first; swizzle 128 B = 3, promotion 256 B = 3.
     assert_eq!(words, [1, 2, 0x10000, 72, 96, 160, 64, 128, 11, 330]);
     let error = gpu.tensor_map(TensorMap { row_stride_bytes: 144 + 8, ..matrix }).unwrap_err().to_string();
     assert_says(&error, &["tensor memory accelerator", "16 bytes apart"]);
@@ -212,21 +212,21 @@ fn tensor_map_case() {
 #[test]
 #[ignore = "runs in a process of its own"]
 fn kernels_case() {
-    let error = CudaGpu::attach(Alike { my_pe: 0, n_pes: 1 }, LIMIT).map(|_| ()).unwrap_err().to_string();
+    let error = CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 1 }, LIMIT).map(|_| ()).unwrap_err().to_string();
     assert_says(&error, &["made by CUDA", "Fake 0", "compute capability 8.0", "driver of CUDA 12.4", "newer driver"]);
 }
 
 #[test]
 #[ignore = "runs in a process of its own"]
 fn status_case() {
-    let error = CudaGpu::attach(Alike { my_pe: 0, n_pes: 2 }, LIMIT).map(|_| ()).unwrap_err().to_string();
+    let error = CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 2 }, LIMIT).map(|_| ()).unwrap_err().to_string();
     assert_says(&error, &["cannot initialise NVSHMEM", "status 1", "2 is needed"]);
 }
 
 #[test]
 #[ignore = "runs in a process of its own"]
 fn nvshmem_case() {
-    let gpu = CudaGpu::attach(Alike { my_pe: 0, n_pes: 3 }, LIMIT).unwrap();
+    let gpu = CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 3 }, LIMIT).unwrap();
     assert!(gpu.all_reachable().unwrap());
     let symmetric = SymmetricBuffer::new(&gpu, 4096).unwrap();
     assert_eq!(symmetric.peer(2), symmetric.address() + 8192);
@@ -239,7 +239,7 @@ fn nvshmem_case() {
 }
 
 fn try_put(n_pes: usize) -> Result<(), GpuError> {
-    CudaGpu::attach(Alike { my_pe: 0, n_pes }, LIMIT).unwrap().try_put()
+    CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes }, LIMIT).unwrap().try_put()
 }
 
 #[test]
@@ -262,23 +262,23 @@ fn wrong_case() {
 
 #[test]
 #[ignore = "runs in a process of its own"]
-fn stranger_case() {
+fn wrong_pe_case() {
     assert_says(&try_put(2).unwrap_err().to_string(), &["they are PE 1 of 2", "this is PE 0 of 2", "aristos doctor"]);
 }
 
 #[test]
 #[ignore = "runs in a process of its own"]
-fn far_case() {
-    let gpu = CudaGpu::attach(Alike { my_pe: 0, n_pes: 2 }, LIMIT).unwrap();
+fn unreachable_case() {
+    let gpu = CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 2 }, LIMIT).unwrap();
     let symmetric = SymmetricBuffer::new(&gpu, 64).unwrap();
     assert_eq!((symmetric.peer(0), symmetric.peer(1)), (symmetric.address(), 0));
     assert!(!gpu.all_reachable().unwrap());
 }
 
-/// As [`Alike`], but that the other PE's device has three multiprocessors, and nothing else.
-struct Lesser;
+/// Like [`SameOnAllPes`], but the other PE's device has three multiprocessors.
+struct SmallerPeer;
 
-impl Bootstrap for Lesser {
+impl Bootstrap for SmallerPeer {
     fn my_pe(&self) -> usize {
         0
     }
@@ -300,9 +300,12 @@ impl Bootstrap for Lesser {
 
 #[test]
 #[ignore = "runs in a process of its own"]
-fn least_case() {
-    assert_eq!(CudaGpu::attach(Alike { my_pe: 0, n_pes: 2 }, LIMIT).unwrap().limits().unwrap().multiprocessors, 10);
-    assert_eq!(CudaGpu::attach(Lesser, LIMIT).unwrap().limits().unwrap().multiprocessors, 3);
+fn minimum_case() {
+    assert_eq!(
+        CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 2 }, LIMIT).unwrap().limits().unwrap().multiprocessors,
+        10
+    );
+    assert_eq!(CudaGpu::attach(SmallerPeer, LIMIT).unwrap().limits().unwrap().multiprocessors, 3);
 }
 
 #[test]
@@ -318,14 +321,14 @@ fn environment_case() {
     assert_eq!(get(&of(5), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), None, "no MPS");
     let pipes = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap();
     std::fs::write(std::path::Path::new(&pipes).join("control"), "").unwrap();
-    // Two devices, three PEs on the first.
+    // Five PEs on two devices: three on the first.
     assert_eq!(get(&of(5), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").as_deref(), Some("33"));
     assert_eq!(get(&of(2), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), None);
 }
 
-/// On two hosts: what fails between the devices is said with what it depends on there.
+/// With PEs on two hosts, an error between devices names the network settings.
 #[test]
-fn a_failure_between_hosts_names_the_network() {
+fn failure_between_hosts_names_the_network() {
     let Some(hosts) = crate::hosts::Hosts::make(2) else { return };
     let fakes = Fakes::new(&[], &[]);
     let run = |rank: usize, puts: &str| {
@@ -334,13 +337,13 @@ fn a_failure_between_hosts_names_the_network() {
         command.args(args.split(' ')).args(["--rank", &rank.to_string()]);
         command.arg("--rendezvous").arg(format!("{}:29400", hosts.address(0))).env("FAKE_PUTS", puts);
         command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
-        fakes.around(command).spawn().unwrap()
+        fakes.add_to(command).spawn().unwrap()
     };
-    // As the kernels see it: PE 0 of 2, to which PE 1's put is lost.
+    // As seen by the kernels: PE 0 of 2, to which PE 1's put is lost, and vice versa.
     let outputs = [run(0, "0 2 1 -1"), run(1, "1 2 0 -1")].map(|pe| pe.wait_with_output().unwrap());
     for (rank, output) in outputs.iter().enumerate() {
         let text = String::from_utf8_lossy(&output.stderr);
-        // Nothing has confined NVSHMEM to one host.
+        // NVSHMEM must not be confined to one host.
         assert_eq!((output.status.code(), text.lines().count()), (Some(1), 1), "{text}");
         let lost = format!("PE {} puts to it by NVSHMEM, and they did not come", 1 - rank);
         assert_says(&text, &[&lost, "several hosts", "NVSHMEM_REMOTE_TRANSPORT is not set", "cxi", "aristos doctor"]);

@@ -1,15 +1,15 @@
-// A CUDA driver for tests: devices as the environment describes them, memory that is the host's, launches of one
-// kernel. What each function takes is as in cuda.h, from which it is compiled independently of cudarc's types.
+// A fake CUDA driver for tests: devices as described by the environment, host memory, launches of one kernel. Written
+// against cuda.h, independently of cudarc's types.
 //
-//   FAKE_VERSION      13000      FAKE_DEVICES   1        FAKE_CAPABILITY  80, major and minor
-//   FAKE_MEMORY       bytes a device has          FAKE_INIT      0, what cuInit returns
-//   FAKE_PUTS         "1 3 -1 2": PE and PEs as a kernel sees them, the PE whose put is lost, or wrong; "job", as the supervisor's environment has
-//                     it; not set, its last parameter and the launches
-//   FAKE_TICK         milliseconds from an event to the next, besides one for each launch
-//   FAKE_STUCK        set, the stream does not end after the first event
-//   FAKE_NO_REACH     set, no device reaches another's memory
-//   FAKE_UNKNOWN      bytes, of which an allocation fails with a code that no header has
-// Compiled with WITHOUT_TENSOR_MAPS, WITHOUT_VERSION, it lacks these; with STUB, it is what a toolkit has for linking.
+//   FAKE_VERSION [13000]   FAKE_DEVICES [1]   FAKE_CAPABILITY [80], major and minor
+//   FAKE_MEMORY       bytes per device        FAKE_INIT [0], the result of cuInit
+//   FAKE_PUTS         the kernel's result: "1 3 -1 2" for PE, number of PEs, PE whose put is lost, PE whose put is wrong; "job" for
+//                     the numbers in the launcher's environment; if unset, its last two parameters and the number of launches
+//   FAKE_TICK         milliseconds from one event to the next, in addition to one per launch
+//   FAKE_STUCK        if set, the stream hangs after the first event
+//   FAKE_NO_REACH     if set, no device can access another's memory
+//   FAKE_UNKNOWN      an allocation of this many bytes fails with an unassigned code
+// WITHOUT_TENSOR_MAPS and WITHOUT_VERSION leave these functions out; STUB builds a toolkit's stub library.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,7 +31,7 @@ static long number(const char* name, long otherwise) {
 
 static size_t used;
 static unsigned launches, recorded;
-static uint64_t* written; // by the kernel last launched or recorded
+static uint64_t* written; // by the most recently launched or recorded kernel
 static int recording, events;
 
 static int stuck(void) { return events > 0 && getenv("FAKE_STUCK") != NULL; }
@@ -74,7 +74,7 @@ CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
     *free = *total - used;
     return 0;
 }
-// A size in front of what is given out.
+// The size is stored in front of each allocation.
 CUresult cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     if (bytes == (size_t)number("FAKE_UNKNOWN", -1)) return 1000;
     if (used + bytes > (size_t)number("FAKE_MEMORY", 1 << 20)) return 2;
@@ -166,7 +166,7 @@ static CUresult launch(unsigned grid, unsigned block, Handle stream, void** para
     out[0] = *(uint64_t*)parameters[2];
     out[1] = *(uint64_t*)parameters[3];
     out[2] = ++launches;
-    // What smoke.cu leaves: "PE, PEs, PE whose put is lost, PE whose put is wrong", -1 for none.
+    // The result of smoke.cu: "PE, PEs, PE whose put is lost, PE whose put is wrong", -1 for none.
     const char* puts = getenv("FAKE_PUTS");
     if (!puts) return 0;
     long seen[4] = {number("ARISTOS_PE", -1), number("ARISTOS_N_PES", -1), -1, -1};
@@ -180,7 +180,7 @@ CUresult cuLaunchKernel(Handle f, unsigned x, unsigned y, unsigned z, unsigned a
     (void)shared;
     return f != (Handle)11 || y != 1 || z != 1 || b != 1 || c != 1 || extra ? 1 : launch(x, a, stream, parameters);
 }
-// As a loop of kernels/p2p.cu leaves its times: 2 us each, 1 us until the call was over.
+// The result of a loop of kernels/p2p.cu: 2 us per operation, 1 us until the call returned.
 static CUresult loop(unsigned grid, unsigned block, Handle stream, void** parameters) {
     if (stream != (Handle)7 || grid == 0 || block != 1024) return 1;
     const char* arguments = parameters[0];
@@ -195,7 +195,7 @@ CUresult cuLaunchCooperativeKernel(Handle f, unsigned x, unsigned y, unsigned z,
     if (y != 1 || z != 1 || b != 1 || c != 1) return 1;
     return f == (Handle)12 ? loop(x, a, stream, parameters) : f == (Handle)11 ? launch(x, a, stream, parameters) : 1;
 }
-// As cuda.h has them. The attributes are the size of a cluster and, for a launch, that it is cooperative.
+// As in cuda.h. The attributes are the cluster size and, for a launch, that it is cooperative.
 typedef struct { int id; char pad[4]; union { unsigned dim[3]; int cooperative; char pad[64]; } value; } Attribute;
 typedef struct { unsigned grid[3], block[3], shared; Handle stream; const Attribute* attributes; unsigned count; } Config;
 static int in_pairs(const Config* config, unsigned count) {

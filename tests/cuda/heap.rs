@@ -1,4 +1,4 @@
-//! NVSHMEM's heap where it does not grow: as large as the job needs, and said to NVSHMEM before it begins, whoever starts the PEs.
+//! NVSHMEM's fixed-size heap: it must be as large as the job needs, and set before NVSHMEM starts, under any launcher.
 
 use std::process::{Command, Output, Stdio};
 
@@ -6,9 +6,9 @@ use crate::{Fakes, assert_says};
 
 const LAYER: &str = "run --device cuda --hidden 64 --intermediate 64 --timeout 5";
 
-/// The program with these arguments and a heap that does not grow. The fake kernels do nothing, so it fails once the devices are open.
+/// The program with a fixed-size heap. The fake kernels do nothing, so it fails after the devices are open.
 fn command(fakes: &Fakes, args: &str, env: &[(&str, &str)]) -> Command {
-    let mut command = fakes.around(Command::new("timeout"));
+    let mut command = fakes.add_to(Command::new("timeout"));
     command.args(["60", env!("CARGO_BIN_EXE_aristos")]).args(args.split_whitespace());
     command.env("NVSHMEM_DISABLE_CUDA_VMM", "1").env("FAKE_PUTS", "job").env("FAKE_DEVICES", "4");
     command.env_remove("NVSHMEM_SYMMETRIC_SIZE").envs(env.iter().copied());
@@ -20,7 +20,7 @@ fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The size that it says it has chosen, bytes: once, in one line.
+/// The chosen size, bytes, which must be reported once, in one line.
 #[track_caller]
 fn chosen(text: &str) -> u64 {
     let start = "aristos: NVSHMEM_SYMMETRIC_SIZE=";
@@ -30,7 +30,7 @@ fn chosen(text: &str) -> u64 {
     lines[0].split(' ').next().unwrap().parse().unwrap()
 }
 
-/// The heaps that NVSHMEM made, bytes.
+/// Sizes of the heaps that NVSHMEM created, bytes.
 fn made(fakes: &Fakes) -> Vec<u64> {
     let log = std::fs::read_to_string(fakes.log()).unwrap_or_default();
     let heap = |line: &str| line.strip_prefix("heap of ")?.strip_suffix(" bytes")?.parse().ok();
@@ -38,7 +38,7 @@ fn made(fakes: &Fakes) -> Vec<u64> {
 }
 
 #[test]
-fn a_job_that_starts_its_pes_gives_them_a_heap_for_its_layer() {
+fn launcher_sets_heap_size_for_the_layer() {
     let sizes = ["--tokens 64", "--tokens 65536"].map(|tokens| {
         let fakes = Fakes::new(&[], &[]);
         let text = stderr(&command(&fakes, &format!("{LAYER} --pes 2 {tokens}"), &[]).output().unwrap());
@@ -46,12 +46,12 @@ fn a_job_that_starts_its_pes_gives_them_a_heap_for_its_layer() {
         assert_eq!(made(&fakes), [size; 2], "{text}");
         size
     });
-    // What the test of puts takes, which the first layer takes less than.
+    // At least the size of the test of puts, which exceeds that of the first layer.
     assert!(sizes[0] >= 3 << 20 && sizes[0] < 16 << 20 && sizes[1] > sizes[0], "{sizes:?}");
 }
 
 #[test]
-fn the_benchmark_and_the_probe_do_too() {
+fn benchmark_and_probe_set_heap_size() {
     for args in [
         "bench moe --device cuda --dtype bf16 --tokens 64 --hidden 64 --intermediate 64 --iterations 1 --warmup 0 --pes 2",
         "probe --device cuda --pes 2 --quick --hidden 64 --intermediate 64 --json",
@@ -62,9 +62,9 @@ fn the_benchmark_and_the_probe_do_too() {
     }
 }
 
-/// Nothing but their own processes can set it then.
+/// Under another launcher each PE process must set the variable itself.
 #[test]
-fn pes_that_something_else_has_started_give_it_to_themselves() {
+fn pes_under_another_launcher_set_heap_size() {
     let fakes = Fakes::new(&[], &[]);
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let pe = |rank: usize, env: &[(&str, &str)]| {
@@ -75,7 +75,7 @@ fn pes_that_something_else_has_started_give_it_to_themselves() {
     let [other, zero] = outputs.each_ref().map(stderr);
     assert!(!other.contains("NVSHMEM_SYMMETRIC_SIZE"), "{other}");
     assert_eq!(made(&fakes), [chosen(&zero); 2], "{zero}");
-    // One of the user's stays, and is looked at when all have met.
+    // A size set by the user is kept, and checked once all PEs have joined.
     std::fs::remove_file(fakes.log()).unwrap();
     let outputs = [pe(1, &[("NVSHMEM_SYMMETRIC_SIZE", "1M")]), pe(0, &[("NVSHMEM_SYMMETRIC_SIZE", "1M")])];
     let [other, zero] = outputs.map(|pe| stderr(&pe.wait_with_output().unwrap()));
@@ -85,7 +85,7 @@ fn pes_that_something_else_has_started_give_it_to_themselves() {
 }
 
 #[test]
-fn a_heap_of_the_users_stays_or_is_refused_in_one_line() {
+fn heap_size_of_the_user_is_kept_or_refused() {
     let fakes = Fakes::new(&[], &[]);
     let args = format!("{LAYER} --tokens 64 --pes 2");
     let output = command(&fakes, &args, &[("NVSHMEM_SYMMETRIC_SIZE", "2M")]).output().unwrap();
@@ -102,7 +102,7 @@ fn a_heap_of_the_users_stays_or_is_refused_in_one_line() {
 }
 
 #[test]
-fn a_heap_that_grows_is_left_alone() {
+fn growing_heap_has_no_size() {
     for env in [("NVSHMEM_DISABLE_CUDA_VMM", "0"), ("NVSHMEM_DISABLE_CUDA_VMM", "")] {
         let fakes = Fakes::new(&[], &[]);
         let text = stderr(&command(&fakes, &format!("{LAYER} --tokens 64 --pes 2"), &[env]).output().unwrap());

@@ -1,5 +1,5 @@
-//! CUDA devices without a GPU: the real binary and the device's Rust code, with a driver, an NVSHMEM and an NCCL that are C
-//! files beside this one. Whether kernels compute what they should is tested elsewhere.
+//! Tests of CUDA devices without a GPU: the real binary and the device's Rust code with fake driver, NVSHMEM and NCCL
+//! libraries, compiled from the C files next to this one. The kernels' results are tested elsewhere.
 
 mod device;
 mod heap;
@@ -15,16 +15,16 @@ use std::process::{Command, Output};
 
 use tempfile::TempDir;
 
-/// A directory with the driver, and below `nvshmem/lib` NVSHMEM's host library, below `nccl/lib` NCCL.
+/// A directory with the fake driver, NVSHMEM's host library in `nvshmem/lib` and NCCL in `nccl/lib`.
 struct Fakes(TempDir);
 
 impl Fakes {
-    /// Compiled with these flags of the compiler's.
+    /// Compiles the libraries with these compiler flags.
     fn new(nvshmem_flags: &[&str], driver_flags: &[&str]) -> Fakes {
         Self::with_nccl(nvshmem_flags, driver_flags, &[])
     }
 
-    /// The same, with flags for NCCL.
+    /// Like [`Fakes::new`], with flags for NCCL.
     fn with_nccl(nvshmem_flags: &[&str], driver_flags: &[&str], nccl_flags: &[&str]) -> Fakes {
         let dir = tempfile::tempdir().unwrap();
         for home in ["nvshmem/lib", "nccl/lib"] {
@@ -48,8 +48,8 @@ impl Fakes {
         self.0.path().join("log")
     }
 
-    /// The command, with the fakes in its environment and nothing of the user's that matters here.
-    fn around(&self, mut command: Command) -> Command {
+    /// Adds the fakes to a command's environment and removes the user's variables that would interfere.
+    fn add_to(&self, mut command: Command) -> Command {
         for name in ["CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] {
             command.env_remove(name);
         }
@@ -64,7 +64,7 @@ impl Fakes {
     }
 }
 
-/// Runs `aristos run --device cuda` and returns its one line; nothing must have happened beside.
+/// Runs `aristos run --device cuda`, which must fail with one line and no other output; returns the line.
 fn refusal(fakes: &Fakes, pes: &str, env: &[(&str, &str)]) -> String {
     let mut command = fakes.around(Command::new(env!("CARGO_BIN_EXE_aristos")));
     command.args(["run", "--device", "cuda", "--pes", pes, "--tokens", "64"]).envs(env.iter().copied());
@@ -84,15 +84,15 @@ fn assert_says(text: &str, words: &[&str]) {
 }
 
 #[test]
-fn an_old_driver_is_refused_with_its_version() {
-    // As old ones are: without functions of newer ones.
+fn old_driver_is_refused_with_its_version() {
+    // Old drivers also lack functions of newer ones.
     let fakes = Fakes::new(&[], &["-DWITHOUT_TENSOR_MAPS"]);
     let text = refusal(&fakes, "1", &[("FAKE_VERSION", "11040")]);
     assert_says(&text, &["CUDA 11.4", "12.0", "newer NVIDIA driver"]);
 }
 
 #[test]
-fn a_driver_without_a_function_is_refused_by_the_function_s_name() {
+fn missing_driver_function_is_named() {
     let text = refusal(&Fakes::new(&[], &["-DWITHOUT_TENSOR_MAPS"]), "1", &[]);
     assert_says(&text, &["of CUDA 13.0", "no cuTensorMapEncodeTiled", "newer NVIDIA driver"]);
     let text = refusal(&Fakes::new(&[], &["-DWITHOUT_VERSION"]), "1", &[]);
@@ -100,9 +100,9 @@ fn a_driver_without_a_function_is_refused_by_the_function_s_name() {
 }
 
 #[test]
-fn a_code_that_no_header_has_is_an_error_with_its_number() {
+fn unknown_error_code_is_reported_by_number() {
     let fakes = Fakes::new(&[], &[]);
-    // In a gap of the codes, above them, and the highest.
+    // An unassigned code between assigned ones, a code above all of them, and the maximum.
     for code in ["920", "1000", "4294967295"] {
         let text = refusal(&fakes, "1", &[("FAKE_INIT", code)]);
         assert_says(&text, &["does not start", &format!("CUDA error {code}")]);
@@ -110,20 +110,20 @@ fn a_code_that_no_header_has_is_an_error_with_its_number() {
 }
 
 #[test]
-fn a_toolkit_s_library_for_linking_is_not_taken_for_the_driver() {
+fn stub_library_is_not_used_as_driver() {
     let fakes = Fakes::new(&[], &[]);
     let stub = fakes.0.path().join("libcuda.so");
     let mut cc = Command::new("cc");
     cc.args(["-shared", "-fPIC", "-DSTUB", "-o"]).arg(stub);
     cc.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/driver.c"));
     assert!(cc.status().unwrap().success());
-    // What the other one says.
+    // The real driver's answer, not the stub's.
     assert_says(&refusal(&fakes, "1", &[("FAKE_DEVICES", "0")]), &["no device"]);
 }
 
-/// `cudarc`'s functions, which panic where the driver's are missing, are not called from anywhere: only their types are.
+/// Only the types of `cudarc`'s functions are used: the functions themselves panic without a driver.
 #[test]
-fn no_code_that_panics_without_a_driver_is_in_the_binary() {
+fn binary_contains_no_cudarc_loader() {
     let binary = std::fs::read(env!("CARGO_BIN_EXE_aristos")).unwrap();
     let has = |text: &str| binary.windows(text.len()).any(|bytes| bytes == text.as_bytes());
     assert!(has("no CUDA driver here"), "our own text is to be found");
@@ -131,7 +131,7 @@ fn no_code_that_panics_without_a_driver_is_in_the_binary() {
 }
 
 #[test]
-fn a_machine_without_devices_and_one_with_old_ones_are_refused() {
+fn missing_and_old_devices_are_refused() {
     let fakes = Fakes::new(&[], &[]);
     assert_says(&refusal(&fakes, "1", &[("FAKE_DEVICES", "0")]), &["no device", "CUDA_VISIBLE_DEVICES"]);
     let text = refusal(&fakes, "1", &[("FAKE_CAPABILITY", "70")]);
@@ -139,7 +139,7 @@ fn a_machine_without_devices_and_one_with_old_ones_are_refused() {
 }
 
 #[test]
-fn an_nvshmem_of_another_version_is_refused_before_any_pe_starts() {
+fn incompatible_nvshmem_is_refused_before_pes_start() {
     let fakes = Fakes::new(&[], &[]);
     for version in ["3.4.4", "2.11.0", "4.0.0"] {
         let text = refusal(&fakes, "2", &[("FAKE_NVSHMEM", version)]);
@@ -149,14 +149,14 @@ fn an_nvshmem_of_another_version_is_refused_before_any_pe_starts() {
 }
 
 #[test]
-fn an_nvshmem_without_a_function_is_refused_by_the_function_s_name() {
+fn missing_nvshmem_function_is_named() {
     let text = refusal(&Fakes::new(&["-DWITHOUT_QUIET"], &[]), "2", &[]);
     assert_says(&text, &["libnvshmem_host.so.3", "undefined symbol: nvshmemx_quiet_on_stream", "NVSHMEM_HOME"]);
 }
 
-/// Two PEs on one device without MPS take turns: no time of theirs is measured.
+/// Two PEs that are time-sliced on one device cannot be measured.
 #[test]
-fn a_probe_of_pes_that_take_turns_is_refused_before_any_pe_starts() {
+fn probe_of_time_sliced_pes_is_refused_before_pes_start() {
     let fakes = Fakes::new(&[], &[]);
     for args in
         [&["probe", "--device", "cuda", "--json"][..], &["run", "--device", "cuda", "--tokens", "64", "--plan", "auto"]]
@@ -174,18 +174,18 @@ fn a_probe_of_pes_that_take_turns_is_refused_before_any_pe_starts() {
 }
 
 #[test]
-fn the_binary_starts_without_cuda_and_needs_no_library_of_it() {
+fn binary_does_not_link_cuda() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
     let out = command.env_remove("LD_LIBRARY_PATH").arg("--version").output().unwrap();
     assert!(out.status.success());
-    // The names that the loader would look for at start.
+    // The libraries that the loader resolves at start.
     let out = Command::new("readelf").args(["-d", env!("CARGO_BIN_EXE_aristos")]).output().unwrap();
     let text = String::from_utf8(out.stdout).unwrap();
     assert!(text.contains("NEEDED") && !text.contains("cuda") && !text.contains("nvshmem"), "{text}");
 }
 
 #[test]
-fn without_a_driver_a_cuda_job_ends_in_one_line() {
+fn missing_driver_is_reported_in_one_line() {
     if aristos::gpu::cuda::driver::version().is_some() {
         return skip::skip("this machine has a CUDA driver");
     }

@@ -1,13 +1,13 @@
-// NCCL for tests. It notes what is sent and received, and what becomes of symmetric memory, in the file FAKE_NVSHMEM_LOG. FAKE_NCCL:
-//   duplicate    refuses to start, as the real one does several PEs on one device
-//   pe1          refuses on PE 1 alone          hang   does not return from its start
-//   nowindow     has no symmetric memory        full1  has no memory on PE 1 beyond 64 KiB
-//   refuses1     does not register on PE 1 beyond 64 KiB, after which the others are let go
-//   stuck        does not return from registering beyond 64 KiB
-//   later        answers that registering goes on, and is done when it is asked for the third time
-//   FAKE_NCCL_VERSION   22703      FAKE_FAR   a PE whose memory is not mapped
-// Symmetric memory is files of the folder FAKE_NCCL_DIR, which PEs that are processes map from each other.
-// Compiled with WITHOUT_PEERS, it has no addresses of peers.
+// A fake NCCL for tests. It logs sends, receives and operations on symmetric memory to FAKE_NVSHMEM_LOG. FAKE_NCCL:
+//   duplicate    refuses to start, as the real one does with several PEs per device
+//   pe1          refuses to start on PE 1 only        hang   never returns from the start
+//   nowindow     has no symmetric memory              full1  out of memory on PE 1 above 64 KiB
+//   refuses1     fails to register on PE 1 above 64 KiB, after releasing the other PEs
+//   stuck        never returns from registering above 64 KiB
+//   later        registers asynchronously: in progress until the third query
+//   FAKE_NCCL_VERSION [22703]      FAKE_UNREACHABLE   a PE whose memory cannot be mapped
+// Symmetric memory consists of files in the folder FAKE_NCCL_DIR, which the PE processes map.
+// WITHOUT_PEERS leaves out ncclGetPeerDevicePointer.
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +17,7 @@
 
 typedef struct { char internal[128]; } Id;
 typedef void* Handle;
-// `window` is the number of the window that it has, from 1, the same on all ranks; 0 where it has none.
+// `window` is the number of the memory's window, from 1, the same on all ranks; 0 without a window.
 typedef struct { int number, window; char* place; size_t bytes; } Memory;
 
 static int me = -1, ranks, depth, memories, windows, asked;
@@ -125,7 +125,7 @@ int ncclMemFree(void* place) {
     memory->place = NULL;
     return 0;
 }
-// As the real one it waits for all ranks, and without a limit.
+// Like the real function it waits for all ranks without a limit.
 int ncclCommWindowRegister(Handle communicator, void* place, size_t bytes, Handle* window, int flags) {
     Memory* memory = memory_at(place);
     const int large = bytes > 64 << 10;
@@ -164,9 +164,9 @@ int ncclCommWindowDeregister(Handle communicator, Handle window) {
 #ifndef WITHOUT_PEERS
 int ncclGetPeerDevicePointer(Handle window, size_t offset, int pe, void** place) {
     const Memory* memory = window;
-    const char* far = getenv("FAKE_FAR");
+    const char* unreachable = getenv("FAKE_UNREACHABLE");
     if (!memory || !memory->window || pe < 0 || pe >= ranks || (is("later") && asked < 3)) return 4;
-    char* first = far && atoi(far) == pe && me != pe ? NULL : map("window", pe, memory->window, memory->bytes, 0);
+    char* first = unreachable && atoi(unreachable) == pe && me != pe ? NULL : map("window", pe, memory->window, memory->bytes, 0);
     *place = first ? first + offset : NULL;
     return 0;
 }

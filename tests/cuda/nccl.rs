@@ -1,4 +1,4 @@
-//! `--symmetric nccl` over the driver and the NCCL of this directory: PEs are processes, and map each other's memory.
+//! `--symmetric nccl` over the fake driver and NCCL: PE processes that map each other's memory.
 
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
@@ -12,24 +12,24 @@ use aristos::gpu::{Gpu, GpuError, SymmetricBuffer, SymmetricBy};
 use crate::{Fakes, assert_says};
 
 const LIMIT: Duration = Duration::from_secs(10);
-/// What PEs of a pair start with: a device each, and a version that has symmetric memory.
+/// Two PEs with a device each, and a version with symmetric memory.
 const PAIR: [(&str, &str); 2] = [("FAKE_NCCL_VERSION", "22902"), ("FAKE_DEVICES", "2")];
 
-/// PEs that meet by files of a folder.
+/// A bootstrap of processes that exchange data through files in a folder.
 struct Folder {
     path: PathBuf,
     me: usize,
     n: usize,
     turn: std::cell::Cell<usize>,
-    /// A turn from which on this PE does not come.
-    leaves: usize,
+    /// The exchange from which on this PE does not take part.
+    missing_from: usize,
 }
 
 impl Folder {
     fn of_this_process() -> Folder {
         let number = |name| std::env::var(name).unwrap().parse().unwrap();
         let path = std::env::var_os("FAKE_NCCL_DIR").unwrap().into();
-        Folder { path, me: number("PE"), n: number("PES"), turn: 0.into(), leaves: usize::MAX }
+        Folder { path, me: number("PE"), n: number("PES"), turn: 0.into(), missing_from: usize::MAX }
     }
 }
 
@@ -44,7 +44,7 @@ impl Bootstrap for Folder {
         let start = Instant::now();
         let turn = self.turn.replace(self.turn.get() + 1);
         let of = |pe: usize| self.path.join(format!("turn-{turn}-{pe}"));
-        if turn < self.leaves {
+        if turn < self.missing_from {
             std::fs::write(of(self.me).with_extension("part"), mine).unwrap();
             std::fs::rename(of(self.me).with_extension("part"), of(self.me)).unwrap();
         }
@@ -67,11 +67,11 @@ impl Bootstrap for Folder {
     }
 }
 
-/// Runs the ignored test `case` of this program as each of `n` PEs, which must pass; the log's lines of each.
+/// Runs the ignored test `case` of this program as each of `n` PEs, which must pass; returns each PE's log lines.
 fn run(case: &str, n: usize, env: &[(&str, &str)]) -> Vec<Vec<String>> {
     let fakes = Fakes::new(&[], &[]);
     let pe = |pe: usize| {
-        let mut command = fakes.around(Command::new(std::env::current_exe().unwrap()));
+        let mut command = fakes.add_to(Command::new(std::env::current_exe().unwrap()));
         command.args(["--ignored", "--exact", &format!("nccl::{case}"), "--nocapture"]).envs(env.iter().copied());
         command.env("PE", pe.to_string()).env("PES", n.to_string()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.env_remove("NCCL_MULTI_RANK_GPU_ENABLE").env_remove("NCCL_SOCKET_IFNAME");
@@ -91,7 +91,7 @@ fn run(case: &str, n: usize, env: &[(&str, &str)]) -> Vec<Vec<String>> {
     (0..n).map(of).collect()
 }
 
-/// A test, and its case as two processes.
+/// Defines tests that run a case as two processes.
 macro_rules! pairs {
     ($($name:ident / $case:ident [$($env:expr),*];)*) => { $(
         #[test]
@@ -102,17 +102,17 @@ macro_rules! pairs {
 }
 
 pairs! {
-    bytes_come_to_the_peers / copies_case [];
-    a_communicator_that_does_not_block / copies_case [("FAKE_NCCL", "later")];
-    one_pe_without_memory_is_all_s_error / full_case [("FAKE_NCCL", "full1")];
-    one_pe_s_refusal_to_register_is_all_s_error / refused_case [("FAKE_NCCL", "refuses1")];
-    registering_that_does_not_end / stuck_case [("FAKE_NCCL", "stuck")];
-    a_pe_that_does_not_come_is_named / missing_case [];
-    a_pe_out_of_reach / far_case [("FAKE_FAR", "1")];
-    no_symmetric_memory / no_window_case [("FAKE_NCCL", "nowindow")];
-    unlike_sizes / sizes_case [];
-    an_old_nccl_on_all / old_case [("FAKE_NCCL_VERSION", "22806")];
-    pes_that_share_a_device / sharing_case [("FAKE_DEVICES", "1"), ("FAKE_NCCL_VERSION", "23003")];
+    bytes_reach_the_peers / copies_case [];
+    non_blocking_communicator_works / copies_case [("FAKE_NCCL", "later")];
+    out_of_memory_on_one_pe_fails_on_all / full_case [("FAKE_NCCL", "full1")];
+    failed_registration_on_one_pe_fails_on_all / refused_case [("FAKE_NCCL", "refuses1")];
+    hanging_registration_times_out / stuck_case [("FAKE_NCCL", "stuck")];
+    missing_pe_is_named / missing_case [];
+    unreachable_pe_is_refused / unreachable_case [("FAKE_UNREACHABLE", "1")];
+    missing_symmetric_memory_is_refused / no_window_case [("FAKE_NCCL", "nowindow")];
+    different_sizes_are_refused / sizes_case [];
+    old_nccl_is_refused / old_case [("FAKE_NCCL_VERSION", "22806")];
+    shared_device_needs_permission / sharing_case [("FAKE_DEVICES", "1"), ("FAKE_NCCL_VERSION", "23003")];
 }
 
 fn attach() -> Result<CudaGpu, GpuError> {
@@ -126,22 +126,22 @@ fn refusal(words: &[&str]) {
     assert_says(&error.to_string(), words);
 }
 
-/// Writes to the other PE's part of symmetric memory, and reads what came.
+/// Writes a byte to every other PE's symmetric memory and checks the received bytes.
 fn exchange(gpu: &CudaGpu, memory: &SymmetricBuffer<'_>) {
     let (me, n) = (gpu.my_pe(), gpu.n_pes());
     for pe in (0..n).filter(|&pe| pe != me) {
         assert_ne!(memory.peer(pe), memory.address());
-        // Any place inside has its own.
+        // Addresses inside an allocation are translated too.
         assert_eq!(gpu.peer_raw(memory.address() + 24, pe), memory.peer(pe) + 24);
-        // SAFETY: a byte of the peer's memory, which is a file that this process has mapped.
+        // SAFETY: a byte of the peer's memory, a file that this process has mapped.
         unsafe { gpu.copy_in_raw(memory.peer(pe) + me as u64, &[me as u8 + 1]) }.unwrap();
     }
     gpu.barrier(LIMIT).unwrap();
     for pe in (0..n).filter(|&pe| pe != me) {
-        let mut came = [0];
-        // SAFETY: a byte of the own memory.
-        unsafe { gpu.copy_out_raw(&mut came, memory.address() + pe as u64) }.unwrap();
-        assert_eq!(came, [pe as u8 + 1]);
+        let mut received = [0];
+        // SAFETY: a byte of this PE's memory.
+        unsafe { gpu.copy_out_raw(&mut received, memory.address() + pe as u64) }.unwrap();
+        assert_eq!(received, [pe as u8 + 1]);
     }
 }
 
@@ -168,7 +168,7 @@ fn full_case() {
     let gpu = attach().unwrap();
     let error = SymmetricBuffer::new(&gpu, 1 << 17).map(|_| ()).unwrap_err();
     assert!(matches!(error, GpuError::OutOfMemory { kind: "symmetric device", asked: 131_072, .. }), "{error}");
-    // It goes on with less.
+    // Smaller allocations still succeed.
     SymmetricBuffer::new(&gpu, 1 << 10).unwrap().free(LIMIT).unwrap();
     gpu.finish().unwrap();
 }
@@ -196,8 +196,8 @@ fn stuck_case() {
 #[ignore = "runs in processes of its own"]
 fn missing_case() {
     let mut folder = Folder::of_this_process();
-    // PE 1 comes to the start, and to no more: attaching has 6 meetings, an allocation of its own 3.
-    folder.leaves = if folder.me == 1 { 8 } else { usize::MAX };
+    // PE 1 takes part in attaching (6 exchanges) but not in all of the first allocation (3).
+    folder.missing_from = if folder.me == 1 { 8 } else { usize::MAX };
     let me = folder.me;
     let gpu = CudaGpu::attach_by(SymmetricBy::Nccl, folder, Duration::from_secs(2)).unwrap();
     let first = SymmetricBuffer::new(&gpu, 64).and_then(|_| SymmetricBuffer::new(&gpu, 64));
@@ -209,7 +209,7 @@ fn missing_case() {
 
 #[test]
 #[ignore = "runs in processes of its own"]
-fn far_case() {
+fn unreachable_case() {
     refusal(&["PE 0's GPU does not reach the memory of PE 1's", "loads and stores", "`symmetric` nvshmem"]);
 }
 
@@ -239,7 +239,7 @@ fn old_case() {
 fn sharing_case() {
     refusal(&["2 PEs share a GPU", "NCCL 2.30.3", "set NCCL_MULTI_RANK_GPU_ENABLE=1"]);
     let of = |env: &[(String, String)], name: &str| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone());
-    // The supervisor sets it.
+    // The launcher sets it.
     let env = pe_environment(2, SymmetricBy::Nccl).unwrap();
     assert_eq!(of(&env, "NCCL_MULTI_RANK_GPU_ENABLE").as_deref(), Some("1"));
     assert_eq!(of(&env, "NCCL_SOCKET_IFNAME").as_deref(), Some("lo"));
@@ -250,9 +250,9 @@ fn sharing_case() {
 }
 
 #[test]
-fn memory_is_registered_and_given_back_in_order() {
+fn memory_is_registered_and_freed_in_order() {
     for lines in run("copies_case", 2, &PAIR) {
-        // The first at the start, the second of `try_put`; of the last two the earlier goes first.
+        // Memory 0 is from the start, 1 from `try_put`; of the last two the earlier is freed first.
         let ends: Vec<String> =
             (0..3).flat_map(|i| [format!("deregisters memory {i}"), format!("frees memory {i}")]).collect();
         let begins = |i: usize| [format!("allocates memory {i}"), format!("registers memory {i}")];
@@ -271,7 +271,7 @@ fn memory_is_registered_and_given_back_in_order() {
 }
 
 #[test]
-fn one_pe_alone_has_windows_too() {
+fn single_pe_has_windows() {
     let lines = run("alone_case", 1, &[("FAKE_NCCL_VERSION", "23203")]);
     assert!(lines[0].contains(&"registers memory 1".to_string()), "{lines:?}");
 }
@@ -284,9 +284,9 @@ fn alone_case() {
     gpu.finish().unwrap();
 }
 
-/// What is left is given back, and the caller's communicator stays.
+/// Remaining memory is freed, and the caller's communicator stays alive.
 #[test]
-fn a_communicator_of_the_caller_s() {
+fn communicator_of_the_caller_is_kept() {
     for lines in run("shared_case", 2, &PAIR) {
         let ends = ["deregisters memory 2", "frees memory 2"];
         assert_eq!(lines[lines.len() - 2..], ends, "{lines:?}");
@@ -299,7 +299,7 @@ fn a_communicator_of_the_caller_s() {
 fn shared_case() {
     let folder = Folder::of_this_process();
     let (me, n) = (folder.me, folder.n);
-    // SAFETY: the NCCL of this directory; its functions have these types.
+    // SAFETY: the fake NCCL, whose functions have these types.
     let (communicator, library) = unsafe {
         let attach = |communicator, folder| CudaGpu::attach_communicator(communicator, folder, LIMIT);
         let error = attach(0, Folder::of_this_process()).map(|_| ()).unwrap_err().to_string();
@@ -313,20 +313,20 @@ fn shared_case() {
         assert_eq!(start(&raw mut communicator, n as c_int, [0xcd; 128], me as c_int), 0);
         (communicator as usize, library)
     };
-    // Its turns go on after those of the attempt above.
+    // The failed attempt above has done one exchange.
     folder.turn.set(1);
-    // SAFETY: a communicator just made, by the NCCL that is open, and used by nobody else.
+    // SAFETY: created above by the loaded NCCL, and not used elsewhere.
     let gpu = unsafe { CudaGpu::attach_communicator(communicator, folder, LIMIT) }.unwrap();
     assert_eq!(gpu.info().number, me, "the communicator's device");
     gpu.try_put().unwrap();
-    // Left allocated.
+    // Deliberately not freed.
     exchange(&gpu, &SymmetricBuffer::new(&gpu, 4096).unwrap());
     gpu.finish().unwrap();
     drop(library);
 }
 
 fn aristos(fakes: &Fakes, args: &str, env: &[(&str, &str)]) -> Output {
-    let mut command = fakes.around(Command::new("timeout"));
+    let mut command = fakes.add_to(Command::new("timeout"));
     command.arg("60").arg(env!("CARGO_BIN_EXE_aristos")).args(args.split_whitespace());
     command.env_remove("NCCL_MULTI_RANK_GPU_ENABLE").envs(env.iter().copied()).output().unwrap()
 }
@@ -340,7 +340,7 @@ fn line(fakes: &Fakes, args: &str, env: &[(&str, &str)]) -> String {
 }
 
 #[test]
-fn what_is_missing_is_one_line_before_any_pe_starts() {
+fn missing_requirements_are_reported_before_pes_start() {
     let run = "run --device cuda --pes 2 --tokens 64 --symmetric nccl";
     let fakes = Fakes::new(&[], &[]);
     let of = |env: &[(&str, &str)]| line(&fakes, run, &[&PAIR[..], env].concat());
@@ -362,14 +362,14 @@ fn what_is_missing_is_one_line_before_any_pe_starts() {
     std::fs::remove_file(fakes.0.path().join("nccl/lib/libnccl.so.2")).unwrap();
     assert_says(&of(&[]), &["no NCCL (", "libnccl.so.2", "NCCL_HOME"]);
     assert!(!fakes.log().exists(), "something was started");
-    // A library that says it is new enough, and is not all there.
+    // A library whose version is new enough but lacks a function.
     let fakes = Fakes::with_nccl(&[], &[], &["-DWITHOUT_PEERS"]);
     assert_says(&line(&fakes, run, &PAIR), &["NCCL 2.29.2, lacks", "undefined symbol: ncclGetPeerDevicePointer"]);
 }
 
-/// As far as a driver goes that has no kernels of the layer: PEs meet, register, and write to each other.
+/// As far as a driver without the layer's kernels permits: PEs join, register memory, and write to each other.
 #[test]
-fn a_run_needs_nothing_of_nvshmem() {
+fn run_with_nccl_does_not_need_nvshmem() {
     let fakes = Fakes::new(&[], &[]);
     std::fs::remove_file(fakes.0.path().join("nvshmem/lib/libnvshmem_host.so.3")).unwrap();
     let env = [&PAIR[..], &[("FAKE_MEMORY", "1000000000")]].concat();
@@ -383,7 +383,7 @@ fn a_run_needs_nothing_of_nvshmem() {
 }
 
 #[test]
-fn the_doctor_says_what_nccl_can() {
+fn doctor_reports_nccl_support() {
     let fakes = Fakes::new(&[], &[]);
     let said = |env: &[(&str, &str)]| {
         let text = String::from_utf8(aristos(&fakes, "doctor", env).stdout).unwrap();

@@ -1,5 +1,6 @@
-// NVSHMEM's host library for tests: of the version in FAKE_NVSHMEM (3.4.5), initialised to the status in FAKE_STATUS (4).
-// With NVSHMEM_DISABLE_CUDA_VMM its heap is of NVSHMEM_SYMMETRIC_SIZE bytes, noted, and does not grow. It notes what it was asked in the file FAKE_NVSHMEM_LOG. Structures by their offsets, as NVSHMEM's headers have them.
+// A fake NVSHMEM host library for tests: version FAKE_NVSHMEM [3.4.5], status FAKE_STATUS [4] after initialisation. With
+// NVSHMEM_DISABLE_CUDA_VMM its heap has the fixed size NVSHMEM_SYMMETRIC_SIZE, which it logs. Calls are logged to
+// FAKE_NVSHMEM_LOG. Structures are accessed by their offsets in NVSHMEM's headers.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -61,15 +62,15 @@ void* nvshmem_malloc(size_t bytes) {
 }
 void nvshmem_free(void* place) { free(place); }
 void* nvshmem_ptr(const void* place, int pe) {
-    const char* far = getenv("FAKE_FAR"); // a PE whose memory is not mapped
-    return far && atoi(far) == pe ? NULL : (char*)place + 4096 * pe;
+    const char* unreachable = getenv("FAKE_UNREACHABLE"); // a PE whose memory cannot be mapped
+    return unreachable && atoi(unreachable) == pe ? NULL : (char*)place + 4096 * pe;
 }
 int nvshmem_my_pe(void) { return rank; }
 int nvshmem_n_pes(void) { return n_pes; }
 void nvshmem_barrier_all(void) {}
 void nvshmem_quiet(void) {}
 void nvshmemx_barrier_all_on_stream(void* stream) { (void)stream; }
-// What the stream would do is noted, by PE; what it could not do, as "wrong".
+// Logs the operation with its PE; invalid operations are logged as "wrong".
 static void on_stream(const char* what, const void* place, size_t bytes, int pe, void* stream) {
     char line[128];
     const int inside = last && (const char*)place >= last && (const char*)place + bytes <= last + last_bytes;
@@ -83,7 +84,7 @@ void nvshmemx_putmem_on_stream(void* to, const void* from, size_t bytes, int pe,
 void nvshmemx_getmem_on_stream(void* to, const void* from, size_t bytes, int pe, void* stream) {
     on_stream("gets", from, bytes, from == to ? -1 : pe, stream);
 }
-static uint64_t turn_put, turn_awaited; // each one more than the last, or the first
+static uint64_t turn_put, turn_awaited; // each is one more than its predecessor, or 1
 void nvshmemx_putmem_signal_on_stream(void* to, const void* from, size_t bytes, uint64_t* signal, uint64_t value, int op,
                                       int pe, void* stream) {
     const int right = op == 9 && (value == turn_put + 1 || value == 1) && from != to && (char*)signal != to;
@@ -91,7 +92,7 @@ void nvshmemx_putmem_signal_on_stream(void* to, const void* from, size_t bytes, 
     on_stream("signals", to, bytes, right ? pe : -1, stream);
 }
 void nvshmemx_signal_wait_until_on_stream(uint64_t* signal, int compare, uint64_t value, void* stream) {
-    if (status == 3) exit(255); // as the real one does
+    if (status == 3) exit(255); // like the real one
     const int right = compare == 5 && (value == turn_awaited + 1 || value == 1);
     turn_awaited = value;
     on_stream("waits for", signal, sizeof *signal, right ? 1 - rank : -1, stream);

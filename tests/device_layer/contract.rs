@@ -1,12 +1,12 @@
-//! What else the contract of a layer asks of one on a device: weights set in place, gradients accumulated, modes that change,
-//! and passes that belong to their layer.
+//! The rest of the layer's interface on a device: weights set in place, accumulated gradients, changes of mode, and
+//! ownership of passes.
 
 use aristos::gpu::GpuError;
 use aristos::moe::{Gradients, WeightError, WeightId};
 
 use super::*;
 
-/// A layer with every kind of weight, which a sigmoid router with a correction bias routes.
+/// A layer with every kind of weight, and a sigmoid router with a correction bias.
 fn rich() -> LayerConfig {
     let base = mixtral(32, 24, 12, 4);
     let expert = with!(base.expert; bias = true);
@@ -15,7 +15,7 @@ fn rich() -> LayerConfig {
     with!(base; expert = expert, shared = shared, router = router, aux_loss_coef = 0.1)
 }
 
-/// A source whose router's weights are exact in bf16, so that one plane holds them.
+/// A source whose router weights are exact in bf16, so that one plane holds them.
 struct OnePlane<'a>(&'a Synthetic);
 
 impl WeightSource for OnePlane<'_> {
@@ -39,7 +39,7 @@ fn set_all<L: MoeLayer>(layer: &mut L, source: &dyn WeightSource) {
     }
 }
 
-/// Everything that a step leaves, to be compared bit for bit.
+/// All results of a step, for bitwise comparison.
 type Left = (Vec<f32>, Vec<f32>, Vec<u32>, Vec<Vec<f32>>);
 
 pub fn flat(grads: &Gradients) -> Vec<Vec<f32>> {
@@ -55,10 +55,10 @@ fn step<L: MoeLayer>(layer: &mut L, data: &Synthetic) -> Left {
     (done.output, done.grad_input, done.routed.chosen, flat(&done.grads))
 }
 
-/// A layer whose weights are all set equals one made anew from them, bit for bit, also where the router's weights then need
-/// more planes, or fewer.
+/// Replacing all weights of a layer equals making a new one from them, bit for bit, even if the router's weights then
+/// need more or fewer planes.
 #[test]
-fn weights_set_in_place_are_those_of_a_layer_made_anew() {
+fn set_weights_equal_those_of_a_new_layer() {
     let (before, after) = (synthetic(rich(), 3), synthetic(rich(), 4));
     for dtype in [Dtype::Bf16, Dtype::F16] {
         for hopper in [false, true] {
@@ -99,8 +99,8 @@ fn weights_set_in_place_are_those_of_a_layer_made_anew() {
 }
 
 #[test]
-fn weights_set_between_steps_take_no_memory() {
-    // As little as an emulated device takes for a step, a thousand times.
+fn setting_weights_allocates_no_memory() {
+    // A small layer keeps the thousand steps short.
     let small = || mixtral(8, 8, 2, 1);
     let (source, other) = (synthetic(small(), 3), synthetic(small(), 4));
     let device = with!(EmulatedDevice::default(); multiprocessors = 2);
@@ -126,7 +126,7 @@ fn weights_set_between_steps_take_no_memory() {
 }
 
 #[test]
-fn weights_that_cannot_be_set_are_named() {
+fn invalid_weights_are_rejected() {
     let world = World { dtype: Dtype::F16, ..World::new() };
     let source = synthetic(mixtral(16, 8, 6, 2), 1);
     on_pes(world.pes(2), |gpu| {
@@ -158,12 +158,12 @@ fn weights_that_cannot_be_set_are_named() {
 
 /// Gradients accumulated over several backward passes are the sums of the separate ones, in their order.
 #[test]
-fn accumulated_gradients_are_the_sums() {
+fn accumulated_gradients_are_sums() {
     let source = synthetic(rich(), 3);
     let world = World::new();
     on_pes(world.pes(2), |gpu| {
         let mut layer = new_layer(gpu, &world, &source, 13).unwrap();
-        // One of three is by the caller's routing, which has no gradients of replicated weights.
+        // The second of the three passes uses the caller's routing, which has no gradients of replicated weights.
         let pass = |layer: &mut DeviceLayer<'_>, batch: usize| -> Vec<Vec<f32>> {
             let first = 26 * batch + 13 * gpu.my_pe();
             let (x, dy) = (source.hidden_states(first..first + 13), source.grad_output(first..first + 13));
@@ -183,21 +183,21 @@ fn accumulated_gradients_are_the_sums() {
             layer.recycle(saved);
             flat(layer.gradients().unwrap())
         };
-        let apart: Vec<_> = (0..3).map(|batch| pass(&mut layer, batch)).collect();
+        let separate: Vec<_> = (0..3).map(|batch| pass(&mut layer, batch)).collect();
         let sums = |batches: &[usize]| {
-            let mut sum = apart[batches[0]].clone();
+            let mut sum = separate[batches[0]].clone();
             for &batch in &batches[1..] {
-                let pairs = sum.iter_mut().flatten().zip(apart[batch].iter().flatten());
+                let pairs = sum.iter_mut().flatten().zip(separate[batch].iter().flatten());
                 pairs.for_each(|(sum, d)| *sum += d);
             }
             sum
         };
-        // Twice, with what is there when it begins.
+        // Twice, so that the second run starts with existing sums.
         for _ in 0..2 {
             layer.set_accumulate(false).unwrap();
-            assert_eq!(pass(&mut layer, 0), apart[0], "overwritten");
+            assert_eq!(pass(&mut layer, 0), separate[0], "overwritten");
             layer.set_accumulate(true).unwrap();
-            assert_eq!(flat(layer.gradients().unwrap()), apart[0], "nothing is lost");
+            assert_eq!(flat(layer.gradients().unwrap()), separate[0], "nothing is lost");
             assert_eq!(pass(&mut layer, 1), sums(&[0, 1]));
             assert_eq!(pass(&mut layer, 2), sums(&[0, 1, 2]));
             assert_eq!(pass(&mut layer, 0), sums(&[0, 1, 2, 0]));
@@ -206,10 +206,10 @@ fn accumulated_gradients_are_the_sums() {
     });
 }
 
-/// The kernels of a step are all loaded when the layer is made, that which accumulates among them: a caller may capture a step, in which no driver may load
-/// any. The emulator refuses to record what was not prepared.
+/// Making the layer loads all kernels of a step, including the accumulating one: a caller may capture a step, during
+/// which drivers cannot load kernels. The emulator refuses to record a kernel that is not prepared.
 #[test]
-fn a_whole_step_that_accumulates_can_be_recorded() {
+fn accumulating_step_can_be_recorded() {
     let source = synthetic(rich(), 3);
     let world = World::new();
     on_pes(world.pes(1), |gpu| {
@@ -227,9 +227,9 @@ fn a_whole_step_that_accumulates_can_be_recorded() {
     });
 }
 
-/// A layer's mode changes between passes, also between a forward pass and its backward, and no bit with it.
+/// Changing the mode between passes, even between forward and backward, changes no bit.
 #[test]
-fn the_mode_can_change_at_any_time() {
+fn mode_can_change_between_passes() {
     for source in [synthetic(rich(), 3), hot(&mixtral(32, 16, 8, 2), 0.25, 1.0)] {
         let mut world = World::new();
         world.options = with!(small_options(); chunk_rows = Some(3), budget_factor = 0.5);
@@ -254,9 +254,9 @@ fn the_mode_can_change_at_any_time() {
     }
 }
 
-/// A recorded layer follows its layer's changes: of the mode, and of how many planes its router's weights take.
+/// A recorded layer follows changes of the mode and of the number of planes of its router's weights.
 #[test]
-fn a_recorded_layer_follows_changes() {
+fn recorded_layer_follows_changes() {
     let (before, after) = (synthetic(rich(), 3), synthetic(rich(), 4));
     let world = World::new();
     let source = OnePlane(&before);
@@ -286,9 +286,9 @@ fn a_recorded_layer_follows_changes() {
     }
 }
 
-/// What a forward pass leaves belongs to its layer, and to one backward.
+/// A saved pass belongs to its layer, for one backward.
 #[test]
-fn a_pass_belongs_to_its_layer() {
+fn saved_pass_of_another_layer_is_rejected() {
     let source = synthetic(mixtral(16, 8, 6, 2), 1);
     let world = World::new();
     let gpu = world.pes(1).remove(0);
@@ -325,14 +325,14 @@ fn a_pass_belongs_to_its_layer() {
     one.experts_backward(&mut given, x, grad_output, grad_input, &mut weights).unwrap();
     one.finish(&given).unwrap();
 
-    // Another layer's memory is not kept.
+    // Recycling another layer's state only frees it.
     let fresh = one.forward(x, &mut output).unwrap();
     one.finish(&fresh).unwrap();
     other.recycle(fresh);
     let before = other.forward(x, &mut output).unwrap();
     other.finish(&before).unwrap();
 
-    // A layer that is gone, and one that has its memory.
+    // The layer is freed, and a new one uses its memory.
     let mut left = one.forward(x, &mut output).unwrap();
     one.finish(&left).unwrap();
     one.free().unwrap();
@@ -343,7 +343,7 @@ fn a_pass_belongs_to_its_layer() {
 }
 
 #[test]
-fn a_recorded_pass_is_the_last_of_its_layer_over_its_buffers() {
+fn invalid_recordings_are_rejected() {
     let source = synthetic(mixtral(16, 8, 6, 2), 1);
     let world = World::new();
     let gpu = world.pes(1).remove(0);
@@ -361,7 +361,7 @@ fn a_recorded_pass_is_the_last_of_its_layer_over_its_buffers() {
     assert_eq!(text(result), format!("cannot run backward: {taken}"));
     assert_eq!(text(one.finish(&first).map(drop)), format!("cannot finish a pass: {taken}"));
 
-    // Other buffers than those of the recording are refused, and a right call after that is not.
+    // Buffers other than the recorded ones are rejected, and a correct call still works after that.
     let why = "cannot repeat a recorded pass: its buffers or the number of tokens are others than those recorded";
     let mut more = one.values(&[0.0; 64]).unwrap();
     assert_eq!(text(one.forward(x, &mut more).map(drop)), why);
@@ -379,7 +379,7 @@ fn a_recorded_pass_is_the_last_of_its_layer_over_its_buffers() {
 }
 
 #[test]
-fn memory_of_another_device_is_refused() {
+fn memory_of_another_device_is_rejected() {
     let source = synthetic(mixtral(16, 8, 6, 2), 1);
     let world = World::new();
     let (gpu, elsewhere) = (world.pes(1).remove(0), world.pes(1).remove(0));

@@ -1,4 +1,4 @@
-//! Routing by the caller: against dense loops in float64, and against the layer's own router.
+//! The caller's routing, against dense loops in float64 and against the layer's own router.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use aristos::moe::{MlpId, Proj, RouterConfig, WeightId};
 
 use super::*;
 
-/// A caller's routing of some tokens, `[tokens, top_k]`.
+/// The caller's routing of some tokens, `[tokens, top_k]`.
 #[derive(Clone, Debug)]
 struct Choices {
     ids: Vec<i32>,
@@ -15,14 +15,14 @@ struct Choices {
 }
 
 impl Choices {
-    /// The tokens of a range.
+    /// The part for a range of tokens.
     fn of(&self, range: Range<usize>, k: usize) -> Choices {
         let range = range.start * k..range.end * k;
         Choices { ids: self.ids[range.clone()].to_vec(), weights: self.weights[range].to_vec() }
     }
 }
 
-/// Numbers that look random: splitmix64.
+/// Pseudo-random numbers: splitmix64.
 struct Draws(u64);
 
 impl Draws {
@@ -34,13 +34,13 @@ impl Draws {
         z ^ (z >> 31)
     }
 
-    /// In -2..2, so weights have any sign and no sum.
+    /// A weight in -2..2, so that weights have either sign.
     fn weight(&mut self) -> f32 {
         (self.next() % 4000) as f32 / 1000.0 - 2.0
     }
 }
 
-/// Different experts in any order, every third choice none, and some tokens with none at all.
+/// Distinct experts in any order; every third choice is none, and some tokens have no expert.
 fn any_choices(tokens: usize, experts: usize, k: usize, seed: u64) -> Choices {
     let mut draws = Draws(seed);
     let mut all = Choices { ids: Vec::new(), weights: Vec::new() };
@@ -52,14 +52,14 @@ fn any_choices(tokens: usize, experts: usize, k: usize, seed: u64) -> Choices {
         for &id in &order[..k] {
             let none = token % 7 == 3 || draws.next().is_multiple_of(3);
             all.ids.push(if none { -1 } else { id });
-            // What is not read may be anything.
+            // Weights of missing experts must not be read.
             all.weights.push(if none { f32::NAN } else { draws.weight() });
         }
     }
     all
 }
 
-/// Every token to expert `hot` alone, which is any one of its choices.
+/// Every token has the single expert `hot`, in a random column.
 fn all_to_one(tokens: usize, hot: i32, k: usize, seed: u64) -> Choices {
     let mut draws = Draws(seed);
     let mut all = Choices { ids: vec![-1; tokens * k], weights: vec![0.0; tokens * k] };
@@ -70,7 +70,7 @@ fn all_to_one(tokens: usize, hot: i32, k: usize, seed: u64) -> Choices {
     all
 }
 
-/// What a pass by the caller's routing and its backward should leave, over all tokens.
+/// Expected results of a pass with the caller's routing and its backward, over all tokens.
 struct Dense {
     output: Vec<f64>,
     grad_input: Vec<f64>,
@@ -78,7 +78,7 @@ struct Dense {
     grads: BTreeMap<WeightId, Vec<f64>>,
 }
 
-/// One gated SiLU expert's weights in float64: gate, up, down and their biases, zeros where there are none.
+/// Weights of one gated SiLU expert in float64: gate, up, down, and their biases or zeros.
 struct Expert {
     matrix: [Vec<f64>; 3],
     bias: [Vec<f64>; 3],
@@ -98,7 +98,7 @@ impl Expert {
         }
     }
 
-    /// `down(silu(gate(x)) * up(x))`, with what its gradient needs: gate(x), up(x), the inner values.
+    /// `down(silu(gate(x)) * up(x))`, and gate(x), up(x) and the inner values for its gradient.
     fn forward(&self, x: &[f64]) -> (Vec<f64>, [Vec<f64>; 3]) {
         let linear = |m: usize, x: &[f64]| -> Vec<f64> {
             let rows = self.matrix[m].chunks_exact(x.len()).zip(&self.bias[m]);
@@ -115,12 +115,12 @@ fn add_outer(sum: &mut [f64], a: &[f64], b: &[f64]) {
     sum.chunks_exact_mut(b.len()).zip(a).for_each(|(row, a)| row.iter_mut().zip(b).for_each(|(s, b)| *s += a * b));
 }
 
-/// `y^T W` added to `sum`.
+/// `sum += y^T W`.
 fn add_transposed(sum: &mut [f64], matrix: &[f64], y: &[f64]) {
     matrix.chunks_exact(sum.len()).zip(y).for_each(|(row, y)| sum.iter_mut().zip(row).for_each(|(s, w)| *s += y * w));
 }
 
-/// Dense loops: token by token, choice by choice.
+/// Dense loops over tokens and choices.
 fn dense(source: &Synthetic, x: &[f64], grad_output: &[f64], choices: &Choices, round: fn(f32) -> f32) -> Dense {
     let config = source.config();
     let (h, k) = (config.hidden, config.router.top_k);
@@ -166,7 +166,7 @@ fn dense(source: &Synthetic, x: &[f64], grad_output: &[f64], choices: &Choices, 
     all
 }
 
-/// What one PE's pass by the caller's routing left.
+/// Results of one PE's pass with the caller's routing.
 struct PeExperts {
     output: Vec<f32>,
     grad_input: Vec<f32>,
@@ -177,7 +177,7 @@ struct PeExperts {
     all_reduce_bytes: u64,
 }
 
-/// A pass by the caller's routing, and its backward, on a layer that exists.
+/// A pass with the caller's routing, and its backward.
 fn experts_step<L: MoeLayer>(layer: &mut L, x: &[f32], grad_output: &[f32], choices: &Choices) -> PeExperts {
     use std::borrow::{Borrow, BorrowMut};
     let mut output = vec![f32::NAN; x.len()];
@@ -210,7 +210,7 @@ fn experts_step<L: MoeLayer>(layer: &mut L, x: &[f32], grad_output: &[f32], choi
     }
 }
 
-/// Two passes by the caller's routing on `n` PEs, which must be the same bit for bit, against the dense loops.
+/// Two passes with the caller's routing on `n` PEs, which must be bitwise equal, against the dense loops.
 fn check_experts(world: &World, source: &Synthetic, choices: &Choices, n: usize, what: &str) -> Vec<PeExperts> {
     let config = source.config();
     let (h, k) = (config.hidden, config.router.top_k);
@@ -250,7 +250,7 @@ fn check_experts(world: &World, source: &Synthetic, choices: &Choices, n: usize,
         near(&format!("{id:?}"), got.clone(), want);
     }
     for pe in &pes {
-        // What every PE holds is the caller's affair.
+        // Gradients of replicated weights are up to the caller.
         for id in config.replicated_weights() {
             assert!(pe.grads.get(&id).is_none_or(|grad| grad.iter().all(|&d| d == 0.0)), "{what}: {id:?}");
         }
@@ -263,9 +263,9 @@ fn check_experts(world: &World, source: &Synthetic, choices: &Choices, n: usize,
     pes
 }
 
-/// The loops' own gradients are those of finite differences of their output.
+/// The gradients of the dense loops match finite differences.
 #[test]
-fn the_dense_loops_differentiate() {
+fn dense_reference_gradients_match_finite_differences() {
     let base = mixtral(8, 16, 4, 3);
     let source = synthetic(with!(base; expert.bias = true), 9);
     let choices = any_choices(3, 4, 3, 1);
@@ -291,7 +291,7 @@ fn the_dense_loops_differentiate() {
 }
 
 #[test]
-fn any_routing_is_that_of_float64() {
+fn any_routing_matches_float64() {
     let base = mixtral(32, 24, 7, 4);
     let expert = with!(base.expert; bias = true);
     let shared = Some(SharedConfig::new(with!(expert; intermediate = 40), true));
@@ -315,7 +315,7 @@ fn any_routing_is_that_of_float64() {
 }
 
 #[test]
-fn all_tokens_to_one_expert_by_the_callers_routing() {
+fn callers_routing_may_send_all_tokens_to_one_expert() {
     let source = synthetic(mixtral(32, 24, 7, 3), 6);
     for (n, hot) in [(1, 0), (3, 6), (3, 2)] {
         let options = with!(small_options(); budget_factor = 0.5, chunk_rows = Some(4));
@@ -327,13 +327,13 @@ fn all_tokens_to_one_expert_by_the_callers_routing() {
     check_experts(&World::new(), &source, &none, 2, "no token has an expert");
 }
 
-/// Fed with what a router has chosen, in any order, the pass is the router's own to the last bit.
+/// With the choices of the layer's own router, in any order, the pass equals the router's own pass, bit for bit.
 #[test]
-fn the_routers_own_choices_are_its_own_pass() {
-    for (name, layer) in variants().into_iter().filter(|(_, layer)| layer.shared.is_none()) {
+fn routers_own_choices_give_the_same_bits() {
+    for (name, layer) in variants(32, 24, 40).into_iter().filter(|(_, layer)| layer.shared.is_none()) {
         let source = synthetic(layer.clone(), 3);
         let k = layer.router.top_k;
-        // With one choice whose weight is 1 whatever the logits are, the router adds nothing to the input's gradient.
+        // With a single choice of constant weight 1, the router contributes no gradient of the input.
         let router_is_constant = k == 1 && layer.router.renormalise;
         let world = World::new();
         let splits = even(37, 3);
@@ -362,7 +362,7 @@ fn the_routers_own_choices_are_its_own_pass() {
             if router_is_constant {
                 assert_eq!(given.grad_input, own.grad_input, "{name}");
             }
-            // And by the router again: nothing of the caller's routing is left.
+            // A later pass with the layer's router is unaffected by the caller's routing.
             let again = common::one_step(&mut layer, &x, &dy).unwrap();
             assert_eq!((&again.output, &again.grad_input), (&own.output, &own.grad_input), "{name}");
             assert_eq!(again.grads.router, own.grads.router, "{name}");
@@ -372,7 +372,7 @@ fn the_routers_own_choices_are_its_own_pass() {
 }
 
 #[test]
-fn a_constant_router_adds_nothing_to_the_inputs_gradient() {
+fn constant_router_adds_no_input_gradient() {
     let source = synthetic(mixtral(32, 24, 7, 1), 3);
     let world = World::new();
     let gpu = world.pes(1).remove(0);
@@ -385,9 +385,9 @@ fn a_constant_router_adds_nothing_to_the_inputs_gradient() {
     assert_eq!(given.grad_input, own.grad_input);
 }
 
-/// A layer that the caller always routes: no router, and the same results.
+/// A layer without a router has the same results.
 #[test]
-fn a_layer_without_a_router() {
+fn layer_without_a_router_takes_the_callers_routing() {
     let layer = mixtral(32, 24, 7, 3);
     let with = synthetic(layer.clone(), 3);
     let without = synthetic(with!(layer; router = RouterConfig::external(3)), 3);
@@ -410,12 +410,12 @@ fn a_layer_without_a_router() {
 }
 
 #[test]
-fn wrong_choices_are_named() {
+fn invalid_choices_are_reported() {
     let source = synthetic(mixtral(16, 8, 6, 3), 1);
     let world = World::new();
     let good = any_choices(9, 6, 3, 1);
     let error = |at: usize, ids: [i32; 3]| {
-        // After an error a layer is not usable.
+        // A layer is unusable after an error.
         let gpu = world.pes(1).remove(0);
         let mut layer = new_layer(&gpu, &world, &source, 9).unwrap();
         let mut choices = good.clone();
@@ -446,9 +446,8 @@ fn wrong_choices_are_named() {
     assert_eq!(result.unwrap_err().to_string(), "grad_weights has 26 elements, expected 27");
 }
 
-/// Recorded too.
 #[test]
-fn recorded_passes_take_the_callers_routing() {
+fn recorded_passes_accept_the_callers_routing() {
     let source = synthetic(mixtral(32, 24, 6, 2), 11);
     let world = World::new();
     let by_pe = on_pes(world.pes(2), |gpu| {

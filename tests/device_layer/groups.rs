@@ -1,4 +1,4 @@
-//! Expert-parallel groups, unequal placements and replicas on devices: what they compute is what the layer on the CPU does.
+//! Expert-parallel groups, uneven placements and replicas on devices: results match the CPU layer's.
 
 use aristos::moe::cpu::replica_bytes;
 use aristos::moe::placement::Split;
@@ -9,17 +9,17 @@ use super::contract::flat;
 use super::groupings::{groupings, groups, replicated};
 use super::*;
 
-/// What all PEs computed in a step, the rows of each one's experts, and what they sent.
+/// Merged results of all PEs in a step, the rows of each PE's experts, and the traffic.
 #[derive(Debug, PartialEq)]
 pub struct Done {
     step: Step,
     rows: Vec<Vec<u64>>,
-    /// Of the forward pass, the most of any PE.
+    /// Of the forward pass, the maximum over PEs.
     rounds: usize,
     pub traffic: Traffic,
 }
 
-/// The layer of PE `pe`'s group.
+/// The spec of the layer of PE `pe`'s group.
 fn spec_in(source: &Synthetic, groups: &Groups, pe: usize, tokens: usize, options: &Options) -> LayerSpec {
     let group = groups.place(pe).0;
     let placement = groups.placement(group).clone();
@@ -30,12 +30,12 @@ fn spec_in(source: &Synthetic, groups: &Groups, pe: usize, tokens: usize, option
         .options(options)
 }
 
-/// Of all groups, for the hosts of the whole world.
+/// Options for all groups, with the hosts of the whole world.
 fn device_options(of: &Groups, options: &Options) -> DeviceOptions {
     with!(DeviceOptions::default(); groups = Some(of.clone()), hosts = options.hosts.clone())
 }
 
-/// The tokens of PE `pe` through a layer, `steps` times; the bits must not change.
+/// Runs the tokens of PE `pe` through a layer, `steps` times; results must be bitwise equal.
 fn repeat<L: MoeLayer>(layer: &mut L, source: &Synthetic, range: Range<usize>, steps: usize) -> common::PeStep {
     let (x, dy) = (source.hidden_states(range.clone()), source.grad_output(range));
     let mut step = || common::one_step(layer, &x, &dy).unwrap_or_else(|error| panic!("{error}"));
@@ -48,7 +48,7 @@ fn repeat<L: MoeLayer>(layer: &mut L, source: &Synthetic, range: Range<usize>, s
     first
 }
 
-/// All PEs' results together. Whoever holds the same weights has the same bits of their gradients.
+/// Merges the results of all PEs. Holders of the same weight must have the same gradient bits.
 fn gathered(by_pe: Vec<common::PeStep>, config: &LayerConfig, groups: &Groups) -> Done {
     let mut done = Done { step: Step::default(), rows: Vec::new(), rounds: 0, traffic: Traffic::default() };
     for (pe, one) in by_pe.into_iter().enumerate() {
@@ -104,8 +104,8 @@ fn on_cpus(source: &Synthetic, of: &Groups, tokens: usize, options: &Options) ->
     gathered(by_pe, config, of)
 }
 
-/// On devices as on the CPU: the same experts of each token, the same rows for each holder, and results that differ by rounding; and those of
-/// float64.
+/// Devices choose the same experts as the CPU and send each holder the same rows. Results match the CPU's and float64's
+/// up to rounding.
 pub fn assert_same_as_on_cpus(world: &World, source: &Synthetic, of: &Groups, tokens: usize, what: &str) {
     let got = on_devices(world, source, of, tokens, 2);
     let want = on_cpus(source, of, tokens, &world.options);
@@ -127,7 +127,7 @@ pub fn assert_same_as_on_cpus(world: &World, source: &Synthetic, of: &Groups, to
     assert_close(&got.step, &reference, world.tolerance(), what);
 }
 
-/// Layers in which something is summed over the groups, or counted over them.
+/// Layers with sums or counts over the groups.
 fn layers() -> Vec<(&'static str, LayerConfig)> {
     let base = mixtral(24, 24, 7, 2);
     let mlp = with!(base.expert; bias = true);
@@ -144,12 +144,12 @@ fn layers() -> Vec<(&'static str, LayerConfig)> {
 }
 
 #[test]
-fn groups_and_replicas_compute_what_they_do_on_the_cpu() {
+fn groups_and_replicas_match_the_cpu_layer() {
     let (layers, groupings) = (layers(), groupings(7));
     let all = (layers.len() * groupings.len() * 4) as u64;
     let sample = Sample::new(6, all);
     for number in sample.numbers() {
-        // Another layer, another grouping and another world each time.
+        // Another layer, grouping and world each time.
         let number = (number * 37 % all) as usize;
         let (name, config) = &layers[number % layers.len()];
         let (grouping, n, of) = &groupings[number / layers.len() % groupings.len()];
@@ -176,9 +176,9 @@ fn groups_and_replicas_compute_what_they_do_on_the_cpu() {
     }
 }
 
-/// Some PE has no expert, another many, and several segments of tokens are dealt to replicas.
+/// One PE has no expert, another many, and replicas share several segments of tokens.
 #[test]
-fn many_tokens_of_an_expert_with_replicas() {
+fn replicas_of_an_expert_with_many_tokens_match_the_cpu_layer() {
     let source = hot(&mixtral(16, 16, 6, 2), 0.2, 0.9);
     let uneven = groups(3, &[&[0, 1, 2]], 6, |_, e| usize::from(e > 1) * 2);
     let world = World::new();
@@ -188,9 +188,9 @@ fn many_tokens_of_an_expert_with_replicas() {
     }
 }
 
-/// A caller's routing: gradients of experts are summed all the same, those of the router are zeros.
+/// With the caller's routing, gradients of experts are summed, and those of the router are zeros.
 #[test]
-fn a_callers_routing_with_replicas_and_groups() {
+fn callers_routing_with_replicas_and_groups() {
     let (config, n, k, h) = (mixtral(16, 16, 6, 2), 4, 2, 16);
     let source = synthetic(config.clone(), 8);
     let of = replicated(n, &groups(n, &[&[3, 0], &[1, 2]], 6, |_, e| e));
@@ -202,7 +202,7 @@ fn a_callers_routing_with_replicas_and_groups() {
         let mut layer = DeviceLayer::new(gpu, spec, &source, &device).unwrap();
         let tokens = 5 * me..5 * me + 5;
         let (x, dy) = (source.hidden_states(tokens.clone()), source.grad_output(tokens));
-        // The layer's own choices are given back to it, in another order.
+        // The layer's own choices in reverse order.
         let own = repeat(&mut layer, &source, 5 * me..5 * me + 5, 1);
         let swapped = |i: usize| i - i % k + (k - 1 - i % k);
         let ids: Vec<i32> = (0..5 * k).map(|i| own.routed.chosen[swapped(i)] as i32).collect();
@@ -224,10 +224,10 @@ fn a_callers_routing_with_replicas_and_groups() {
     assert_eq!(by_pe, (0..n).map(|pe| of.experts(pe).len()).collect::<Vec<_>>());
 }
 
-/// Groups that do not sum their gradients are seen: each of these is a world of its own, with its part of the tokens.
+/// Detects groups that do not sum their gradients: here each group is a world of its own with its part of the tokens.
 #[test]
 #[should_panic(expected = "Expert(")]
-fn gradients_that_groups_do_not_sum_are_seen() {
+fn unsummed_gradients_are_detected() {
     let source = synthetic(mixtral(16, 16, 6, 2), 5);
     let (world, pair) = (World::new(), groups(2, &[&[0, 1]], 6, |_, e| e));
     let both = groups(4, &[&[0, 1], &[2, 3]], 6, |_, e| e);
@@ -241,9 +241,9 @@ fn gradients_that_groups_do_not_sum_are_seen() {
     assert_close(&got, &want, world.tolerance(), "not summed");
 }
 
-/// Rows that go to another replica than the plan says are seen, though they change no result beyond rounding.
+/// Rows sent to another replica than planned are detected, although they change results only by rounding.
 #[test]
-fn rows_of_another_replica_are_seen() {
+fn rows_sent_to_the_wrong_replica_are_detected() {
     let source = synthetic(mixtral(16, 16, 7, 2), 5);
     let plain = groups(3, &[&[0, 1, 2]], 7, |_, e| e);
     let (right, world) = (replicated(3, &plain), World::new());
@@ -261,9 +261,10 @@ fn rows_of_another_replica_are_seen() {
     assert_ne!(rows(&got, &wrong), rows(&want, &right));
 }
 
-/// A PE of another group that does not do its backward is named, by its number in the world; so is one of the own group.
+/// The error names a PE that omits its backward, by its number in the world, whether it is in another group or the
+/// same.
 #[test]
-fn a_silent_pe_of_any_group_is_named() {
+fn silent_pe_of_any_group_is_reported() {
     let source = synthetic(mixtral(16, 16, 6, 2), 5);
     let of = groups(4, &[&[0, 2], &[3, 1]], 6, |_, e| e);
     let mut world = World::new();
@@ -292,7 +293,7 @@ fn a_silent_pe_of_any_group_is_named() {
 }
 
 #[test]
-fn groups_of_another_world_are_refused() {
+fn groups_of_another_world_are_rejected() {
     let source = synthetic(mixtral(16, 16, 6, 2), 5);
     let world = World::new();
     let refused = |of: Groups, spec: LayerSpec| {

@@ -1,4 +1,4 @@
-//! Hosts that are network namespaces of this machine (`tests/hosts/hosts`), and what crosses the network between them.
+//! Hosts emulated by network namespaces of this machine (`tests/hosts/hosts`), and the traffic between them.
 #![allow(dead_code)]
 
 use std::ffi::OsStr;
@@ -8,37 +8,37 @@ use std::process::{Child, Command, Stdio};
 
 use crate::skip;
 
-/// Some hosts, which are gone with this value.
+/// A set of hosts, which are removed on drop.
 pub struct Hosts {
-    /// Keeps them, until its standard input ends.
-    keeper: Child,
-    /// By host: its address, and a process that stays in its namespaces.
+    /// Keeps the hosts alive until its standard input is closed.
+    owner: Child,
+    /// Per host: its address, and a process that stays in its namespaces.
     hosts: Vec<(String, u32)>,
-    /// The process of their link, where they have one.
+    /// The process of their link, if they have one.
     link: Option<u32>,
     environment: String,
 }
 
 impl Hosts {
-    /// What makes them; with `--on ADDRESS`, inside of them, what ssh would be.
+    /// The program that creates hosts; with `--on ADDRESS`, inside them, it replaces ssh.
     pub const PROGRAM: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hosts/hosts");
 
-    /// `n` hosts; `None`, and the test is skipped, where none can be made.
+    /// Creates `n` hosts. Returns `None` and skips the test if that is impossible on this machine.
     pub fn make(n: usize) -> Option<Hosts> {
-        Self::made(&[], n)
+        Self::create(&[], n)
     }
 
-    /// The same, with a link between them that delays, reorders and loses as `settings` say (`tests/hosts/link`).
+    /// Like [`Hosts::make`], with a link that delays, reorders and drops packets as `settings` say (`tests/hosts/link`).
     pub fn with_link(n: usize, settings: &str) -> Option<Hosts> {
-        Self::made(&["--link", settings], n)
+        Self::create(&["--link", settings], n)
     }
 
-    fn made(flags: &[&str], n: usize) -> Option<Hosts> {
+    fn create(flags: &[&str], n: usize) -> Option<Hosts> {
         if !rustix::process::geteuid().is_root() {
             skip::skip("network namespaces are root's to make");
             return None;
         }
-        let mut keeper = Command::new(Self::PROGRAM)
+        let mut owner = Command::new(Self::PROGRAM)
             .args(flags)
             .args([&n.to_string(), "sh", "-c", r#"echo "${HOSTS_LINK-} $HOSTS_PIDS"; exec cat"#])
             .stdin(Stdio::piped())
@@ -46,22 +46,22 @@ impl Hosts {
             .spawn()
             .unwrap();
         let mut line = String::new();
-        BufReader::new(keeper.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        BufReader::new(owner.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let hosts: Vec<(String, u32)> = line
             .split_whitespace()
             .filter_map(|pair| pair.split_once('='))
             .map(|(address, pid)| (address.to_string(), pid.parse().unwrap()))
             .collect();
         if hosts.len() != n {
-            assert_eq!(keeper.wait().unwrap().code(), Some(77), "{line}");
+            assert_eq!(owner.wait().unwrap().code(), Some(77), "{line}");
             skip::skip("no network namespaces here");
             return None;
         }
         let (link, environment) = line.split_once(' ').unwrap();
-        Some(Hosts { keeper, hosts, link: link.parse().ok(), environment: environment.trim().to_string() })
+        Some(Hosts { owner, hosts, link: link.parse().ok(), environment: environment.trim().to_string() })
     }
 
-    /// How many they are.
+    /// The number of hosts.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.hosts.len()
@@ -72,12 +72,12 @@ impl Hosts {
         &self.hosts[host].0
     }
 
-    /// All of them, with commas between.
+    /// The addresses of all hosts, separated by commas.
     pub fn addresses(&self) -> String {
         self.hosts.iter().map(|(address, _)| &**address).collect::<Vec<_>>().join(",")
     }
 
-    /// A program on a host, in the repository's root.
+    /// A command for a program on a host, in the repository's root.
     pub fn command<S: AsRef<OsStr>>(
         &self,
         host: usize,
@@ -87,30 +87,30 @@ impl Hosts {
         let mut command = Command::new("nsenter");
         command.args(["-t", &self.hosts[host].1.to_string(), "-n", "-u", "-m", "--"]);
         command.args(["env", "-C", env!("CARGO_MANIFEST_DIR")]).arg(program).args(args);
-        // What `hosts --on` goes by.
+        // Used by `hosts --on`.
         command.env("HOSTS", self.addresses()).env("HOSTS_PIDS", &self.environment);
         command
     }
 
-    /// Bytes that all hosts have sent each other since they were made, as their network interfaces count: headers and
-    /// acknowledgements included.
+    /// Total bytes sent by all hosts since their creation as counted by their network interfaces, including headers and
+    /// acknowledgements.
     pub fn sent_bytes(&self) -> u64 {
         self.sent_bytes_by("eth0")
     }
 
-    /// The same of another interface: `lo`, by which a host reaches itself.
+    /// Like [`Hosts::sent_bytes`] for another interface, such as `lo`, through which a host reaches itself.
     pub fn sent_bytes_by(&self, interface: &str) -> u64 {
         let prefix = format!("{interface}:");
         let sent = |(_, pid): &(String, u32)| {
             let table = fs::read_to_string(format!("/proc/{pid}/net/dev")).unwrap();
             let row = table.lines().find_map(|line| line.trim().strip_prefix(&*prefix)).unwrap();
-            // Eight columns of what was received, then bytes sent.
+            // Eight columns for receiving, then the bytes sent.
             row.split_whitespace().nth(8).unwrap().parse::<u64>().unwrap()
         };
         self.hosts.iter().map(sent).sum()
     }
 
-    /// A number that all hosts' TCP counts, summed: `Tcp`, `RetransSegs`, or `TcpExt`, `TCPOFOQueue`.
+    /// Sum of a TCP counter over all hosts, such as `Tcp`, `RetransSegs`, or `TcpExt`, `TCPOFOQueue`.
     pub fn counted(&self, table: &str, name: &str) -> u64 {
         let counted = |(_, pid): &(String, u32)| {
             let tables =
@@ -123,25 +123,26 @@ impl Hosts {
         self.hosts.iter().map(counted).sum()
     }
 
-    /// Takes a host's interface off the network, or back.
+    /// Sets a host's interface up or down.
     pub fn switch(&self, host: usize, state: &str) {
         let status = self.command(host, "ip", ["link", "set", "eth0", state]).status().unwrap();
         assert!(status.success());
     }
 
-    /// Has their link do from now on as `settings` say.
+    /// Changes the settings of the link.
     pub fn set(&self, settings: &str) {
         let link = self.link.expect("these hosts have a link");
         fs::write(format!("/proc/{link}/fd/0"), format!("{settings}\n")).unwrap();
     }
 
-    /// The names of a host's shared memory.
+    /// The names of a host's shared memory segments.
     pub fn shared_memory(&self, host: usize) -> Vec<String> {
         let entries = fs::read_dir(format!("/proc/{}/root/dev/shm", self.hosts[host].1)).unwrap();
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
-    /// Fails the test unless nothing runs on the hosts, nothing listens, and no shared memory has a name there, but what keeps them.
+    /// Fails the test if anything besides the hosts' own processes runs on a host, a socket listens, or named shared memory
+    /// exists.
     #[track_caller]
     pub fn assert_empty(&self) {
         for (host, (_, pid)) in self.hosts.iter().enumerate() {
@@ -154,7 +155,7 @@ impl Hosts {
                 .filter(|name| !["sleep", "link", "python3", "cat"].contains(&name.trim_end()))
                 .collect();
             let sockets = fs::read_to_string(format!("/proc/{pid}/net/tcp")).unwrap();
-            // Its fourth column is the state; 0A is LISTEN.
+            // The fourth column is the state; 0A is LISTEN.
             let listening = |line: &&str| line.split_whitespace().nth(3) == Some("0A");
             left.extend(sockets.lines().filter(listening).map(str::to_string));
             left.extend(self.shared_memory(host));
@@ -165,7 +166,7 @@ impl Hosts {
 
 impl Drop for Hosts {
     fn drop(&mut self) {
-        drop(self.keeper.stdin.take());
-        let _ = self.keeper.wait();
+        drop(self.owner.stdin.take());
+        let _ = self.owner.wait();
     }
 }

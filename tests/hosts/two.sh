@@ -1,18 +1,19 @@
 # shellcheck shell=bash
-# Sourced by what measures between two hosts, inside of `hosts 2`: jobs of one PE on each, and the link's rate.
+# Sourced by the benchmarks between two hosts, inside `hosts 2`: runs jobs with one PE per host, and sets the link's rate.
 #
-#   here, aristos   the folder of `hosts`, and the binary; set by who sources this
+#   here, aristos   the folder of `hosts`, and the binary; set by the caller
 # shellcheck disable=SC2154
 zero=${HOSTS%,*} one=${HOSTS#*,}
-# both COMMAND...: a job of one PE a host, over $transport, or tcp.
+# both COMMAND...: runs a job of one PE per host over $transport (default tcp).
 both() {
     local place=(--transport "${transport:-tcp}" --ranks 2 --rendezvous "$zero:29400")
     "$here/hosts" --on "$one" "$aristos $* ${place[*]} --rank 1" >/dev/null &
     "$aristos" "$@" "${place[@]}" --rank 0
     wait $!
 }
-# limit RATE: bit/s each way, or 0 for none; enough room that nothing is dropped, and bursts of a few segments: of smaller ones the kernel would cut every
-# segment into packets, and take the CPUs for it that should compute; a network card does that itself.
+# limit RATE: limits the link to RATE bit/s per direction; 0 removes the limit. The queue is large enough to drop nothing. Bursts
+# hold a few segments: with smaller bursts the kernel would split every segment into packets and use CPU time that the layer
+# needs; a network card would do that in hardware.
 limit() {
     local shape=(root tbf rate "${1}bit" burst 256kb limit 32mb)
     if [ "$1" = 0 ]; then

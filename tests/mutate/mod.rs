@@ -1,9 +1,9 @@
-//! Inputs that are nearly right: what a file or a message becomes by an accident, or in the hands of somebody who knows its format.
+//! Nearly valid inputs: files and messages after random damage, or modified by someone who knows the format.
 
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 
-/// Numbers that readers get wrong.
+/// Values that parsers commonly mishandle.
 const NUMBERS: [&str; 16] = [
     "0",
     "-1",
@@ -23,7 +23,7 @@ const NUMBERS: [&str; 16] = [
     "{}",
 ];
 
-/// `seed` with one or two changes.
+/// Applies one or two random changes to `seed`.
 pub fn mutate(seed: &[u8], random: &mut ChaCha8Rng) -> Vec<u8> {
     let mut bytes = seed.to_vec();
     for _ in 0..random.random_range(1..=2) {
@@ -48,7 +48,7 @@ pub fn mutate(seed: &[u8], random: &mut ChaCha8Rng) -> Vec<u8> {
                 let end = bytes.len().min(8);
                 bytes[..end].copy_from_slice(&u64::to_le_bytes(length)[..end]);
             }
-            // A number, a word or a name of the text by another one.
+            // Replaces a number, a word or a name of the text.
             6..=8 => {
                 let tokens = tokens(&bytes);
                 if let Some(token) = tokens.get(random.random_range(0..tokens.len().max(1))) {
@@ -69,7 +69,7 @@ pub fn mutate(seed: &[u8], random: &mut ChaCha8Rng) -> Vec<u8> {
     bytes
 }
 
-/// Where numbers and strings of JSON are.
+/// Ranges of JSON's numbers and strings.
 fn tokens(bytes: &[u8]) -> Vec<std::ops::Range<usize>> {
     let mut tokens = Vec::new();
     let mut at = 0;

@@ -1,15 +1,15 @@
-"""Makes the parity cases with `transformers` itself: python make_cases.py DIR
+"""Makes the parity cases with `transformers`: python make_cases.py DIR
 
 Each case is a folder in DIR:
     config.json, model*.safetensors   a tiny model of the family, as save_pretrained writes it
     input.safetensors                 hidden_states, grad_output: [tokens, hidden]
-    expected.safetensors              what the model's own MoE block gives in f32: output, grad_hidden_states, and
+    expected.safetensors              results of the model's MoE block in f32: output, grad_hidden_states, and
                                       grad.<name> for every weight of the block, under its name in the checkpoint
-and DIR/cases.json lists them: [{name, layer, dtype, tokens_per_expert}]. A bf16 case has its weights and inputs rounded to bf16 and the expectation computed in
-f32 from the rounded values. The same seeds give the same files.
+DIR/cases.json lists the cases: [{name, layer, dtype, tokens_per_expert}]. A bf16 case has weights and inputs rounded to
+bf16, and its results are computed in f32 from the rounded values. The same seeds give the same files.
 
-The weights are drawn so that the routing is far from uniform, and a token is drawn again while its choice of experts
-(or of groups) is near a tie, where rounding alone would decide.
+The weights are drawn so that the routing is far from uniform. A token is drawn again if its choice of experts or groups
+is near a tie, where the result depends on rounding.
 """
 
 import json
@@ -38,7 +38,7 @@ from transformers import (
 )
 
 LAYER = 1
-# A token is drawn again while the k-th and (k+1)-th candidates are closer than this, relative to the k-th.
+# A token is drawn again if its k-th and (k+1)-th candidates are closer than this, relative to the k-th.
 TIE = 1e-3
 
 COMMON = dict(
@@ -202,19 +202,19 @@ CASES = {
         "150KB",
     ),
 }
-# In bf16 too, one of each family.
+# Cases that are also made in bf16, one per family.
 BF16 = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3"]
 
 
 def draw_weights(block, gen):
-    """Weights for which the layer's parts are all of a size and the routing is skewed."""
+    """Draws weights so that all terms of the layer have similar magnitude and the routing is skewed."""
 
     def normal(p, std):
         p.copy_(torch.randn(p.shape, generator=gen) * std)
 
     with torch.no_grad():
         for p in block.parameters():
-            # 1/sqrt(in) keeps activations near 1; a little more makes the nonlinearity matter.
+            # 1/sqrt(in) keeps activations near 1; a slightly larger factor makes the nonlinearity matter.
             normal(p, 1.5 / p.shape[-1] ** 0.5)
         gate = block.gate.weight
         experts, hidden = gate.shape
@@ -225,7 +225,7 @@ def draw_weights(block, gen):
 
 
 def near_tie(block, config, x):
-    """For each token, whether its choice of experts or groups is near a tie."""
+    """Per token, whether its choice of experts or groups is near a tie."""
     with torch.no_grad():
         logits = (x.double() @ block.gate.weight.double().T).reshape(-1, block.gate.weight.shape[0])
         k = config.num_experts_per_tok
@@ -249,7 +249,7 @@ def near_tie(block, config, x):
 
 
 def draw_tokens(block, config, tokens, gen, rounding):
-    """Tokens around a common direction, so that some experts are far busier than others."""
+    """Draws tokens around a common direction, so that the experts' loads differ much."""
     hidden = config.hidden_size
     common = torch.randn(hidden, generator=gen)
 
@@ -266,8 +266,9 @@ def draw_tokens(block, config, tokens, gen, rounding):
 
 
 def names_of(block_name, disk_names):
-    """From a tensor's name on disk to (parameter of the block, expert or None, 0 or 1 for a half of it or None)."""
-    # On disk every expert has its own matrices; in memory `transformers` has gate and up of all experts in one.
+    """Maps a tensor's name on disk to (parameter of the block, expert or None, half 0 or 1 or None)."""
+    # On disk each expert has separate matrices; in memory `transformers` packs gate and up of all experts in one
+    # tensor.
     parts = {
         "gate_proj": ("experts.gate_up_proj", 0),
         "w1": ("experts.gate_up_proj", 0),
@@ -363,7 +364,7 @@ def make(root, name, family, fields, tokens, shard, bf16, seed):
 
 
 def check_names(family, names, config):
-    """The names on disk are those of the published checkpoints."""
+    """Checks that the names on disk equal those of the published checkpoints."""
     p = f"model.layers.{LAYER}."
     want = {
         mixtral: ["block_sparse_moe.gate.weight", "block_sparse_moe.experts.0.w1.weight"],

@@ -1,11 +1,11 @@
-"""Makes a parity case for every family with `transformers` itself: python make_families.py DIR
+"""Makes parity cases for every family with `transformers`: python make_families.py DIR
 
-As make_cases.py does for five of them, and in its form: a folder per case with a tiny model as save_pretrained writes it, the input,
-and what the model's own MoE block gives in f32. Every family has a case in its published layout and one in the model class's own
-(`save_original_format`), and one in bf16; DIR/cases.json lists them, and DIR/defaults.json has what the configuration classes
-make of every field that is absent or null.
+The format is that of make_cases.py: a folder per case with a tiny model as save_pretrained writes it, the input, and the
+results of the model's MoE block in f32. Every family has a case in its published layout, one in the model class's
+layout (`save_original_format`), and one in bf16. DIR/cases.json lists the cases. DIR/defaults.json has the value of every
+field that is absent or null in the configuration.
 
-The gradients' names, shapes and order are transformers' own: the model is saved once more with its gradients in the place of its weights.
+Names, shapes and order of gradients come from transformers: the model is saved once more with gradients as weights.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 H, TOKENS, LAYER = 32, 23, 1
 TYPES = ["dense", "sparse"]
-# What the fields of a tiny model are, where its configuration class has them.
+# Fields of a tiny model, used if its configuration class has them.
 SMALL = dict(
     vocab_size=32,
     hidden_size=H,
@@ -101,32 +101,32 @@ def attention(x, name, block):
 
 @dataclasses.dataclass
 class Case:
-    """How one case is made. `family` is the model type; `fields` go beside SMALL."""
+    """A case. `family` is the model type; `fields` are added to SMALL."""
 
     family: str
     fields: dict = dataclasses.field(default_factory=dict)
-    # Of the model, where the auto classes do not say.
+    # The model class, if it cannot be found automatically.
     model: str | None = None
-    # The size of the biases in the selection.
+    # Size of the biases in selection.
     bias: float = 0.15
     formats: tuple = (True, False)
     bf16: bool = True
-    # What multiplies the drawn weights of gate and up, so that clamps matter.
+    # Factor on the drawn weights of gate and up, so that clamps matter.
     gain: float = 1.0
-    # Where gate and up are cut off, which no value may be near: rounding would decide.
+    # Limits of gate and up. No value may be near them, where rounding would decide.
     limits: tuple = ()
-    # The most bytes of a file, where there are to be several.
+    # Maximum size of a file, for several shards.
     shard: str | None = None
-    # Tensors on disk that nothing reads.
+    # Tensors on disk that are not read.
     unread: str | None = None
-    # The model type of a model of text and images that has this one as a part, and fields of its vision model.
+    # The model type of a multimodal model that contains this one, and fields of its vision model.
     within: str | None = None
     vision: dict = dataclasses.field(default_factory=dict)
-    # How large matrices are on disk, quantised: "mxfp4", "fp8".
+    # Quantisation of large matrices on disk: "mxfp4", "fp8".
     stored: str | None = None
 
 
-# name: how. Where a family has a choice, its second case is called after it.
+# name: case. Further cases of a family are named after their setting.
 CASES = {
     "mixtral": Case("mixtral"),
     "qwen2_moe": Case("qwen2_moe"),
@@ -281,11 +281,11 @@ def configure(family, fields):
 
 
 def wrap(case, text):
-    """The configuration of the model that has the text model as a part."""
+    """The configuration of the model that contains the text model."""
     cls = class_of_config(case.within)
-    usual = cls(text_config=text.to_dict()).vision_config
-    known = {f.name for f in dataclasses.fields(type(usual))}
-    vision = type(usual)(**({k: v for k, v in VISION.items() if k in known} | case.vision))
+    default = cls(text_config=text.to_dict()).vision_config
+    known = {f.name for f in dataclasses.fields(type(default))}
+    vision = type(default)(**({k: v for k, v in VISION.items() if k in known} | case.vision))
     config = cls(text_config=text.to_dict(), vision_config=vision.to_dict())
     config._experts_implementation = "eager"
     config.text_config._experts_implementation = "eager"
@@ -293,7 +293,7 @@ def wrap(case, text):
 
 
 def model_class(config, named):
-    """The model that generates text, or else the text model, from the family's own module."""
+    """The class of the model that generates text, or else of the text model, from the family's module."""
     module = inspect.getmodule(type(config)).__name__.replace("configuration_", "modeling_")
     module = __import__(module, fromlist=["x"])
     if named:
@@ -308,7 +308,7 @@ def model_class(config, named):
 
 
 class Block:
-    """A layer's MoE part: the router, the experts, and the shared expert where that is beside them."""
+    """The MoE block of a layer: the router, the experts, and the shared expert if it is outside the block."""
 
     def __init__(self, layer):
         names = ("block_sparse_moe", "feed_forward", "mixer", "ffn", "mlp")
@@ -348,7 +348,7 @@ class Block:
 
 
     def near(self, x, limits):
-        """For each token, whether gate or up of an expert or the shared one, or its activation, is near one of the limits."""
+        """Per token, whether gate, up or the activation of any of its experts is near a limit."""
         values = []
         with torch.no_grad():
             experts = self.moe.experts
@@ -388,7 +388,7 @@ def draw_weights(block, gen, case):
 
 
 def draw_tokens(block, gen, rounding, limits):
-    """Tokens around a common direction, none of whose choice of experts is near a tie."""
+    """Draws tokens around a common direction; no choice of experts is near a tie."""
     common = torch.randn(H, generator=gen)
 
     def draw(n):
@@ -409,13 +409,13 @@ def draw_tokens(block, gen, rounding, limits):
     raise SystemExit("tokens stay near a tie")
 
 
-# Rows and columns of FP8's blocks here, and what is in FP8.
+# Rows and columns of the FP8 blocks, and the weights in FP8.
 FP8_BLOCK = [4, 4]
 FP8_NAMES = r"experts.*(gate|up|down)"
 
 
 def to_fp8(weight):
-    """Elements and scales of the last two dimensions' blocks; the scales are powers of two, so that this undoes from_fp8 exactly."""
+    """Elements and scales of blocks of the last two dimensions. Scales are powers of two, so from_fp8 inverts this exactly."""
     b0, b1 = FP8_BLOCK
     *lead, rows, columns = weight.shape
     blocks = weight.reshape(*lead, rows // b0, b0, columns // b1, b1)
@@ -430,7 +430,7 @@ def from_fp8(elements, scales):
 
 
 def to_mxfp4(weight, blocks, scales, key):
-    """Draws blocks and scales for a weight [experts, in, out], and gives what transformers makes of them."""
+    """Draws blocks and scales for a weight [experts, in, out], and returns the weight as transformers dequantises it."""
     experts, inner, out = weight.shape
     gen = torch.Generator().manual_seed(len(key))
     blocks[key] = torch.randint(0, 256, (experts, out, inner // 32, 16), generator=gen, dtype=torch.uint8)
@@ -439,7 +439,7 @@ def to_mxfp4(weight, blocks, scales, key):
 
 
 class Stored:
-    """Makes a block's experts what their quantised form on disk says, and the files of a saved model have that form."""
+    """Replaces a block's experts by their quantised values, and writes saved models in the quantised format."""
 
     def __init__(self, kind, block):
         self.kind, self.blocks, self.scales = kind, {}, {}
@@ -457,7 +457,7 @@ class Stored:
             of_layer = f"layers.{LAYER}." in name
             if self.kind == "mxfp4" and (found := re.search(r"experts\.((gate_up|down)_proj)$", name)):
                 key = found.group(1)
-                # Of the layer that is compared; the other one has the same.
+                # The tensors of the layer that is compared; the other layer gets the same.
                 out[name + "_blocks"], out[name + "_scales"] = self.blocks[key].clone(), self.scales[key].clone()
             elif self.kind == "fp8" and of_layer and value.dim() == 2 and re.search(FP8_NAMES, name):
                 elements, scales = to_fp8(value.float())
@@ -533,7 +533,7 @@ def make(root, name, case, seed):
         if stored:
             stored.rewrite(folder)
 
-        # The same model with gradients for weights, and NaN for all that has none.
+        # The same model with gradients instead of weights, and NaN for tensors without a gradient.
         mine = {id(p) for p in parameters if p.requires_grad}
         state = [*model.parameters(), *model.buffers()]
         kept = [p.detach().clone() for p in state]
@@ -573,7 +573,7 @@ def lookup(config, path):
 
 
 def defaults(root, families):
-    """For each family the fields of its configuration class: what each is where it is absent, and whether it may be null."""
+    """Per family, the fields of its configuration class: the default of each, and whether it may be null."""
     out = {}
     for family in families:
         cls = class_of_config(family)

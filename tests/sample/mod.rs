@@ -1,10 +1,10 @@
-//! Which inputs a long random test tries: with `ARISTOS_TEST_DEEP` all, otherwise a part that `ARISTOS_TEST_SEED` chooses, so that
-//! each change is tried with others (`.ci/run`).
+//! Selects the inputs of a long random test: all of them with `ARISTOS_TEST_DEEP`, otherwise a part that depends on
+//! `ARISTOS_TEST_SEED`, so that each change is tested with different inputs (`.ci/run`).
 
 use std::env;
 use std::thread;
 
-/// A part of `0..all`. Where the test that holds it panics, it says how to repeat that.
+/// A part of `0..all`. If the test that holds it panics, it prints the command that repeats the test.
 pub struct Sample {
     all: u64,
     part: u64,
@@ -21,13 +21,13 @@ impl Sample {
         Sample { all, part: if deep { all } else { part.min(all) }, seed }
     }
 
-    /// How many there are.
-    #[allow(dead_code)] // Not everyone asks.
+    /// The number of inputs.
+    #[allow(dead_code)] // Not all tests use it.
     pub fn len(&self) -> u64 {
         self.part
     }
 
-    /// The numbers; those of the next seed follow on these.
+    /// The numbers; consecutive seeds have consecutive parts.
     pub fn numbers(&self) -> impl Iterator<Item = u64> + use<> {
         let (all, first) = (self.all, (u128::from(self.seed) * u128::from(self.part) % u128::from(self.all)) as u64);
         (0..self.part).map(move |i| (first + i) % all)

@@ -1,4 +1,4 @@
-//! How a test says that it cannot run here: `tools/sums` then counts it as skipped, not as passed.
+//! Reports that a test cannot run on this machine: `tools/sums` then counts it as skipped, not as passed.
 
 use std::fmt::Display;
 use std::io::Write;
@@ -8,9 +8,9 @@ use std::thread;
 
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Says why this test cannot run here, or not all of it: once in a test, which then returns.
+/// Reports why this test, or a part of it, cannot run here. Call it once and return from the test.
 ///
-/// The line goes to standard error itself, which the test harness does not capture.
+/// The line goes to standard error directly, which the test harness does not capture.
 #[track_caller]
 pub fn skip(why: impl Display) {
     COUNT.fetch_add(1, Ordering::Relaxed);
@@ -20,8 +20,8 @@ pub fn skip(why: impl Display) {
     std::io::stderr().write_all(line.as_bytes()).expect("standard error can be written");
 }
 
-/// How many tests of this process were skipped so far.
-#[allow(dead_code)] // For those that have their own `main`.
+/// Number of skipped tests of this process.
+#[allow(dead_code)] // For tests with their own `main`.
 pub fn count() -> usize {
     COUNT.load(Ordering::Relaxed)
 }

@@ -1,12 +1,12 @@
-//! What is measured on a machine that has time for it.
+//! Repeats measurements until one is not disturbed by other work on the machine.
 #![allow(dead_code)]
 
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// The first report of `bench straggler` (`--json`) in which the scheduler has no tenth of the delay: where something else keeps the CPUs busy, it
-/// is rightly blamed.
+/// The first report of `bench straggler --json` that does not attribute more than a tenth of the delay to the scheduler. If
+/// other work keeps the CPUs busy, that attribution is correct.
 pub fn undisturbed(report: impl Fn() -> Value) -> Value {
     first(report, |report| {
         let modes = report["modes"].as_array().unwrap();
@@ -15,7 +15,7 @@ pub fn undisturbed(report: impl Fn() -> Value) -> Value {
     })
 }
 
-/// The first report that is not `disturbed`, of those that begin within a minute and of at least five, or the last one.
+/// The first report that is not `disturbed`. Gives up after a minute and at least five reports, and then returns the last one.
 pub fn first<R>(report: impl Fn() -> R, disturbed: impl Fn(&R) -> bool) -> R {
     let began = Instant::now();
     let mut reports = (0..).map(|of| (of, report()));

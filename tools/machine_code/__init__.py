@@ -1,1 +1,1 @@
-"""What tools/check-machine-code is made of: nothing here needs CUDA but what runs its tools (source.py)."""
+"""Modules of tools/check-machine-code. Only source.py needs CUDA's tools."""

@@ -1,11 +1,11 @@
-"""What each kernel must be: the row of its counts, and what is wrong with it."""
+"""The requirements of each kernel: its table row and its errors."""
 
 import re
 from functools import lru_cache
 
 from . import groups, limits, loops
 
-# Columns of the table, and the opcodes that each counts.
+# Columns of the table and the opcodes that each counts.
 COUNTS = {
     "HMMA": r"HMMA\.",
     "HGMMA": r"HGMMA\.",
@@ -23,14 +23,14 @@ COUNTS = {
 COLUMNS = ["module", "architecture", "kernel", "registers", "used / limit", "shared", "stack", *COUNTS]
 
 TILES = r"(_\d+x\d+)?_b?f16"
-# What a kernel of that name must have at least one of.
+# Instructions that a kernel with a matching name must have.
 MUST = [
     (rf"aristos_(forward|backward){TILES}", ["HMMA", "LDGSTS", "LDG.128", "STG.128"]),
     (rf"aristos_(forward|backward)_hopper{TILES}", ["HGMMA", "UTMALDG", "STSM", "UTMASTG", "USETMAXREG", "LDG.128", "STG.128"]),
     (r"aristos_(forward|backward)_hopper_256x256_b?f16", ["MULTICAST"]),
     (r"aristos_route", ["HMMA"]),
 ]
-# How many products a kernel of that name has at least: main loops with tensor instructions and, on Hopper, groups of HGMMA.
+# Minimum number of products of a kernel with a matching name: main loops with tensor instructions and, on Hopper, groups of HGMMA.
 PRODUCTS = [(rf"aristos_forward(_hopper)?{TILES}", 1), (rf"aristos_backward(_hopper)?{TILES}", 3)]
 
 
@@ -40,7 +40,7 @@ def counted(opcode):
 
 
 def check(module, kernel):
-    """(the kernel's row, those of its main loops, what is wrong with it)."""
+    """Returns (the kernel's row, the rows of its main loops, its errors)."""
     start = dict(module=module, architecture=kernel.architecture, kernel=kernel.name)
     row = {**start, **kernel.resources, "used / limit": "-", **dict.fromkeys(COUNTS, 0)}
     for at in kernel.code:
@@ -71,7 +71,7 @@ def lacking(row):
 
 
 def products(kernel, row, found):
-    """What is wrong with groups of HGMMA, and with loops around products."""
+    """Errors of groups of HGMMA and of loops around products."""
     least = next((least for pattern, least in PRODUCTS if re.fullmatch(pattern, kernel.name)), 0)
     if row["HGMMA"]:
         errors, count = groups.check(kernel)

@@ -4,7 +4,7 @@ from . import checks, loops
 
 CODE = checks.COLUMNS
 MIX = ["module", "architecture", "kernel", "loop", "instructions", *loops.NAMES, "per tensor", "before"]
-# How many columns name a row.
+# Number of columns that identify a row.
 NAMES = {"code": 3, "mix": 4}
 
 
@@ -13,7 +13,7 @@ def cells(line):
 
 
 def read(text):
-    """The rows of both tables, by what names them: in "code" the kernels, in "mix" their main loops."""
+    """The rows of both tables, by their identifying columns: kernels in "code", their main loops in "mix"."""
     found, header, kind = {"code": {}, "mix": {}}, None, None
     for line in text.splitlines():
         if not line.startswith("|"):
@@ -33,7 +33,7 @@ def named(rows, kind):
 
 
 def compared(rows, committed):
-    """Puts what the committed table had into the column "before": what has changed since, or what that one had there where nothing has."""
+    """Fills the column "before" with the committed values that have changed; without a change it is copied from the committed table."""
     for name, row in rows.items():
         old = committed.get(name)
         if old is None:
@@ -52,7 +52,7 @@ def table(rows, kind):
 
 
 def written(text, code, mix):
-    """The document with these tables; what stands before and between them stays."""
+    """The document with these tables; the text before and between them is kept."""
     parts, lines, inside = [[]], text.splitlines(keepends=True), False
     for line in lines:
         if line.startswith("|"):
@@ -67,14 +67,14 @@ def written(text, code, mix):
 
 
 def merged(text, now, here):
-    """The document with these rows; of other modules and architectures than these, the rows stay."""
+    """The document with these rows; rows of other modules and architectures are kept."""
     rows = read(text)
     kept = {kind: {name: row for name, row in rows[kind].items() if name[:2] not in here} for kind in rows}
     return written(text, kept["code"] | now["code"], kept["mix"] | now["mix"])
 
 
 def missing(text, now, here):
-    """What the document has of these modules and architectures, and what was found has not."""
+    """Errors for rows of these modules and architectures that the document has but the build has not."""
     for kind, rows in read(text).items():
         for name in rows:
             if name[:2] in here and name not in now[kind]:

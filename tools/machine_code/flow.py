@@ -1,33 +1,33 @@
-"""Where control can go from each instruction; basic blocks, dominators and loops."""
+"""Control flow: successors of instructions, basic blocks, dominators and loops."""
 
 from collections import defaultdict
 
-# What ends a path, unless under a predicate.
+# Instructions that end a path, unless predicated.
 ENDS = ("EXIT", "RET", "KILL")
 JUMPS = ("BRA", "BRX", "JMP", "JMX", "CALL", "WARPSYNC")
 
 
 def conditional(instruction):
-    """Whether a branch may fall through: it has a predicate before it or, as BRA P1, BRA.DIV and BRA.CONV have, an operand before its target."""
+    """Whether a branch may fall through: it has a guard predicate or, like BRA P1, BRA.DIV and BRA.CONV, an operand before its target."""
     if instruction.guard not in ("", "PT"):
         return True
     return instruction.base not in ("BRX", "JMX") and "," in instruction.operands
 
 
 def falls(instruction):
-    """Whether the next instruction can follow. A call's can: what is called returns there, for ptxas puts that address into a register before it."""
+    """Whether the next instruction can follow. After a call it can: ptxas sets the return address to it."""
     if instruction.base in ENDS or instruction.base in ("BRA", "BRX", "JMP", "JMX"):
         return conditional(instruction)
     return True
 
 
 def jumps(instruction):
-    """Indices of where it can jump to."""
+    """Indices of the possible jump targets."""
     return instruction.targets if instruction.base in JUMPS else []
 
 
 def unclear(kernel):
-    """Branches that this analysis cannot follow."""
+    """Errors for branches that this analysis cannot follow."""
     ends = defaultdict(set)
     for at in kernel.code:
         if at.base == "BSSY":
@@ -35,13 +35,13 @@ def unclear(kernel):
     for index, at in enumerate(kernel.code):
         if at.base in ("BRA", "BRX", "JMP", "JMX", "CALL") and not at.targets:
             yield f"the listing does not say where {at} leads"
-        # Control goes on where BSSY says: here taken for the next instruction.
+        # Control continues at the target of BSSY, which this analysis assumes to be the next instruction.
         if at.base == "BSYNC" and index + 1 not in ends[at.operands]:
             yield f"{at} is not right before where its BSSY leads"
 
 
 class Blocks:
-    """The basic blocks that a kernel's beginning reaches, without the functions that it calls."""
+    """The basic blocks reachable from a kernel's entry, without called functions."""
 
     def __init__(self, kernel):
         code = kernel.code
@@ -104,7 +104,7 @@ class Blocks:
         return above
 
     def loops(self):
-        """The natural loops: header, and (blocks, those that jump back to it)."""
+        """The natural loops: header to (blocks, latches)."""
         above, found = self.dominators(), {}
         rank = {block: place for place, block in enumerate(self.order)}
         for block in self.order:

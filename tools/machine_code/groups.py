@@ -1,25 +1,25 @@
-"""Groups of HGMMA (wgmma): begun by WARPGROUP.ARRIVE, closed by the HGMMA that has gsb0, waited for by WARPGROUP.DEPBAR.LE gsb0, N.
+"""Groups of HGMMA (wgmma): WARPGROUP.ARRIVE begins a group, the HGMMA with gsb0 closes it, WARPGROUP.DEPBAR.LE gsb0, N waits for it.
 
-ptxas serialises wgmma where it cannot prove that nobody touches the accumulators meanwhile: each HGMMA then is a group of its own, with a wait and
-moves of accumulators after it. So on every path a group has as many HGMMAs as a stage has steps, nothing waits within one, and nothing but HGMMA
-touches its accumulators until a wait for it.
-Not seen: what writes the shared memory that a group reads; who else waits for it.
+ptxas serialises wgmma if it cannot prove that no other instruction accesses the accumulators: each HGMMA is then a group, followed by a
+wait and moves of accumulators. Checked on every path: a group has one HGMMA per step of a stage, contains no wait, and only HGMMA
+accesses its accumulators until a wait for it.
+Not checked: writes to the shared memory that a group reads, and waits of other warps.
 """
 
 from . import flow
 from .listing import spans
 
-# A stage is 64 of the sum; an HGMMA of 16-bit types takes 16 of it.
+# A stage covers 64 of the K dimension; an HGMMA of 16-bit types covers 16.
 STEPS = 4
-# Groups that may be in flight at once; more are taken as one. Bounds the states where nothing waits in a loop.
-MOST = 8
+# Maximum groups in flight; older ones are merged. Bounds the number of states for loops without a wait.
+MAX_IN_FLIGHT = 8
 
 
 def check(kernel):
-    """(errors, how many groups there are)."""
+    """Returns (errors, number of groups)."""
     errors, sizes = {}, {}
     sums = {spans(at.opcode, at.operands)[0] for at in kernel.code if at.base == "HGMMA"}
-    # Whether an ARRIVE is in force, the accumulators of the open group, its size, and those of closed groups in flight, the last closed one last.
+    # State: whether an ARRIVE is in effect, the open group's accumulators and size, and the accumulators of closed groups in flight, oldest first.
     states = {(0, False, (), 0, ())}
     work = list(states)
     while work:
@@ -53,19 +53,19 @@ def product(at, state, errors, sizes):
         errors.setdefault(at.address, f"{at} has no WARPGROUP.ARRIVE after what else touched its accumulators")
     flying = [span for group in (open_, *closed) for span in group]
     for span in spans(at.opcode, at.operands):
-        # The next step of the same sum may follow at once; nothing else of it.
+        # The next step of the same accumulators may follow at once.
         if any(overlaps(span, other) and other != own for other in flying) or span != own and overlaps(span, own):
             errors.setdefault(at.address, f"{at} touches accumulators in flight that are not its own")
     open_, size = tuple(sorted({*open_, own})), min(size + 1, 4 * STEPS)
     if at.operands.endswith("gsb0"):
         sizes.setdefault(at.address, set()).add(size)
-        closed, open_, size = held((*closed, open_)), (), 0
+        closed, open_, size = merged((*closed, open_)), (), 0
     return armed, open_, size, closed
 
 
-def held(closed):
-    """No more than MOST groups: the earliest ones as one."""
-    while len(closed) > MOST:
+def merged(closed):
+    """Limits the groups in flight to MAX_IN_FLIGHT by merging the oldest ones."""
+    while len(closed) > MAX_IN_FLIGHT:
         closed = (tuple(sorted({*closed[0], *closed[1]})), *closed[2:])
     return closed
 
@@ -74,14 +74,14 @@ def barrier(at, state, errors):
     armed, open_, size, closed = state
     if size:
         errors.setdefault(at.address, f"{at} is within a group, after {size} HGMMA")
-        # Not the same again at the end of it.
+        # Report the error once, not again at the end of the group.
         open_, size, closed = (), 0, (*closed, open_)
     if at.opcode == "WARPGROUP.ARRIVE":
         armed = True
     elif at.opcode.startswith("WARPGROUP.DEPBAR"):
         left = int(at.operands.split(", ")[-1], 16)
         closed = closed[len(closed) - left:] if left < len(closed) else closed
-    return armed, open_, size, held(closed)
+    return armed, open_, size, merged(closed)
 
 
 def other(at, state, sums, errors):

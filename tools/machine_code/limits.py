@@ -1,6 +1,6 @@
-"""setmaxnreg (USETMAXREG): no instruction names a register beyond what it leaves its warp, on any path.
+"""setmaxnreg (USETMAXREG): on no path may an instruction name a register above its warp's limit.
 
-Not seen: values that a warp gives back by a lower limit and reads after a higher one; a function that changes the limit (none may: an error).
+Not checked: reads, after the limit was raised again, of values that a lower limit released. A function that changes the limit is an error.
 """
 
 import re
@@ -12,10 +12,10 @@ CHANGE = re.compile(r"(?:(UP\d+), )?(0x[0-9a-f]+)$")
 
 
 def check(kernel):
-    """(errors, the highest register count used under each limit). A path's limit begins as the registers of the launch."""
+    """Returns (errors, the highest register count used under each limit). The initial limit is the launch's number of registers."""
     errors = list(flow.unclear(kernel))
     used, beyond, reached = {}, {}, set()
-    # A state: the instruction, the limit, and while the outcome of an attempt is open, the predicate that has it and the limit if it failed.
+    # State: the instruction, the limit, and, while the outcome of an attempt is unknown, its predicate and the limit if it failed.
     states = {(0, kernel.resources["registers"], None)}
     work = list(states)
     while work:
@@ -39,11 +39,11 @@ def check(kernel):
 
 
 def stray(kernel, reached):
-    """What an analysis by paths from the kernel's beginning has not seen, or not as it is."""
+    """Errors for code that the analysis of paths from the kernel's entry does not cover."""
     for index, at in enumerate(kernel.code):
         if at.base == "USETMAXREG" and any(first <= index for first in kernel.functions):
             yield f"{at} may be in a function, where its callers' limit is not known"
-    # Behind the code's end there is a BRA to itself, and NOPs.
+    # The code ends with a BRA to itself and NOPs.
     lost = [at for index, at in enumerate(kernel.code) if index not in reached and at.base != "NOP" and at.targets != [index]]
     if lost:
         yield f"{len(lost)} instructions are on no path from the beginning; the first is {lost[0]}"
@@ -54,7 +54,7 @@ def follow(kernel, index, limit, attempt):
     at = kernel.code[index]
     if at.base == "USETMAXREG":
         predicate, value = CHANGE.search(at.operands).groups()
-        # An attempt may fail; a warp that fails it has what it had.
+        # An attempt may fail; the warp then keeps its limit.
         before = min(limit, attempt[1]) if attempt else limit
         limit, attempt = int(value, 16), (predicate, before) if predicate else None
     elif attempt:
@@ -67,14 +67,14 @@ def follow(kernel, index, limit, attempt):
 
 
 def settled(limit, attempt, outcome):
-    """The limit and the open attempt where an attempt's outcome is that, or None: still open."""
+    """The limit and the open attempt after this outcome; None means that it is still unknown."""
     if outcome is None:
         return limit, attempt
     return (limit if outcome else attempt[1]), None
 
 
 def watched(at, attempt):
-    """The attempt after another instruction: PLOP3 copies its predicate; whatever else writes that leaves the outcome open, at the lower limit."""
+    """The attempt after another instruction: PLOP3 copies its predicate; any other write to it leaves the outcome unknown, at the lower limit."""
     predicate, before = attempt
     if predicate is None:
         return attempt
@@ -87,7 +87,7 @@ def watched(at, attempt):
 
 
 def tested(at, predicate):
-    """Of a branch by that predicate: whether the attempt succeeded where it is taken. Otherwise None."""
+    """For a branch on that predicate, whether the attempt succeeded if the branch is taken; otherwise None."""
     if at.base not in ("BRA", "JMP") or predicate is None:
         return None
     operand = at.operands.split(", ")[0] if "," in at.operands else ""

@@ -1,4 +1,4 @@
-"""Listings of nvdisasm -c, read into kernels and instructions."""
+"""Parses listings of nvdisasm -c into kernels and instructions."""
 
 import re
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ INDIRECT = re.compile(r'BRANCH_TARGETS ([^"]*)"')
 @dataclass(slots=True)
 class Instruction:
     address: int
-    guard: str  # The predicate that it is under: "P0", "!UP1", or "".
+    guard: str  # Guard predicate: "P0", "!UP1", or "".
     opcode: str  # With its modifiers.
     operands: str
-    targets: list = field(default_factory=list)  # Indices of the instructions that it names, of an indirect branch too.
+    targets: list = field(default_factory=list)  # Indices of branch targets, including those of indirect branches.
 
     @property
     def base(self):
@@ -32,7 +32,7 @@ class Kernel:
     name: str
     architecture: str = ""
     code: list = field(default_factory=list)
-    functions: set = field(default_factory=set)  # Indices where functions begin that were not inlined.
+    functions: set = field(default_factory=set)  # Indices of the first instructions of functions that were not inlined.
     resources: dict = field(default_factory=dict)
 
 
@@ -61,7 +61,7 @@ def kernels(text):
 
 
 def resolve(kernel, labels):
-    """Names of labels become indices."""
+    """Resolves label names to indices."""
     if kernel is None:
         return
     for instruction in kernel.code:
@@ -73,7 +73,7 @@ def resolve(kernel, labels):
 
 
 def resources(text):
-    """What cuobjdump -res-usage says of each kernel."""
+    """Parses the resources of each kernel from cuobjdump -res-usage."""
     found, name = {}, None
     for line in text.splitlines():
         if match := re.match(r" *Function (\S+):", line):
@@ -89,10 +89,10 @@ REGISTER = re.compile(r"(?<![A-Za-z_])R(\d+)(\.64)?")
 
 @lru_cache(maxsize=None)
 def spans(opcode, operands):
-    """The registers that an instruction names, as (first, how many).
+    """The registers that an instruction names, as (first, count).
 
-    A listing shows the first of a group alone. How many follow is in the opcode, and this knows the opcodes that ptxas gives these kernels.
-    Not seen: a width that an opcode does not say and that is not listed in `width`, and uniform registers, which setmaxnreg does not limit.
+    A listing shows only the first register of a group; the opcode determines the count, for the opcodes in these kernels.
+    Not covered: widths that neither the opcode nor `width` gives, and uniform registers, which setmaxnreg does not limit.
     """
     found = []
     values = [operand for operand in operands.replace(".reuse", "").split(", ") if not re.match(r"!?U?P(\d|T)", operand)]
@@ -100,7 +100,7 @@ def spans(opcode, operands):
         brackets = "[" in operand
         for first, pair in REGISTER.findall(operand):
             if brackets:
-                # An address. QSPC's is a pair, and the listing does not say so.
+                # An address. QSPC's is a pair, which the listing does not show.
                 count = 2 if pair or opcode.startswith("QSPC.E") else 1
             else:
                 count = 2 if pair else width(opcode, place, values)
@@ -109,7 +109,7 @@ def spans(opcode, operands):
 
 
 def width(opcode, place, values):
-    """How many registers the operand at that place is; the result is at 0, predicates do not count."""
+    """Number of registers of the operand at index `place`; the result has index 0, predicates are not counted."""
     base, *modifiers = opcode.split(".")
     if base == "HGMMA":
         if place + 1 < len(values) and values[place + 1].startswith("gdesc"):
@@ -129,12 +129,12 @@ def width(opcode, place, values):
     if base in ("I2F", "F2I", "F2F", "FRND"):
         return converted(base, modifiers, place)
     if base == "SHF":
-        return 1  # Its 64 bits are two operands.
+        return 1  # Its 64-bit value has two operands.
     return 4 if "128" in modifiers else 2 if "64" in modifiers else 1
 
 
 def converted(base, modifiers, place):
-    """Of a conversion: its types are in its modifiers, the result's before the operand's where there are both."""
+    """Number of registers of a conversion's operand, by its type modifiers; the result's type precedes the operand's."""
     types = [m for m in modifiers if re.fullmatch(r"[FSU](16|32|64)", m)]
     if base == "FRND":
         types = types[:1] * 2
@@ -146,6 +146,6 @@ def converted(base, modifiers, place):
 
 
 def accumulators(opcode):
-    """The registers of a thread that an HGMMA of 64 rows sums in: 64 x N values over 128 threads."""
+    """Accumulator registers per thread of an HGMMA of 64 rows: 64 x N values over 128 threads."""
     columns = int(re.search(r"\.64x(\d+)x", opcode)[1])
     return columns // 2 if ".F32" in opcode else columns // 4

@@ -2,8 +2,8 @@
 
 from .flow import Blocks
 
-# What makes a loop a main loop, by what holds it; it is named by that and by its place among those. A loop that only copies is one where other
-# warps do the products (Hopper): elsewhere copies outside of the products' loops fill the pipeline.
+# Instructions that make a loop a main loop; a loop is named after the instruction and its index. Loops that only copy count on Hopper,
+# where other warps compute; elsewhere copies outside of the GEMM loops fill the pipeline.
 TENSOR = ("HGMMA", "HMMA")
 KEYS = {"HGMMA": ("HGMMA", "LDGSTS"), "HMMA": ("HMMA",)}
 
@@ -24,7 +24,7 @@ NAMES = [*CLASSES, "other"]
 
 
 def classified(at):
-    """The class of an instruction. What never runs, as the loads that ptxas puts before a fence, is none of its kind; a move by IMAD is a move."""
+    """The class of an instruction. Instructions that never run, such as loads that ptxas puts before a fence, are "other"; an IMAD that moves is a move."""
     if at.guard == "!PT":
         return "other"
     if at.opcode.startswith(("IMAD.MOV", "IMAD.U32")):
@@ -33,10 +33,10 @@ def classified(at):
 
 
 def mixes(kernel):
-    """For each main loop: its name, how many instructions, and how many of each class.
+    """For each main loop: its name, number of instructions, and number per class.
 
-    A loop's instructions are those from its header to where it jumps back, without the loops inside it, which wait: ptxas puts what follows a
-    wait's first failed attempt behind the kernel's end.
+    A loop extends from its header to the last jump back. Loops inside it are excluded, since they only wait; ptxas puts the code after a
+    failed first wait behind the kernel's end.
     """
     keys = next((KEYS[base] for base in TENSOR if any(at.base == base for at in kernel.code)), ())
     if not keys:
@@ -59,7 +59,7 @@ def mixes(kernel):
 
 
 def innermost(loops):
-    """The header of the smallest loop that each block is in."""
+    """The header of the innermost loop of each block."""
     owner = {}
     for header, (body, _) in sorted(loops.items(), key=lambda item: -len(item[1][0])):
         owner.update(dict.fromkeys(body, header))

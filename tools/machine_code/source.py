@@ -1,4 +1,4 @@
-"""Where listings come from: fat binaries, cubins, or what stands in a file already."""
+"""Sources of listings: fat binaries, cubins, or text files."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def tools(cache):
     for home in homes:
         if (home / "bin/cuobjdump").exists():
             return home / "bin"
-    raise Failed("no cuobjdump here: run tools/cuda-toolchain, or set CUDA_HOME")
+    raise Failed("cuobjdump not found: run tools/cuda-toolchain, or set CUDA_HOME")
 
 
 def run(folder, command, *arguments, cwd=None):
@@ -39,7 +39,7 @@ def kernels(path, cache):
         return of_cubin(folder, path)
     with tempfile.TemporaryDirectory() as temporary:
         run(folder, "cuobjdump", "-xelf", "all", path.resolve(), cwd=temporary)
-        # Of the listings, nvdisasm's alone names the targets of indirect branches.
+        # Only nvdisasm's listing names the targets of indirect branches.
         return [kernel for cubin in sorted(Path(temporary).iterdir()) for kernel in of_cubin(folder, cubin)]
 
 
@@ -48,7 +48,7 @@ def of_cubin(folder, path):
 
 
 def known(resources, text):
-    """The kernels of a listing; functions that are none have no resources."""
+    """The kernels of a listing; other functions have no resources."""
     found, known = listing.kernels(text), listing.resources(resources)
     for kernel in found:
         kernel.resources = known.get(kernel.name)

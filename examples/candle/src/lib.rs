@@ -1,4 +1,4 @@
-//! The routed experts of a layer as an operator of candle's, differentiable in tokens, routing weights and the experts' parameters.
+//! The routed experts of a layer as a candle operator, differentiable in tokens, routing weights and expert parameters.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,11 +14,11 @@ use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Tensor, b
 
 type Layer = moe::Layer<Shmem<ShmTransport>, f32>;
 
-/// Experts spread over PEs, `down(silu(gate(x)) * up(x))` each; this PE's part of the layer.
+/// This PE's part of a layer of experts `down(silu(gate(x)) * up(x))` that are spread over PEs.
 #[derive(Clone)]
 pub struct Experts(Arc<Mutex<Layer>>);
 
-/// What a layer of `experts` experts, `top_k` of them a token's, over `pes` PEs with at most `max_tokens` tokens each is made by.
+/// The spec of a layer of `experts` experts, `top_k` per token, over `pes` PEs with at most `max_tokens` tokens each.
 pub fn spec(
     hidden: usize,
     intermediate: usize,
@@ -32,34 +32,37 @@ pub fn spec(
 }
 
 impl Experts {
-    /// Makes the layer. Collective over the PEs, as every pass is, forward or backward.
+    /// Makes the layer. Collective over the PEs, as is every forward and backward pass.
     ///
     /// # Errors
-    /// A peer that does not come; a heap that is too small.
+    ///
+    /// Returns an error if a peer does not join or the heap is too small.
     pub fn new(spec: LayerSpec, pe: Shmem<ShmTransport>) -> Result<Experts> {
         Ok(Experts(Arc::new(Mutex::new(Layer::builder(spec).build_without_weights(pe).map_err(Error::wrap)?))))
     }
 
-    /// The sum of weight times expert over each token's experts: of tokens `x` `[tokens, hidden]`, experts' numbers `ids` and weights
-    /// `[tokens, top_k]`, and this PE's experts' `parameters` `[local experts, 3, intermediate * hidden]` (gate and up `[intermediate, hidden]`,
-    /// down `[hidden, intermediate]`), all f32. The gradient of `parameters` is a sum over all PEs' tokens.
+    /// The weighted sum of each token's experts, `[tokens, hidden]`. `x` is `[tokens, hidden]`, expert numbers `ids`
+    /// and `weights` are `[tokens, top_k]`, and `parameters` are this PE's experts, `[local experts, 3, intermediate *
+    /// hidden]` (gate and up `[intermediate, hidden]`, down `[hidden, intermediate]`), all f32. The gradient of
+    /// `parameters` is a sum over all PEs' tokens.
     ///
     /// # Errors
-    /// Shapes or types that do not fit; experts that are not there; a peer that does not come.
+    ///
+    /// Returns an error if shapes or types do not match, if an id is out of range, or if a peer exceeds the wait limit.
     pub fn forward(&self, x: &Tensor, ids: Vec<i32>, weights: &Tensor, parameters: &Tensor) -> Result<Tensor> {
         let pass = Pass { layer: self.0.clone(), ids, saved: Mutex::new(None) };
         x.contiguous()?.apply_op3(&weights.contiguous()?, &parameters.contiguous()?, pass)
     }
 }
 
-/// One forward pass, and what it left for its backward.
+/// One forward pass, and its state for the backward.
 struct Pass {
     layer: Arc<Mutex<Layer>>,
     ids: Vec<i32>,
     saved: Mutex<Option<Saved<f32>>>,
 }
 
-/// An expert's matrix within all parameters of a PE.
+/// An expert's matrix, as a range of all parameters of a PE.
 struct Matrix(Arc<[f32]>, Range<usize>);
 
 impl AsRef<[f32]> for Matrix {
@@ -70,7 +73,7 @@ impl AsRef<[f32]> for Matrix {
 
 const PROJECTIONS: [Proj; 3] = [Proj::Gate, Proj::Up, Proj::Down];
 
-/// This PE's experts of all their parameters.
+/// This PE's experts, from their concatenated parameters.
 fn experts(layer: &Layer, parameters: &[f32]) -> Result<Vec<Mlp<f32>>> {
     let (hidden, config) = (layer.spec().config.hidden, layer.spec().config.expert);
     let (local, size) = (layer.spec().placement.experts(layer.my_pe()).len(), config.intermediate * hidden);
@@ -166,9 +169,9 @@ mod tests {
     const INNER: usize = 12;
     const EXPERTS: usize = 4;
     const TOP_K: usize = 2;
-    const TOKENS: usize = 5; // of each PE
+    const TOKENS: usize = 5; // per PE
 
-    /// The same by candle's own operators, all experts in one process.
+    /// The same sum with candle's own operators, all experts in one process.
     fn by_hand(x: &Tensor, ids: &[i32], weights: &Tensor, parameters: &Tensor) -> Result<Tensor> {
         let mut sum = x.zeros_like()?;
         for expert in 0..EXPERTS {
@@ -189,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_and_gradients_equal_candles_own() {
+    fn outputs_and_gradients_match_candle() {
         for pes in [1, 2] {
             let spec = spec(HIDDEN, INNER, EXPERTS, TOP_K, pes, TOKENS);
             let world = aristos::shmem::threads(pes, spec.heap_bytes().unwrap()).unwrap();
@@ -198,7 +201,7 @@ mod tests {
             let all_weights = Var::from_tensor(&tensor(&[pes * TOKENS, TOP_K])).unwrap();
             let all_parameters = Var::from_tensor(&tensor(&[EXPERTS, 3, INNER * HIDDEN])).unwrap();
             let all_grad = tensor(&[pes * TOKENS, HIDDEN]);
-            // Two different ones for each token.
+            // Two different experts per token.
             let ids: Vec<i32> = (0..pes * TOKENS)
                 .flat_map(|t| [t % EXPERTS, (t + 1 + t / 3 % 2) % EXPERTS])
                 .map(|e| e as i32)
@@ -217,18 +220,18 @@ mod tests {
                         let (x, weights) = (var(all_x, rows, TOKENS), var(all_weights, rows, TOKENS));
                         let parameters = var(all_parameters, pe * local, local);
                         let experts = Experts::new(spec, shmem).unwrap();
-                        let mine = ids[rows * TOP_K..(rows + TOKENS) * TOP_K].to_vec();
-                        let output = experts.forward(&x, mine, &weights, &parameters).unwrap();
+                        let own = ids[rows * TOP_K..(rows + TOKENS) * TOP_K].to_vec();
+                        let output = experts.forward(&x, own, &weights, &parameters).unwrap();
                         assert!(error(&output, &wanted.narrow(0, rows, TOKENS).unwrap()).unwrap() < 1e-5);
                         let loss = (output * all_grad.narrow(0, rows, TOKENS).unwrap()).unwrap().sum_all().unwrap();
                         let got = loss.backward().unwrap();
-                        for (mine, all, start, len) in [
+                        for (own, all, start, len) in [
                             (&x, all_x, rows, TOKENS),
                             (&weights, all_weights, rows, TOKENS),
                             (&parameters, all_parameters, pe * local, local),
                         ] {
                             let wanted = gradients.get(all).unwrap().narrow(0, start, len).unwrap();
-                            assert!(error(got.get(mine).unwrap(), &wanted).unwrap() < 1e-5);
+                            assert!(error(got.get(own).unwrap(), &wanted).unwrap() < 1e-5);
                         }
                     });
                 }
@@ -237,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_said() {
+    fn wrong_shapes_are_rejected() {
         let spec = spec(HIDDEN, INNER, EXPERTS, TOP_K, 1, TOKENS);
         let shmem = aristos::shmem::threads(1, spec.heap_bytes().unwrap()).unwrap().remove(0);
         let experts = Experts::new(spec, shmem).unwrap();

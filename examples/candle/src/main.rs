@@ -1,4 +1,5 @@
-//! Two PEs, as threads, train a router and experts to do what a fixed function does: `cargo run --release`, in this folder.
+//! Two PEs, as threads, train a router and experts to reproduce a fixed function: `cargo run --release`, in this
+//! folder.
 
 use std::sync::{Barrier, Mutex};
 
@@ -7,7 +8,7 @@ use aristos_candle::{Experts, spec};
 use candle_core::{D, Device, Error, Result, Tensor, Var};
 
 const PES: usize = 2;
-const TOKENS: usize = 128; // of each PE
+const TOKENS: usize = 128; // per PE
 const HIDDEN: usize = 32;
 const INNER: usize = 64;
 const EXPERTS: usize = 8;
@@ -15,20 +16,20 @@ const TOP_K: usize = 2;
 const STEPS: usize = 200;
 const RATE: f64 = 0.05;
 
-/// The sum over PEs of a tensor that each has one of.
+/// Sums a tensor over PEs.
 struct Sum {
     total: Mutex<Option<Tensor>>,
     all: Barrier,
 }
 
 impl Sum {
-    fn of(&self, mine: &Tensor) -> Result<Tensor> {
+    fn of(&self, own: &Tensor) -> Result<Tensor> {
         let lock = || self.total.lock().expect("a PE panicked");
         {
             let mut total = lock();
             *total = Some(match total.take() {
-                Some(others) => (others + mine)?,
-                None => mine.clone(),
+                Some(others) => (others + own)?,
+                None => own.clone(),
             });
         }
         self.all.wait();
@@ -77,7 +78,7 @@ fn train(experts: Experts, sum: &Sum, router: &Tensor) -> Result<Vec<f32>> {
         let gradients = loss.backward()?;
         let gradient =
             |var: &Var| gradients.get(var).cloned().ok_or_else(|| Error::Msg("a gradient is missing".into()));
-        // The experts' gradients are sums over all PEs' tokens already; the loss is a mean over PEs.
+        // Gradients of experts are already sums over all PEs' tokens; the loss is a mean over PEs.
         let rate = RATE / PES as f64;
         parameters.set(&(parameters.as_tensor() - (gradient(&parameters)? * rate)?)?)?;
         router.set(&(router.as_tensor() - (sum.of(&gradient(&router)?)? * rate)?)?)?;

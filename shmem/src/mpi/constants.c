@@ -1,4 +1,4 @@
-/* What mpi.h has as macros, which bindgen cannot read where they are casts, and rsmpi's own list lacks. */
+/* Constants of mpi.h that are macros with casts, which bindgen cannot read, and that the crate mpi lacks. */
 #include <mpi.h>
 
 const MPI_Op aristos_mpi_replace = MPI_REPLACE;

@@ -1,33 +1,34 @@
-//! The transport over an MPI-3 window: PEs that `mpirun` started, on one host or many.
+//! The transport over an MPI-3 window, for PEs started by `mpirun` on one or several hosts.
 //!
-//! The window is made by `MPI_Win_allocate`, so that MPI can place it where its peers reach it best (shared memory on one
-//! host, registered memory on a network), and is locked for all from its start to its end: passive target
-//! throughout, no PE takes part in another's operations.
+//! `MPI_Win_allocate` creates the window, so that MPI can choose memory that peers reach well (shared memory on one host,
+//! registered memory on a network). The window stays locked for all from creation to destruction: passive target, no PE takes
+//! part in another's operations.
 //!
-//! # What gives which order
-//! MPI orders nothing between operations on different places but by a flush. Accumulates of one PE to one place keep
-//! their order by default; that is of no use here, where data and signal are at different places, so it is not asked for.
+//! # Ordering
+//! MPI orders operations at different locations only by flushes. The default ordering of accumulates at one location is not
+//! needed, because data and signal are at different locations, so it is turned off.
 //!
 //! - **put**: `MPI_Put` and `MPI_Win_flush_local`, after which the source may be reused.
-//! - **put_signal**: the put, `MPI_Win_flush` (its data is in the target's memory now), then the signal. Nothing less will do: the
-//!   signal is an accumulate, and may overtake the put on any network, or take another path in one host.
-//! - **Signals** are `MPI_Accumulate` with `MPI_REPLACE` or `MPI_SUM` of one 64-bit word, atomic to each other and to
-//!   `MPI_Fetch_and_op`. The own word is signalled through MPI as well: a processor's atomic and MPI's may not know of each other.
-//!   MPI promises no atomicity between a SET and an ADD of one word at the same time; the layer has none.
-//! - **A wait** reads the word in its own memory: in the unified memory model, which is asked for when the window is made, what
-//!   has been put or accumulated becomes visible to loads without a call, in the one copy that there is. The load is an acquire,
-//!   so that the reads of the data come after it, and the data was there before the signal set out: that is all of what
-//!   `MPI_Win_sync` could add. A wait also calls `MPI_Iprobe` for a message that nobody sends: many an MPI moves
-//!   other PEs' operations on this PE's memory only while this PE is in a call.
-//! - **fence** and **quiet** flush the PEs that something was sent to since their last flush. A fence need not complete anything, but
-//!   MPI has nothing that only orders.
-//! - **get** is `MPI_Get` and a local flush, which for a get means that the data is here. The own heap is read and written
+//! - **put_signal**: the put, `MPI_Win_flush` (the data is then in the target's memory), then the signal. The flush is
+//!   necessary: the signal is an accumulate, which may overtake the put on a network, or take another path within a host.
+//! - **Signals** are `MPI_Accumulate` with `MPI_REPLACE` or `MPI_SUM` of one 64-bit word, atomic with respect to each other and
+//!   to `MPI_Fetch_and_op`. A PE also signals itself through MPI, because a processor's atomics and MPI's may not be atomic
+//!   with respect to each other. MPI does not guarantee atomicity between a concurrent SET and ADD of one word; callers do not
+//!   use that.
+//! - **A wait** reads the word in its own memory. In the unified memory model, which is checked when the window is created,
+//!   puts and accumulates become visible to loads without an MPI call. The load is an acquire, so reads of the data follow it,
+//!   and the data arrived before the signal was sent; `MPI_Win_sync` would add no more. A wait also calls `MPI_Iprobe` for a
+//!   message that is never sent, because many MPI libraries progress other PEs' operations on this PE's memory only during a
+//!   call of this PE.
+//! - **fence** and **quiet** flush the PEs with operations since their last flush. A fence does not need completion, but MPI
+//!   has no weaker operation that orders.
+//! - **get** is `MPI_Get` and a local flush, which for a get means that the data has arrived. The PE's own heap is accessed
 //!   directly, as the unified model allows, with `MPI_Win_sync` in quiet.
 //!
 //! # Errors
-//! A call that fails in the middle of an operation is a line on standard error that names PE, call and MPI's reason, and
-//! `MPI_Abort`: the trait's operations cannot fail, and peers would wait for what does not come. MPI's flushes have
-//! no time limit; [`MpiTransport::with_flush_limit`] gives them one.
+//! If a call fails during an operation, the PE prints a line with PE, call and MPI's reason to standard error and calls
+//! `MPI_Abort`: the trait's operations cannot return errors, and peers would wait for missing data. MPI's flushes have no time
+//! limit; [`MpiTransport::with_flush_limit`] sets one.
 
 mod watchdog;
 mod world;
@@ -56,61 +57,61 @@ unsafe extern "C" {
     static aristos_mpi_mode_nocheck: c_int;
 }
 
-/// The most bytes of one call: a count is a C int.
+/// Maximum bytes per call: counts are C ints.
 const PIECE_BYTES: usize = 1 << 30;
 
-/// While a wait spins, MPI is called at every so many looks, and so it is by a caller who polls: a look is a load, a call a
-/// hundred times as long, and with more PEs than CPUs one that Open MPI gives the CPU away in.
-const LOOKS_A_CALL: u32 = 16;
+/// A spinning wait calls MPI once per this number of polls, and so do repeated reads of a signal: a poll is one load, a call
+/// takes a hundred times as long, and with more PEs than CPUs Open MPI yields the CPU in it.
+const POLLS_PER_CALL: u32 = 16;
 
-/// One PE's heap and its view of the others'. It belongs to the thread that initialised MPI.
+/// One PE's heap and its access to the other heaps. It must stay in the thread that initialised MPI.
 #[derive(Debug)]
 pub struct MpiTransport<'w> {
     world: &'w MpiWorld,
     window: ffi::MPI_Win,
     base: NonNull<u8>,
     heap_bytes: usize,
-    /// By PE, whether something was sent there, or asked of it, since its last flush; and how many there are.
-    under_way: Vec<Cell<bool>>,
-    n_under_way: Cell<usize>,
-    /// Reads of signals outside of waits.
+    /// Per PE: whether it has operations since its last flush; and the number of such PEs.
+    pending: Vec<Cell<bool>>,
+    n_pending: Cell<usize>,
+    /// Number of signal reads outside of waits.
     polls: Cell<u32>,
     piece_bytes: usize,
     watchdog: Option<Watchdog>,
 }
 
 impl<'w> MpiTransport<'w> {
-    /// A heap of `heap_bytes` bytes, zero, on each PE of the world. Collective; the PEs ask for the same size, and drop it in
-    /// the same order as others.
+    /// Creates a zeroed heap of `heap_bytes` bytes on each PE of the world (collective). All PEs pass the same size and drop
+    /// their transports in the same order.
     ///
     /// # Errors
-    /// When MPI refuses the memory, or has another memory model than the unified one.
+    /// [`MpiError`] if MPI cannot allocate the memory or does not have the unified memory model.
     pub fn new(world: &'w MpiWorld, heap_bytes: usize) -> Result<Self, MpiError> {
-        let unfit = |what: String| MpiError::Unfit(what);
+        let unsuitable = |what: String| MpiError::Unfit(what);
         let size = ffi::MPI_Aint::try_from(heap_bytes)
-            .map_err(|_| unfit(format!("a symmetric heap of {heap_bytes} bytes is larger than MPI can count")))?;
+            .map_err(|_| unsuitable(format!("a symmetric heap of {heap_bytes} bytes is larger than MPI can count")))?;
         let mut base = std::ptr::null_mut::<u8>();
-        // SAFETY: the null window is a constant.
+        // SAFETY: reads a constant.
         let mut window = unsafe { ffi::RSMPI_WIN_NULL };
         let info = Info::new(&[
             (c"same_size", c"true"),
             (c"same_disp_unit", c"true"),
             (c"accumulate_ordering", c"none"),
-            // Open MPI's: accumulates are of one word.
+            // Open MPI's hint that accumulates affect a single word.
             (c"acc_single_intrinsic", c"true"),
         ])?;
-        // SAFETY: MPI writes the address of the memory where `base` is, and the window.
+        // SAFETY: MPI writes the memory's address to `base` and the handle to `window`.
         check("MPI_Win_allocate", unsafe {
             let base = (&raw mut base).cast::<c_void>();
             ffi::MPI_Win_allocate(size, 1, info.0, world.comm().as_raw(), base, &mut window)
         })
         .map_err(|error| match error {
-            // Its component `rdma` is asked first, and where the network has no remote memory access fails instead of leaving it to
-            // another.
+            // Open MPI's component `rdma` is selected first. Without remote memory access on the network it fails instead of
+            // deferring to another component.
             MpiError::Call { .. }
                 if world::library().starts_with("Open MPI") && world.pes_on_host() < world.n_pes() =>
             {
-                unfit(format!(
+                unsuitable(format!(
                     "{error}; between these hosts start with mpirun --mca osc ^rdma, or OMPI_MCA_osc=^rdma set"
                 ))
             }
@@ -119,48 +120,48 @@ impl<'w> MpiTransport<'w> {
         drop(info);
         let base = NonNull::new(base)
             .filter(|base| base.addr().get().is_multiple_of(align_of::<u64>()))
-            .ok_or_else(|| unfit(format!("MPI_Win_allocate gave memory at {base:?}, not fit for 64-bit words")))?;
+            .ok_or_else(|| unsuitable(format!("MPI_Win_allocate gave memory at {base:?}, not fit for 64-bit words")))?;
         let n_pes = world.n_pes();
         let transport = MpiTransport {
             world,
             window,
             base,
             heap_bytes,
-            under_way: vec![Cell::new(false); n_pes],
-            n_under_way: Cell::new(0),
+            pending: vec![Cell::new(false); n_pes],
+            n_pending: Cell::new(0),
             polls: Cell::new(0),
             piece_bytes: PIECE_BYTES,
             watchdog: None,
         };
-        // SAFETY: the window is the one just made.
+        // SAFETY: the window was just created.
         unsafe {
             check("MPI_Win_set_errhandler", ffi::MPI_Win_set_errhandler(window, ffi::RSMPI_ERRORS_RETURN))?;
             check("MPI_Win_lock_all", ffi::MPI_Win_lock_all(aristos_mpi_mode_nocheck, window))?;
         }
         transport.check_model()?;
-        // SAFETY: the memory is this PE's own, of this size, and no peer touches it before the barrier.
+        // SAFETY: the memory belongs to this PE and has `heap_bytes` bytes; peers access it only after the barrier.
         unsafe { base.write_bytes(0, heap_bytes) };
         transport.sync();
-        // Making a window has brought the PEs together, so that none is far.
+        // Creating the window has synchronised the PEs, so this barrier is short.
         world.barrier(Duration::from_secs(60))?;
         Ok(transport)
     }
 
-    /// With at most `bytes` bytes a call, for tests of what is longer than MPI counts.
+    /// Limits each call to `bytes` bytes, to test transfers longer than MPI's maximum count.
     ///
     /// # Panics
-    /// If that is 0.
+    /// If `bytes` is 0 or above the maximum.
     pub fn with_piece_bytes(mut self, bytes: usize) -> Self {
         assert!(bytes > 0 && bytes <= PIECE_BYTES, "a piece has 1 to {PIECE_BYTES} bytes");
         self.piece_bytes = bytes;
         self
     }
 
-    /// With a limit on how long a flush may wait for a peer: past it, a line on standard error, and the end of the process with
-    /// code 1, which makes `mpirun` end the others.
+    /// Limits the time that a flush may wait for a peer. After the limit the process prints a line to standard error and exits
+    /// with code 1, and `mpirun` ends the other processes.
     ///
     /// # Errors
-    /// When there can be no thread to watch.
+    /// [`MpiError::Unfit`] if the watchdog's thread cannot be started.
     pub fn with_flush_limit(mut self, limit: Duration) -> Result<Self, MpiError> {
         let watchdog = Watchdog::start(self.world.my_pe(), limit, |pe| {
             format!("PE {pe} to take what was sent to it (MPI_Win_flush)")
@@ -179,7 +180,7 @@ impl<'w> MpiTransport<'w> {
             check("MPI_Win_get_attr", ffi::MPI_Win_get_attr(self.window, aristos_mpi_win_model, at, &mut flag))?;
             (flag != 0).then(|| *model)
         };
-        // SAFETY: a constant.
+        // SAFETY: reads a constant.
         if model != Some(unsafe { aristos_mpi_win_unified }) {
             return Err(MpiError::Unfit(format!(
                 "{}: its windows have not the unified memory model (MPI_WIN_UNIFIED), which signals need",
@@ -189,14 +190,14 @@ impl<'w> MpiTransport<'w> {
         Ok(())
     }
 
-    /// The own memory at `offset`.
+    /// The address of `offset` in this PE's heap.
     ///
     /// # Panics
-    /// If `bytes` bytes from there are not in the heap.
+    /// If `bytes` bytes at `offset` are out of bounds.
     #[track_caller]
     fn at(&self, offset: usize, bytes: usize) -> NonNull<u8> {
         self.check_bounds(offset, bytes);
-        // SAFETY: inside the heap.
+        // SAFETY: `check_bounds` has checked that the range is inside the heap.
         unsafe { self.base.add(offset) }
     }
 
@@ -212,25 +213,25 @@ impl<'w> MpiTransport<'w> {
         assert!(offset.is_multiple_of(size_of::<u64>()), "offset {offset} is not a word's");
     }
 
-    /// Ends the job where a call has failed.
-    fn must(&self, call: &'static str, code: c_int) {
-        self.must_be(check(call, code));
+    /// Aborts the job if a call has failed.
+    fn abort_on_error_code(&self, call: &'static str, code: c_int) {
+        self.abort_on_error(check(call, code));
     }
 
-    fn must_be(&self, result: Result<(), MpiError>) {
+    fn abort_on_error(&self, result: Result<(), MpiError>) {
         if let Err(error) = result {
             let _ = writeln!(std::io::stderr(), "aristos: PE {} failed: {error}", self.world.my_pe());
             self.world.abort(1);
         }
     }
 
-    fn mark(&self, pe: usize) {
-        if !self.under_way[pe].replace(true) {
-            self.n_under_way.set(self.n_under_way.get() + 1);
+    fn mark_pending(&self, pe: usize) {
+        if !self.pending[pe].replace(true) {
+            self.n_pending.set(self.n_pending.get() + 1);
         }
     }
 
-    /// Makes a call that may wait for `pe`.
+    /// Makes a call that may wait for `pe`, under the watchdog if there is one.
     fn watched(&self, pe: usize, call: impl FnOnce() -> c_int) -> c_int {
         match &self.watchdog {
             Some(watchdog) => watchdog.during(pe, call),
@@ -238,35 +239,35 @@ impl<'w> MpiTransport<'w> {
         }
     }
 
-    /// What was sent to `pe` is there.
+    /// Completes all operations on `pe` at the target.
     fn flush(&self, pe: usize) {
         // SAFETY: the window is locked for all.
         let flush = || unsafe { ffi::MPI_Win_flush(pe as c_int, self.window) };
-        self.must("MPI_Win_flush", self.watched(pe, flush));
-        if self.under_way[pe].replace(false) {
-            self.n_under_way.set(self.n_under_way.get() - 1);
+        self.abort_on_error_code("MPI_Win_flush", self.watched(pe, flush));
+        if self.pending[pe].replace(false) {
+            self.n_pending.set(self.n_pending.get() - 1);
         }
     }
 
-    /// Our side of what was sent to `pe`, or asked of it, is done.
+    /// Completes all operations on `pe` at this PE: their buffers may be reused.
     fn flush_local(&self, pe: usize) {
         // SAFETY: the window is locked for all.
         let flush = || unsafe { ffi::MPI_Win_flush_local(pe as c_int, self.window) };
-        self.must("MPI_Win_flush_local", self.watched(pe, flush));
+        self.abort_on_error_code("MPI_Win_flush_local", self.watched(pe, flush));
     }
 
     fn flush_all(&self) {
-        if self.n_under_way.get() > 0 {
-            (0..self.n_pes()).filter(|&pe| self.under_way[pe].get()).for_each(|pe| self.flush(pe));
+        if self.n_pending.get() > 0 {
+            (0..self.n_pes()).filter(|&pe| self.pending[pe].get()).for_each(|pe| self.flush(pe));
         }
     }
 
     fn sync(&self) {
         // SAFETY: the window is locked for all.
-        self.must("MPI_Win_sync", unsafe { ffi::MPI_Win_sync(self.window) });
+        self.abort_on_error_code("MPI_Win_sync", unsafe { ffi::MPI_Win_sync(self.window) });
     }
 
-    /// Calls `move_piece` with the offset and the length of each call that moving `bytes` bytes takes.
+    /// Splits `bytes` into calls of at most `piece_bytes`; `move_piece` gets the offset and length of each.
     fn in_pieces(&self, bytes: usize, move_piece: impl Fn(usize, usize)) {
         let mut at = 0;
         while at < bytes {
@@ -276,16 +277,16 @@ impl<'w> MpiTransport<'w> {
         }
     }
 
-    /// Starts putting `bytes` bytes from `src`.
+    /// Starts a put of `bytes` bytes from `src`.
     ///
     /// # Safety
-    /// They stay as they are until a flush of `pe`, local or not.
+    /// The source stays valid and unchanged until a local or remote flush of `pe`.
     unsafe fn start_put(&self, dest: usize, src: *const u8, bytes: usize, pe: usize) {
         self.check_bounds(dest, bytes);
-        self.mark(pe);
+        self.mark_pending(pe);
         self.in_pieces(bytes, |at, len| {
-            // SAFETY: source and destination are in their bounds; the caller keeps the source.
-            self.must("MPI_Put", unsafe {
+            // SAFETY: the destination was bounds-checked, and the caller keeps the source valid.
+            self.abort_on_error_code("MPI_Put", unsafe {
                 let (len, place) = (len as c_int, (dest + at) as ffi::MPI_Aint);
                 let byte = ffi::RSMPI_UINT8_T;
                 ffi::MPI_Put(src.add(at).cast::<c_void>(), len, byte, pe as c_int, place, len, byte, self.window)
@@ -293,16 +294,16 @@ impl<'w> MpiTransport<'w> {
         });
     }
 
-    /// Starts getting `bytes` bytes into `dest`.
+    /// Starts a get of `bytes` bytes into `dest`.
     ///
     /// # Safety
-    /// Nobody touches them until a flush of `pe`, local or not.
+    /// The destination stays valid and is not accessed until a local or remote flush of `pe`.
     unsafe fn start_get(&self, dest: *mut u8, src: usize, bytes: usize, pe: usize) {
         self.check_bounds(src, bytes);
-        self.mark(pe);
+        self.mark_pending(pe);
         self.in_pieces(bytes, |at, len| {
-            // SAFETY: source and destination are in their bounds; the caller keeps off the destination.
-            self.must("MPI_Get", unsafe {
+            // SAFETY: the source was bounds-checked, and the caller keeps the destination valid.
+            self.abort_on_error_code("MPI_Get", unsafe {
                 let (len, place) = (len as c_int, (src + at) as ffi::MPI_Aint);
                 let byte = ffi::RSMPI_UINT8_T;
                 ffi::MPI_Get(dest.add(at).cast::<c_void>(), len, byte, pe as c_int, place, len, byte, self.window)
@@ -310,19 +311,19 @@ impl<'w> MpiTransport<'w> {
         });
     }
 
-    /// The word at `offset` of the own heap, now.
+    /// Loads the word at `offset` of this PE's heap.
     fn load(&self, offset: usize) -> u64 {
         let word = self.at(offset, size_of::<u64>()).cast::<u64>();
-        // SAFETY: in the heap and aligned; whatever changes it, changes it as a whole.
+        // SAFETY: `at` has checked the bounds; words are aligned and only modified as a whole.
         unsafe { AtomicU64::from_ptr(word.as_ptr()) }.load(Ordering::Acquire)
     }
 }
 
 impl Drop for MpiTransport<'_> {
     fn drop(&mut self) {
-        // Both wait for the other PEs, which during a panic may never come.
+        // Both calls wait for the other PEs, which may be missing after a panic.
         if !std::thread::panicking() {
-            // SAFETY: the window is locked for all, and used no more. An error here has nothing left to spoil.
+            // SAFETY: the window is locked for all, and this is its last use. Errors have no consequence here.
             unsafe {
                 ffi::MPI_Win_unlock_all(self.window);
                 ffi::MPI_Win_free(&mut self.window);
@@ -347,11 +348,11 @@ impl Transport for MpiTransport<'_> {
     fn put(&self, dest: usize, src: &[u8], pe: usize) {
         if pe == self.my_pe() {
             let to = self.at(dest, src.len());
-            // SAFETY: both ranges are in their bounds, and a borrowed slice is not in the window, which is never lent.
+            // SAFETY: both ranges were bounds-checked. They do not overlap: the window's memory is never borrowed as a slice.
             unsafe { to.as_ptr().copy_from_nonoverlapping(src.as_ptr(), src.len()) };
             return;
         }
-        // SAFETY: `src` is borrowed until the flush.
+        // SAFETY: `src` is borrowed until after the flush.
         unsafe { self.start_put(dest, src.as_ptr(), src.len(), pe) };
         self.flush_local(pe);
     }
@@ -359,22 +360,22 @@ impl Transport for MpiTransport<'_> {
     fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
         let from = self.at(src, bytes);
         if pe == self.my_pe() {
-            // SAFETY: both ranges are in the heap; they may overlap.
+            // SAFETY: both ranges were bounds-checked; they may overlap.
             unsafe { self.at(dest, bytes).copy_from(from, bytes) };
             return;
         }
-        // SAFETY: the source is in the heap, which outlives every operation; that it stays as it is, the caller keeps.
+        // SAFETY: the source is in the heap, which outlives every operation; by the contract of put_nbi it does not change.
         unsafe { self.start_put(dest, from.as_ptr(), bytes, pe) };
     }
 
     fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
         if pe == self.my_pe() {
             let from = self.at(src, dest.len());
-            // SAFETY: both ranges are in their bounds, and a borrowed slice is not in the window, which is never lent.
+            // SAFETY: both ranges were bounds-checked. They do not overlap: the window's memory is never borrowed as a slice.
             unsafe { dest.as_mut_ptr().copy_from_nonoverlapping(from.as_ptr(), dest.len()) };
             return;
         }
-        // SAFETY: `dest` is borrowed until the flush.
+        // SAFETY: `dest` is borrowed until after the flush.
         unsafe { self.start_get(dest.as_mut_ptr(), src, dest.len(), pe) };
         self.flush_local(pe);
     }
@@ -382,11 +383,11 @@ impl Transport for MpiTransport<'_> {
     fn get_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
         let to = self.at(dest, bytes);
         if pe == self.my_pe() {
-            // SAFETY: both ranges are in the heap; they may overlap.
+            // SAFETY: both ranges were bounds-checked; they may overlap.
             unsafe { to.copy_from(self.at(src, bytes), bytes) };
             return;
         }
-        // SAFETY: the destination is in the heap, which outlives every operation; that nobody reads it, the caller keeps.
+        // SAFETY: the destination is in the heap, which outlives every operation; by the contract of get_nbi it is not read.
         unsafe { self.start_get(to.as_ptr(), src, bytes, pe) };
     }
 
@@ -394,7 +395,7 @@ impl Transport for MpiTransport<'_> {
         if pe == self.my_pe() {
             self.put(dest, src, pe);
         } else {
-            // SAFETY: `src` is borrowed until the flush.
+            // SAFETY: `src` is borrowed until after the flush.
             unsafe { self.start_put(dest, src.as_ptr(), src.len(), pe) };
             self.flush(pe);
         }
@@ -403,16 +404,16 @@ impl Transport for MpiTransport<'_> {
 
     fn signal_op(&self, signal: usize, value: u64, op: SignalOp, pe: usize) {
         self.check_word(signal);
-        // SAFETY: constants.
+        // SAFETY: reads constants.
         let op = unsafe {
             match op {
                 SignalOp::Set => aristos_mpi_replace,
                 SignalOp::Add => ffi::RSMPI_SUM,
             }
         };
-        self.mark(pe);
-        // SAFETY: the word is in the heap; `value` lives until the flush.
-        self.must("MPI_Accumulate", unsafe {
+        self.mark_pending(pe);
+        // SAFETY: `check_word` has checked the word; `value` lives until after the flush.
+        self.abort_on_error_code("MPI_Accumulate", unsafe {
             let (from, place, word) =
                 ((&raw const value).cast::<c_void>(), signal as ffi::MPI_Aint, ffi::RSMPI_UINT64_T);
             ffi::MPI_Accumulate(from, 1, word, pe as c_int, place, 1, word, op, self.window)
@@ -423,18 +424,18 @@ impl Transport for MpiTransport<'_> {
     fn signal_fetch(&self, signal: usize) -> u64 {
         self.check_word(signal);
         self.polls.set(self.polls.get().wrapping_add(1));
-        if self.polls.get().is_multiple_of(LOOKS_A_CALL) {
-            self.must_be(self.world.progress());
+        if self.polls.get().is_multiple_of(POLLS_PER_CALL) {
+            self.abort_on_error(self.world.progress());
         }
         self.load(signal)
     }
 
     fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
         self.check_word(target);
-        self.mark(pe);
+        self.mark_pending(pe);
         let mut was = 0u64;
-        // SAFETY: the word is in the heap; `value` and `was` live until the flush.
-        self.must("MPI_Fetch_and_op", unsafe {
+        // SAFETY: `check_word` has checked the word; `value` and `was` live until after the flush.
+        self.abort_on_error_code("MPI_Fetch_and_op", unsafe {
             let (from, to) = ((&raw const value).cast::<c_void>(), (&raw mut was).cast::<c_void>());
             let place = target as ffi::MPI_Aint;
             ffi::MPI_Fetch_and_op(from, to, ffi::RSMPI_UINT64_T, pe as c_int, place, ffi::RSMPI_SUM, self.window)
@@ -444,17 +445,17 @@ impl Transport for MpiTransport<'_> {
     }
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
-        let look = || waits.iter().position(|wait| wait.cmp.holds(self.load(wait.signal), wait.value));
+        let poll = || waits.iter().position(|wait| wait.cmp.holds(self.load(wait.signal), wait.value));
         let mut pause = self.world.pause();
         loop {
-            if let Some(found) = look() {
+            if let Some(found) = poll() {
                 return Some(found);
             }
             pause.step();
-            if !pause.spins() || pause.looks().is_multiple_of(LOOKS_A_CALL) {
-                self.must_be(self.world.progress());
+            if !pause.spins() || pause.polls().is_multiple_of(POLLS_PER_CALL) {
+                self.abort_on_error(self.world.progress());
                 if Instant::now() >= deadline {
-                    return look();
+                    return poll();
                 }
             }
         }
@@ -483,12 +484,12 @@ struct Info(ffi::MPI_Info);
 
 impl Info {
     fn new(hints: &[(&std::ffi::CStr, &std::ffi::CStr)]) -> Result<Info, MpiError> {
-        // SAFETY: the null info is a constant.
+        // SAFETY: reads a constant.
         let mut info = Info(unsafe { ffi::RSMPI_INFO_NULL });
-        // SAFETY: MPI writes the handle.
+        // SAFETY: writes the handle.
         check("MPI_Info_create", unsafe { ffi::MPI_Info_create(&mut info.0) })?;
         for (key, value) in hints {
-            // SAFETY: both end with a zero byte.
+            // SAFETY: both strings are NUL-terminated.
             check("MPI_Info_set", unsafe { ffi::MPI_Info_set(info.0, key.as_ptr(), value.as_ptr()) })?;
         }
         Ok(info)
@@ -497,7 +498,7 @@ impl Info {
 
 impl Drop for Info {
     fn drop(&mut self) {
-        // SAFETY: an info object that MPI gave, or the null info, which it refuses to free.
+        // SAFETY: a handle from MPI_Info_create, or the null handle, which MPI rejects.
         unsafe { ffi::MPI_Info_free(&mut self.0) };
     }
 }

@@ -1,7 +1,7 @@
-//! The time limit that MPI's calls lack: a thread that ends the process when one has lasted too long.
+//! A time limit for MPI calls: a thread that ends the process if a call takes too long.
 //!
-//! Where puts are messages, a flush waits for its target to take them; of a target that hangs, it waits for ever. So do collective
-//! calls.
+//! If the network sends puts as messages, a flush waits for the target to receive them, and it waits forever if the target
+//! hangs. The same holds for collective calls.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How often the thread looks.
+/// Interval between checks.
 const PERIOD: Duration = Duration::from_millis(100);
 
-/// Watches one thread's calls. Nothing is ordered by its words: a look that comes too early is followed by another.
+/// Watches the calls of one thread. Its words need no ordering: a stale read only delays detection until the next check.
 #[derive(Debug)]
 pub struct Watchdog {
     calls: Arc<Calls>,
@@ -21,18 +21,18 @@ pub struct Watchdog {
 
 #[derive(Debug, Default)]
 struct Calls {
-    /// Calls begun and ended: odd in a call.
+    /// Number of calls begun plus calls ended: odd during a call.
     count: AtomicU64,
-    /// For which PE.
+    /// The PE that the current call waits for.
     pe: AtomicUsize,
     stop: AtomicBool,
 }
 
 impl Watchdog {
-    /// Starts the thread, for PE `me`; `what` says what it waited for, given the PE.
+    /// Starts the thread for PE `me`. `what` returns, for a PE, what the call waited for.
     ///
     /// # Errors
-    /// When the system refuses the thread.
+    /// The system's error if the thread cannot be started.
     pub fn start(me: usize, limit: Duration, what: fn(usize) -> String) -> io::Result<Watchdog> {
         let calls = Arc::new(Calls::default());
         let watched = calls.clone();
@@ -57,7 +57,7 @@ impl Drop for Watchdog {
         self.calls.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // It cannot panic.
+            // The thread does not panic.
             let _ = thread.join();
         }
     }
@@ -73,7 +73,8 @@ fn watch(calls: &Calls, me: usize, limit: Duration, what: fn(usize) -> String) {
         } else if since.elapsed() >= limit {
             let what = what(calls.pe.load(Ordering::Relaxed));
             let _ = writeln!(io::stderr(), "aristos: PE {me} failed: waited {} s for {what}", limit.as_secs_f64());
-            // The other thread is in MPI, which lets nobody else in: the process ends as it is, and mpirun ends the others.
+            // The watched thread is inside MPI, which other threads must not call, so this one exits the process; mpirun ends
+            // the others.
             signal_hook::low_level::exit(1);
         }
     }

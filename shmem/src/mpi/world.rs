@@ -1,7 +1,7 @@
-//! The processes that `mpirun` started, as a world of PEs: start, end, agreement, messages to PE 0.
+//! The processes that `mpirun` started, as a world of PEs: start, end, agreement, and messages.
 //!
-//! Nothing here blocks inside MPI for a peer's sake: what waits for a peer starts a non-blocking operation, and asks after
-//! it until its deadline. The exceptions are the start, the end, and making a window, which MPI has in no other form.
+//! Functions do not block inside MPI to wait for a peer: they start a non-blocking operation and test it until a deadline.
+//! Exceptions are initialisation, finalisation and creating a window, which MPI provides only as blocking calls.
 
 use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_void};
@@ -13,71 +13,73 @@ use mpi::ffi;
 use mpi::topology::{Communicator, SimpleCommunicator};
 use mpi::traits::AsRaw;
 
-/// The tag of messages.
-const MESSAGE: c_int = 1;
-/// A tag that no message has.
-const NOTHING: c_int = 2;
+/// Tag of messages.
+const MESSAGE_TAG: c_int = 1;
+/// Tag that no message has.
+const UNUSED_TAG: c_int = 2;
 
-/// What MPI refused.
+/// An error of MPI.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MpiError {
     /// A call returned an error.
     #[error("{call}: {message}")]
     Call {
-        /// The call.
+        /// The MPI function.
         call: &'static str,
-        /// What MPI says of its error code.
+        /// MPI's text for the error code.
         message: String,
     },
-    /// This MPI, or the way the program was started, does not do.
+    /// The MPI library, or the way in which the program was started, is unsuitable.
     #[error("{0}")]
     Unfit(String),
-    /// A peer did not come in time.
+    /// A peer was missing after a limit.
     #[error("waited {} s for {what}", .limit.as_secs_f64())]
     Late {
-        /// What did not come.
+        /// The missing event.
         what: &'static str,
-        /// How long.
+        /// The limit.
         limit: Duration,
     },
 }
 
-/// MPI, initialised, and a communicator of our own over all of its processes, whose rank is the PE's number.
+/// Initialised MPI with a communicator over all of its processes; ranks are PE numbers.
 ///
-/// Dropping it finalises MPI, which waits for all processes to do so, and during a panic aborts it instead: a process that
-/// unwinds must not wait for the others, who would wait for it.
+/// Dropping it finalises MPI, which waits for all processes. During a panic it aborts instead, because the other processes
+/// would wait for this one.
 pub struct MpiWorld {
     comm: SimpleCommunicator,
-    /// `None` in a world within a world.
+    /// `None` for a world created by [`MpiWorld::first`].
     _universe: Option<Universe>,
     rank: usize,
     size: usize,
     on_host: usize,
-    crowded: bool,
-    given_up: Cell<bool>,
+    oversubscribed: bool,
+    abandoned: Cell<bool>,
 }
 
 impl MpiWorld {
-    /// Initialises MPI; a program started without `mpirun` is a world of one. Once in a process, by its main thread, to
-    /// which all of it then belongs.
+    /// Initialises MPI. A program started without `mpirun` is a world of one PE. Must be called once per process, by its main
+    /// thread, which must also make all later calls.
     ///
     /// # Errors
-    /// When this MPI lacks what is needed.
+    /// [`MpiError::Unfit`] if MPI is initialised already, is older than 3.0, or lacks MPI_THREAD_FUNNELED.
     pub fn init() -> Result<Self, MpiError> {
-        let unfit = |what: String| Err(MpiError::Unfit(what));
+        let unsuitable = |what: String| Err(MpiError::Unfit(what));
         let Some((universe, level)) = mpi::initialize_with_threading(Threading::Funneled) else {
-            return unfit("MPI is initialised already in this process".into());
+            return unsuitable("MPI is initialised already in this process".into());
         };
         let library = library();
         if level < Threading::Funneled {
-            return unfit(format!("{library} gives thread level {level:?}, at least MPI_THREAD_FUNNELED is needed"));
+            return unsuitable(format!(
+                "{library} gives thread level {level:?}, at least MPI_THREAD_FUNNELED is needed"
+            ));
         }
         let (version, subversion) = mpi::environment::version();
         if version < 3 {
-            return unfit(format!("{library} is MPI {version}.{subversion}, at least 3.0 is needed"));
+            return unsuitable(format!("{library} is MPI {version}.{subversion}, at least 3.0 is needed"));
         }
-        // From here on an error is a code and not the end of the process.
+        // From here on errors are returned instead of ending the process.
         returns_errors(universe.world().as_raw())?;
         Self::over(universe.world().duplicate(), Some(universe))
     }
@@ -87,10 +89,10 @@ impl MpiWorld {
         let (rank, size) = (comm.rank() as usize, comm.size() as usize);
         let host = comm.split_shared(comm.rank());
         let on_host = host.size() as usize;
-        // A launcher that binds processes leaves each of them a part of the CPUs: only together do they tell.
+        // A launcher may bind each process to different CPUs, so count the union over the host.
         let mine = own_cpus();
         let mut all = mine;
-        // SAFETY: both arrays have as many words as is said, and the call returns when it is done with them.
+        // SAFETY: both arrays have `mine.len()` words, and the call is blocking.
         check("MPI_Allreduce", unsafe {
             ffi::MPI_Allreduce(
                 mine.as_ptr().cast::<c_void>(),
@@ -102,14 +104,14 @@ impl MpiWorld {
             )
         })?;
         let cpus: u32 = all.iter().map(|word| word.count_ones()).sum();
-        let crowded = on_host > cpus as usize;
-        Ok(Self { comm, _universe: universe, rank, size, on_host, crowded, given_up: Cell::new(false) })
+        let oversubscribed = on_host > cpus as usize;
+        Ok(Self { comm, _universe: universe, rank, size, on_host, oversubscribed, abandoned: Cell::new(false) })
     }
 
-    /// A world of the first `size` PEs of this one; `None` in the others. Collective.
+    /// A world of the first `size` PEs; `None` on the other PEs (collective).
     ///
     /// # Errors
-    /// What MPI says.
+    /// [`MpiError::Call`] if MPI fails.
     pub fn first(&self, size: usize) -> Result<Option<MpiWorld>, MpiError> {
         let color = mpi::topology::Color::with_value(c_int::from(self.rank < size));
         let comm = self.comm.split_by_color(color);
@@ -129,41 +131,43 @@ impl MpiWorld {
         self.size
     }
 
-    /// How many of the PEs run on this host, this one included.
+    /// Number of PEs on this host, including this one.
     pub fn pes_on_host(&self) -> usize {
         self.on_host
     }
 
-    /// Our communicator.
+    /// The communicator of all PEs.
     pub fn comm(&self) -> &SimpleCommunicator {
         &self.comm
     }
 
-    /// Has MPI move what is under way.
+    /// Lets MPI progress pending operations.
     pub(super) fn progress(&self) -> Result<(), MpiError> {
         let mut flag = 0;
-        // SAFETY: the communicator lives as long as `self`, and the flag is ours.
+        // SAFETY: the communicator lives as long as `self`; MPI writes only `flag`.
         check("MPI_Iprobe", unsafe {
-            ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, NOTHING, self.comm.as_raw(), &mut flag, ffi::RSMPI_STATUS_IGNORE)
+            ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, UNUSED_TAG, self.comm.as_raw(), &mut flag, ffi::RSMPI_STATUS_IGNORE)
         })
     }
 
-    /// How a wait spends the time between its looks.
+    /// The pause between two polls of a wait.
     pub(super) fn pause(&self) -> Pause {
-        Pause { crowded: self.crowded, looks: 0, since: None, sleep: SLEEP_MIN }
+        Pause { oversubscribed: self.oversubscribed, polls: 0, since: None, sleep: SLEEP_MIN }
     }
 
-    /// The smallest of all PEs' numbers, which are below 2^63: MPICH 4.0.2 takes larger ones for negative. Collective.
+    /// The minimum of all PEs' values (collective). Values must be below 2^63, because MPICH 4.0.2 treats larger ones as
+    /// negative.
     ///
     /// # Errors
-    /// What MPI says; or not all PEs came within `limit`, after which there is nothing left but [`MpiWorld::abort`].
+    /// [`MpiError::Call`] if MPI fails, [`MpiError::Late`] if a PE is missing after `limit`. After an error only
+    /// [`MpiWorld::abort`] may follow.
     pub fn min(&self, value: u64, limit: Duration) -> Result<u64, MpiError> {
         debug_assert!(value < 1 << 63);
-        // Behind a pointer of its own, so that it may move while MPI writes to it.
+        // On the heap, so that the vector can be moved while MPI writes to its buffer.
         let mut words = vec![value, 0];
         let at = words.as_mut_ptr();
         let mut request = MpiRequest::new();
-        // SAFETY: the two words live until the operation is done: `finish` leaks them if it is not.
+        // SAFETY: both words live until the operation has completed; otherwise `finish` leaks them.
         check("MPI_Iallreduce", unsafe {
             ffi::MPI_Iallreduce(
                 at.cast::<c_void>(),
@@ -178,32 +182,32 @@ impl MpiWorld {
         self.finish(request, words, "all PEs", limit).map(|words| words[1])
     }
 
-    /// Waits for all PEs to come here.
+    /// Waits for all PEs.
     ///
     /// # Errors
-    /// As [`MpiWorld::min`].
+    /// As for [`MpiWorld::min`].
     pub fn barrier(&self, limit: Duration) -> Result<(), MpiError> {
         self.min(0, limit).map(drop)
     }
 
-    /// Sends a message of less than 2 GiB; messages to one PE arrive in order.
+    /// Sends a message; messages to one PE arrive in order.
     ///
     /// # Errors
-    /// What MPI says; or `to` has not taken it within `limit`.
+    /// [`MpiError::Call`] if MPI fails, [`MpiError::Late`] if `to` has not received it after `limit`.
     ///
     /// # Panics
-    /// If the message is longer.
+    /// If the message has 2 GiB or more.
     pub fn send(&self, to: usize, message: Vec<u8>, limit: Duration) -> Result<(), MpiError> {
         let len = c_int::try_from(message.len()).expect("a message has less than 2 GiB");
         let mut request = MpiRequest::new();
-        // SAFETY: the message lives until it is sent: `finish` leaks it if it is not.
+        // SAFETY: the message lives until it has been sent; otherwise `finish` leaks it.
         check("MPI_Isend", unsafe {
             ffi::MPI_Isend(
                 message.as_ptr().cast::<c_void>(),
                 len,
                 ffi::RSMPI_UINT8_T,
                 to as c_int,
-                MESSAGE,
+                MESSAGE_TAG,
                 self.comm.as_raw(),
                 &mut request.0,
             )
@@ -211,24 +215,25 @@ impl MpiWorld {
         self.finish(request, message, "a message to be taken", limit).map(drop)
     }
 
-    /// Receives the next message of any PE; `None` when none has come within `limit`, or ever where that is `None`.
+    /// Receives the next message of any PE. Returns `None` if no message arrives within `limit`; without a limit it waits
+    /// forever.
     ///
     /// # Errors
-    /// What MPI says; or a message that has begun to arrive does not end within a minute.
+    /// [`MpiError::Call`] if MPI fails, [`MpiError::Late`] if a message is incomplete after a minute.
     pub fn receive(&self, limit: Option<Duration>) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
         const REST: Duration = Duration::from_secs(60);
         let end = limit.and_then(|limit| Instant::now().checked_add(limit));
         let mut pause = self.pause();
         let (mut flag, mut len) = (0, 0);
-        // SAFETY: a status is plain numbers.
+        // SAFETY: a status consists of integers, so all-zero bytes are valid.
         let mut status: ffi::MPI_Status = unsafe { std::mem::zeroed() };
-        // SAFETY: the null message is a constant.
+        // SAFETY: reads a constant.
         let mut matched = unsafe { ffi::RSMPI_MESSAGE_NULL };
         loop {
-            // SAFETY: all that is pointed to is ours.
+            // SAFETY: MPI writes only to the three locals.
             check("MPI_Improbe", unsafe {
                 let comm = self.comm.as_raw();
-                ffi::MPI_Improbe(ffi::RSMPI_ANY_SOURCE, MESSAGE, comm, &mut flag, &mut matched, &mut status)
+                ffi::MPI_Improbe(ffi::RSMPI_ANY_SOURCE, MESSAGE_TAG, comm, &mut flag, &mut matched, &mut status)
             })?;
             if flag != 0 {
                 break;
@@ -238,11 +243,11 @@ impl MpiWorld {
             }
             pause.step();
         }
-        // SAFETY: the status is that of the message found.
+        // SAFETY: the status belongs to the matched message.
         check("MPI_Get_count", unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut len) })?;
         let mut bytes = vec![0u8; len as usize];
         let mut request = MpiRequest::new();
-        // SAFETY: the buffer has as many bytes as the message, and lives until it is there: `finish` leaks it if it is not.
+        // SAFETY: the buffer has the message's length and lives until the message is complete; otherwise `finish` leaks it.
         check("MPI_Imrecv", unsafe {
             let at = bytes.as_mut_ptr().cast::<c_void>();
             ffi::MPI_Imrecv(at, len, ffi::RSMPI_UINT8_T, &mut matched, &mut request.0)
@@ -251,7 +256,7 @@ impl MpiWorld {
         Ok(Some((status.MPI_SOURCE as usize, bytes)))
     }
 
-    /// Waits for an operation on `buffer`, which MPI goes on using if it does not end.
+    /// Waits for an operation on `buffer`. If it does not complete, the buffer is leaked, because MPI still uses it.
     fn finish<B>(
         &self,
         mut request: MpiRequest,
@@ -263,7 +268,7 @@ impl MpiWorld {
         let mut pause = self.pause();
         loop {
             let mut flag = 0;
-            // SAFETY: the request is one that MPI gave, and is not used after it has ended.
+            // SAFETY: the request was created by MPI and is not used after its completion.
             let code = unsafe { ffi::MPI_Test(&mut request.0, &mut flag, ffi::RSMPI_STATUS_IGNORE) };
             let ended = check("MPI_Test", code);
             if ended.is_ok() && flag != 0 {
@@ -271,14 +276,14 @@ impl MpiWorld {
             }
             if ended.is_err() || start.elapsed() >= limit {
                 std::mem::forget(buffer);
-                self.given_up.set(true);
+                self.abandoned.set(true);
                 return ended.and(Err(MpiError::Late { what, limit }));
             }
             pause.step();
         }
     }
 
-    /// Ends all processes of the world, this one included; `mpirun`'s exit code is `code`, and it says what it likes.
+    /// Ends all processes of the world including this one; `mpirun` exits with `code` and prints its own message.
     pub fn abort(&self, code: i32) -> ! {
         // SAFETY: MPI is initialised.
         unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
@@ -288,8 +293,8 @@ impl MpiWorld {
 
 impl Drop for MpiWorld {
     fn drop(&mut self) {
-        // To finalise with an operation under way is not allowed, and without the others there is no end to it.
-        if std::thread::panicking() || self.given_up.get() {
+        // Finalising MPI with a pending operation is forbidden and would hang without the other PEs.
+        if std::thread::panicking() || self.abandoned.get() {
             self.abort(1);
         }
     }
@@ -301,25 +306,25 @@ impl std::fmt::Debug for MpiWorld {
     }
 }
 
-/// A non-blocking operation.
+/// A pending non-blocking operation.
 struct MpiRequest(ffi::MPI_Request);
 
 impl MpiRequest {
     fn new() -> MpiRequest {
-        // SAFETY: the null request is a constant.
+        // SAFETY: reads a constant.
         MpiRequest(unsafe { ffi::RSMPI_REQUEST_NULL })
     }
 }
 
-/// The name and version of the MPI that this program runs with, one line.
+/// Name and version of the MPI library at run time, on one line.
 pub fn library() -> String {
     let text = mpi::environment::library_version().unwrap_or_default();
     let line = text.lines().next().unwrap_or_default();
-    // "Open MPI v4.1.4, package: Debian OpenMPI, ident: ..."; "MPICH Version:\t4.0.2".
+    // Examples: "Open MPI v4.1.4, package: Debian OpenMPI, ident: ..."; "MPICH Version:\t4.0.2".
     line.split(", package").next().unwrap_or(line).split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The error that a call's code is.
+/// Converts a call's code to a result.
 pub(super) fn check(call: &'static str, code: c_int) -> Result<(), MpiError> {
     if code == ffi::MPI_SUCCESS as c_int { Ok(()) } else { Err(error(call, code)) }
 }
@@ -328,7 +333,7 @@ pub(super) fn check(call: &'static str, code: c_int) -> Result<(), MpiError> {
 fn error(call: &'static str, code: c_int) -> MpiError {
     let mut text = vec![0u8; ffi::MPI_MAX_ERROR_STRING as usize + 1];
     let mut len = 0;
-    // SAFETY: the buffer is longer than the longest text.
+    // SAFETY: the buffer holds MPI_MAX_ERROR_STRING bytes and a NUL.
     let known = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast::<c_char>(), &mut len) };
     let message = match known == ffi::MPI_SUCCESS as c_int {
         true => String::from_utf8_lossy(&text[..len as usize]).split_whitespace().collect::<Vec<_>>().join(" "),
@@ -338,11 +343,11 @@ fn error(call: &'static str, code: c_int) -> MpiError {
 }
 
 fn returns_errors(comm: ffi::MPI_Comm) -> Result<(), MpiError> {
-    // SAFETY: the communicator is one that MPI gave.
+    // SAFETY: the communicator was created by MPI.
     check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(comm, ffi::RSMPI_ERRORS_RETURN) })
 }
 
-/// The CPUs that this process may run on, a bit each.
+/// Bit mask of the CPUs that this process may run on.
 fn own_cpus() -> [u64; 16] {
     let mut words = [0u64; 16];
     if let Ok(set) = rustix::thread::sched_getaffinity(None) {
@@ -354,42 +359,41 @@ fn own_cpus() -> [u64; 16] {
 
 const SLEEP_MIN: Duration = Duration::from_micros(20);
 const SLEEP_MAX: Duration = Duration::from_micros(500);
-/// How long a wait offers the CPU to others before it sleeps. Where there are CPUs enough it is as good as always, as with MPI's own waits:
-/// while a PE sleeps, puts to it that MPI makes messages of do not move.
-const PATIENCE: Duration = Duration::from_secs(1);
-const PATIENCE_CROWDED: Duration = Duration::from_micros(50);
+/// Time for which a wait yields the CPU before it sleeps. With enough CPUs a wait practically never sleeps, like MPI's own
+/// waits: while a PE sleeps, puts to it that MPI sends as messages do not progress.
+const YIELD_TIME: Duration = Duration::from_secs(1);
+const YIELD_TIME_OVERSUBSCRIBED: Duration = Duration::from_micros(50);
 
-/// What a wait does between its looks: nobody rings here, as memory may be written by a network. First nothing (no PAUSE either:
-/// `shm.rs` says why), then
-/// the CPU is offered to others, then it sleeps, always shorter than it has waited; all sooner where there are more PEs than
-/// CPUs, and the PE waited for may need this one.
+/// Pauses between the polls of a wait. Memory may be written by the network without a wake-up, so a wait spins first (without
+/// PAUSE, see `shm.rs`), then yields the CPU, then sleeps, always for less than it has already waited. With more PEs than CPUs
+/// it yields and sleeps sooner, because the awaited PE may need this CPU.
 pub(super) struct Pause {
-    crowded: bool,
-    looks: u32,
+    oversubscribed: bool,
+    polls: u32,
     since: Option<Instant>,
     sleep: Duration,
 }
 
 impl Pause {
-    /// How many looks there have been.
-    pub(super) fn looks(&self) -> u32 {
-        self.looks
+    /// Number of polls.
+    pub(super) fn polls(&self) -> u32 {
+        self.polls
     }
 
-    /// Whether looks still follow each other without a pause.
+    /// Whether polls still follow each other without a pause.
     pub(super) fn spins(&self) -> bool {
-        self.looks < if self.crowded { 50 } else { 2000 }
+        self.polls < if self.oversubscribed { 50 } else { 2000 }
     }
 
-    /// Between two looks.
+    /// Pauses once.
     pub(super) fn step(&mut self) {
         let spins = self.spins();
-        self.looks = self.looks.saturating_add(1);
+        self.polls = self.polls.saturating_add(1);
         if spins {
             return;
         }
-        let patience = if self.crowded { PATIENCE_CROWDED } else { PATIENCE };
-        if self.since.get_or_insert_with(Instant::now).elapsed() < patience {
+        let yield_time = if self.oversubscribed { YIELD_TIME_OVERSUBSCRIBED } else { YIELD_TIME };
+        if self.since.get_or_insert_with(Instant::now).elapsed() < yield_time {
             rustix::thread::sched_yield();
         } else {
             std::thread::sleep(self.sleep);

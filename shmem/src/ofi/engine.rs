@@ -1,7 +1,8 @@
-//! What is on its way through libfabric: operations that are queued, posted and done, and the thread that keeps them moving.
+//! Operations in libfabric: queued, posted, completed; and the thread that progresses them.
 //!
-//! Who issues an operation queues it, and posts it at once where nobody else is in libfabric; otherwise whoever is there does, before it goes. So
-//! issuing never waits for a poll, which may be reading megabytes. Polling is the thread's, and that of who waits.
+//! An issuing thread queues an operation and posts it at once if no other thread is in libfabric; otherwise the thread that is
+//! there posts it before it leaves. Issuing therefore never waits for a poll, which may copy megabytes. Only the progress
+//! thread and waiting threads poll.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -12,56 +13,56 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use super::ffi::{Done, Fabric, Kind, Posted, RawOp};
+use super::ffi::{Done, Fabric, Kind, PostResult, RawOp};
 use crate::Segment;
 use crate::doorbell::ring;
 use crate::tcp::{Mesh, Watch, lock};
 
-/// How long another way is given to say why a PE is lost, after an operation on it has failed.
+/// After a failed operation, time for TCP supervision to name the lost PE before the operation's target is reported.
 const GRACE: Duration = Duration::from_millis(500);
-/// So often the thread looks again without a pause where a provider says that there is something to do.
-const AGAIN_MOST: u32 = 256;
-/// Polls in a row, of some completions each, before what they allow is posted.
-const POLLS: usize = 8;
+/// Iterations without a pause while a provider reports pending work, before the progress thread yields.
+const MAX_SPINS: u32 = 256;
+/// Maximum consecutive polls before newly enabled operations are posted.
+const MAX_POLLS: usize = 8;
 
-/// The local side of an operation.
+/// The local buffer of an operation.
 pub(super) enum Data {
-    /// None but the operand.
+    /// No buffer, only the operand.
     Word,
-    /// A copy of what is put, or room for what is got.
+    /// A copy of the data to put, or a buffer for a get.
     Bytes(Box<[u8]>),
-    /// Offset and length in the own heap.
+    /// Offset and length in this PE's heap.
     Heap(usize, usize),
 }
 
-/// What came of an operation that somebody waits for: nothing where it failed.
+/// The result of an operation that a thread waits for; `None` if it failed.
 pub(super) type Answer = Arc<OnceLock<Option<Box<[u8]>>>>;
 
-/// One operation. While it is posted libfabric alone touches it.
+/// An operation. While it is posted only libfabric accesses it.
 #[repr(C)]
 pub(super) struct Op {
-    /// For the provider (struct fi_context2): at the operation's address.
+    /// The provider's context (struct fi_context2); must be the first field.
     _context: [u64; 8],
     pub(super) kind: Kind,
     pub(super) pe: usize,
     /// Offset in the target's heap.
     pub(super) at: usize,
     pub(super) data: Data,
-    /// An atomic's operand.
+    /// Operand of an atomic.
     pub(super) operand: u64,
-    /// What a word was.
+    /// Previous value of a word.
     result: u64,
-    /// To be posted when all that was sent to the PE before is done.
+    /// Whether all earlier operations on the PE must complete before it is posted.
     pub(super) fenced: bool,
-    /// To be posted when this is done: the signal of a put.
+    /// An operation to post when this one completes: the signal of a put.
     pub(super) then: Option<Box<Op>>,
-    /// Counted as in flight with the one that it follows.
+    /// Whether it was counted as in flight with its predecessor.
     follows: bool,
     pub(super) answer: Option<Answer>,
 }
 
 impl Op {
-    /// One that nothing follows and nobody waits for.
+    /// An operation without a successor or a waiter.
     pub(super) fn new(kind: Kind, pe: usize, at: usize, data: Data) -> Op {
         Op {
             _context: [0; 8],
@@ -78,13 +79,13 @@ impl Op {
         }
     }
 
-    /// How many operations it is, with the one that follows.
+    /// Number of operations, including the successor.
     fn count(&self) -> usize {
         1 + usize::from(self.then.is_some())
     }
 
-    /// The bytes of the copy that it holds.
-    fn held_bytes(&self) -> usize {
+    /// Bytes of the copy that it holds.
+    fn copied_bytes(&self) -> usize {
         match &self.data {
             Data::Bytes(bytes) => bytes.len(),
             _ => 0,
@@ -92,59 +93,59 @@ impl Op {
     }
 }
 
-/// An operation that libfabric has.
-struct Held(NonNull<Op>);
+/// A posted operation.
+struct PostedOp(NonNull<Op>);
 
-// SAFETY: it is the operation's only owner; an operation is plain data.
-unsafe impl Send for Held {}
+// SAFETY: it is the operation's only owner, and an operation can be sent between threads.
+unsafe impl Send for PostedOp {}
 
-/// What is counted for a PE.
+/// Counters of a PE.
 #[derive(Default)]
 struct Counts {
-    /// Operations that are issued and not done.
+    /// Operations issued and not completed.
     open: AtomicUsize,
-    /// Bytes of copies that are not done.
-    held_bytes: AtomicUsize,
+    /// Bytes of copies not yet completed.
+    copied_bytes: AtomicUsize,
 }
 
-/// Operations that nobody has looked at yet.
+/// Operations issued and not yet taken over by `Core`.
 struct Queue {
     ops: Vec<Op>,
-    /// Fences so far, and by PE how many there had been at its last operation.
+    /// Number of fences, and per PE that number at its last operation.
     fences: u64,
     fenced: Vec<u64>,
 }
 
-/// How a PE is reached.
+/// Remote access to a PE's heap.
 #[derive(Clone, Copy)]
 pub(super) struct Target {
-    /// libfabric's name for it.
+    /// libfabric's address of the PE.
     pub(super) to: u64,
-    /// Where its heap begins.
+    /// Base address of its heap.
     pub(super) base: u64,
     pub(super) key: u64,
 }
 
-/// What one thread at a time works on.
+/// State used by one thread at a time, under a lock.
 struct Core {
-    /// `None` after its end.
+    /// `None` after closing.
     fabric: Option<Fabric>,
     targets: Vec<Target>,
-    /// By PE: operations to be posted, in their order.
+    /// Per PE: operations to post, in order.
     ready: Vec<VecDeque<Op>>,
-    /// The PEs that have some.
+    /// PEs with operations to post.
     open: BTreeSet<usize>,
-    /// Whether one of them is to be tried again, as there was no room or no connection.
+    /// Whether posting must be retried, because the provider had no room or no connection.
     again: bool,
-    /// By PE: how many operations are posted, or follow one that is.
+    /// Per PE: operations that are posted or follow a posted one.
     in_flight: Vec<usize>,
-    /// By PE: whether an operation has failed; then nothing more is sent there.
-    gone: Vec<bool>,
-    posted: HashMap<usize, Held>,
+    /// Per PE: whether an operation has failed; then no more are posted.
+    failed_pes: Vec<bool>,
+    posted: HashMap<usize, PostedOp>,
     done: Vec<Done>,
 }
 
-/// A PE's operations, and what its threads share for them.
+/// A PE's operations and the state shared by its threads.
 pub(super) struct Engine {
     me: usize,
     heap: Arc<Segment>,
@@ -153,7 +154,7 @@ pub(super) struct Engine {
     has_new: AtomicBool,
     core: Mutex<Core>,
     counts: Vec<Counts>,
-    /// The first operation that failed: when, on which PE, and how.
+    /// The first failed operation: time, PE, reason.
     failed: Mutex<Option<(Instant, usize, String)>>,
     wake: OwnedFd,
     stop: AtomicBool,
@@ -175,7 +176,7 @@ impl Engine {
             open: BTreeSet::new(),
             again: false,
             in_flight: vec![0; n],
-            gone: vec![false; n],
+            failed_pes: vec![false; n],
             posted: HashMap::new(),
             done: Vec::new(),
         };
@@ -193,45 +194,45 @@ impl Engine {
         })
     }
 
-    /// Issues operations on one PE, in this order.
+    /// Issues operations in this order. All must be for one PE.
     pub(super) fn issue(&self, ops: impl IntoIterator<Item = Op>) {
         let mut queue = lock(&self.queue);
         for mut op in ops {
-            // A fence orders deliveries, and no gets.
+            // A fence orders deliveries only, not gets.
             if op.kind != Kind::Read {
                 let now = queue.fences;
                 op.fenced |= std::mem::replace(&mut queue.fenced[op.pe], now) != now;
             }
             let counts = &self.counts[op.pe];
             counts.open.fetch_add(op.count(), Ordering::SeqCst);
-            counts.held_bytes.fetch_add(op.held_bytes(), Ordering::SeqCst);
+            counts.copied_bytes.fetch_add(op.copied_bytes(), Ordering::SeqCst);
             queue.ops.push(op);
         }
         self.has_new.store(true, Ordering::SeqCst);
         drop(queue);
-        // Either the lock is seen to be free, or its holder sees `has_new`: it looks after a fence of its own.
+        // Either `advance` finds the lock free, or its holder sees `has_new`, which it checks after a fence.
         fence(Ordering::SeqCst);
-        self.turn(false);
+        self.advance(false);
     }
 
-    /// What is issued from here on is delivered after what was issued before.
+    /// Orders all later operations after all earlier ones.
     pub(super) fn fence(&self) {
         lock(&self.queue).fences += 1;
     }
 
-    /// Bytes of copies that are not yet in `pe`'s memory.
-    pub(super) fn held_bytes(&self, pe: usize) -> usize {
-        self.counts[pe].held_bytes.load(Ordering::SeqCst)
+    /// Bytes of copies not yet in `pe`'s memory.
+    pub(super) fn copied_bytes(&self, pe: usize) -> usize {
+        self.counts[pe].copied_bytes.load(Ordering::SeqCst)
     }
 
-    /// By PE on which something is under way: an answer that comes when all of it is done, whatever is issued meanwhile.
+    /// For each PE with pending operations: an answer that is set when all of those have completed, whatever is issued later.
     pub(super) fn drain(&self) -> Vec<(usize, Answer)> {
         let is_open = |counts: &Counts| counts.open.load(Ordering::SeqCst) > 0;
         let open = self.counts.iter().enumerate().filter(|(_, counts)| is_open(counts));
         let drains: Vec<(usize, Answer)> = open.map(|(pe, _)| (pe, Answer::default())).collect();
         if !drains.is_empty() {
             self.issue(drains.iter().map(|(pe, answer)| {
-                let mut last = Op::new(Kind::Nothing, *pe, 0, Data::Word);
+                let mut last = Op::new(Kind::Marker, *pe, 0, Data::Word);
                 (last.fenced, last.answer) = (true, Some(answer.clone()));
                 last
             }));
@@ -239,13 +240,13 @@ impl Engine {
         drains
     }
 
-    /// Posts what was issued, and with `polls` moves what there is to move, unless another thread does; that one sees to what was issued.
-    pub(super) fn turn(&self, polls: bool) {
+    /// Posts issued operations, and with `polls` progresses libfabric, unless another thread does; that thread then also posts.
+    pub(super) fn advance(&self, polls: bool) {
         loop {
             let mut core = match self.core.try_lock() {
                 Ok(core) => core,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                // Its holder looks at `has_new` when it has given it back.
+                // The lock's holder checks `has_new` after releasing it.
                 Err(TryLockError::WouldBlock) => return,
             };
             core.work(self, polls);
@@ -253,7 +254,7 @@ impl Engine {
             drop(core);
             fence(Ordering::SeqCst);
             if again && !polls {
-                // The thread does so soon.
+                // The progress thread retries soon.
                 let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
             }
             if !self.has_new.load(Ordering::SeqCst) {
@@ -265,50 +266,51 @@ impl Engine {
         }
     }
 
-    /// The progress thread's work, until [`Engine::end`].
+    /// Body of the progress thread, until [`Engine::end`].
     pub(super) fn run(&self, mesh: &Mesh) {
         let _watch = Watch(mesh);
         let mut again = 0u32;
         while !self.stop.load(Ordering::SeqCst) {
-            self.turn(true);
-            self.name_who_failed(mesh);
+            self.advance(true);
+            self.report_failed_pe(mesh);
             let mut core = self.core();
             let busy = (core.again, !core.posted.is_empty() || lock(&self.failed).is_some());
             let Some(fabric) = &mut core.fabric else { return };
             let (fd, may_wait) = (fabric.fd(), fabric.may_wait());
             drop(core);
-            // Who issued something while the lock was held here has left it to this thread.
+            // An operation issued while the lock was held here was left to this thread.
             fence(Ordering::SeqCst);
             if !may_wait || self.has_new.load(Ordering::SeqCst) {
-                // Not given away each time: there is something to do, and on a busy machine it would take milliseconds to come back.
+                // Do not yield every iteration: work is queued, and on an oversubscribed host a yield can cost milliseconds.
                 again = again.wrapping_add(1);
-                if again.is_multiple_of(AGAIN_MOST) {
+                if again.is_multiple_of(MAX_SPINS) {
                     rustix::thread::sched_yield();
                 }
                 continue;
             }
             let at_most = match (busy, fd) {
-                // What could not be posted is tried again.
+                // Retry operations that could not be posted.
                 ((true, _), Some(_)) => Duration::from_millis(1),
-                // The descriptor says when; this is in case it does not.
+                // The descriptor signals completions; the time-out is a fallback.
                 ((_, true), Some(_)) => Duration::from_millis(10),
                 (_, Some(_)) => Duration::from_millis(50),
                 ((false, false), None) => Duration::from_millis(1),
                 (_, None) => Duration::from_micros(100),
             };
-            // SAFETY: the descriptor is the completion queue's, which is closed after this thread has ended.
+            // SAFETY: the descriptor belongs to the completion queue, which is closed after this thread has ended.
             let fd = fd.map(|fd| unsafe { BorrowedFd::borrow_raw(fd) });
             let mut fds: Vec<PollFd<'_>> = fd.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
             fds.push(PollFd::new(&self.wake, PollFlags::IN));
             let time = Timespec { tv_sec: 0, tv_nsec: at_most.as_nanos() as _ };
-            // Whatever it says, it is time to look.
+            // Whether ready or timed out, poll again.
             let _ = poll(&mut fds, Some(&time));
             let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
         }
     }
 
-    /// A PE on which an operation has failed is lost, if the connections over TCP have not said by now who is, and why: mostly another.
-    fn name_who_failed(&self, mesh: &Mesh) {
+    /// Reports the PE of a failed operation as lost, if after [`GRACE`] the TCP connections have not named a lost PE and a
+    /// reason; usually another PE is the cause.
+    fn report_failed_pe(&self, mesh: &Mesh) {
         let mut failed = lock(&self.failed);
         match &*failed {
             Some((at, pe, why)) if at.elapsed() >= GRACE => {
@@ -319,19 +321,19 @@ impl Engine {
         }
     }
 
-    /// Ends the thread.
+    /// Stops the progress thread.
     pub(super) fn end(&self) {
         self.stop.store(true, Ordering::SeqCst);
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Closes the endpoint. Nothing may be sent any more.
+    /// Closes the endpoint. No operation may be issued afterwards.
     pub(super) fn close(&self) {
         self.core().close();
     }
 
-    /// No thread is in libfabric from now on, for as long as the process lives; unless one is for a second.
-    pub(super) fn leave(&self) {
+    /// Keeps all threads out of libfabric for the rest of the process, except a thread that stays in it for over a second.
+    pub(super) fn quiesce(&self) {
         self.stop.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
         while Instant::now() < until {
@@ -342,10 +344,10 @@ impl Engine {
         }
     }
 
-    /// Counts an operation as done, with what would have followed it.
-    fn ended(&self, op: Op, well: bool) {
+    /// Counts an operation and its successor as completed.
+    fn complete(&self, op: Op, well: bool) {
         let (counts, ended) = (&self.counts[op.pe], op.count());
-        counts.held_bytes.fetch_sub(op.held_bytes(), Ordering::SeqCst);
+        counts.copied_bytes.fetch_sub(op.copied_bytes(), Ordering::SeqCst);
         let Op { kind, data, answer, result, .. } = op;
         if let Some(answer) = answer {
             let bytes = match (kind, data) {
@@ -358,17 +360,17 @@ impl Engine {
         counts.open.fetch_sub(ended, Ordering::SeqCst);
     }
 
-    /// Keeps all threads of this PE out of libfabric as long as the value lives.
+    /// Keeps all threads of this PE out of libfabric while the value lives.
     #[cfg(test)]
     pub(super) fn freeze(&self) -> impl Sized + '_ {
         self.core()
     }
 
-    /// What is posted and has not ended.
+    /// Kinds of the operations posted and not completed.
     #[cfg(test)]
     pub(super) fn posted(&self) -> Vec<Kind> {
-        // SAFETY: what is in the table has not been freed, and libfabric does not write the kind.
-        self.core().posted.values().map(|Held(op)| unsafe { (*op.as_ptr()).kind }).collect()
+        // SAFETY: operations in the table are not freed, and libfabric does not write `kind`.
+        self.core().posted.values().map(|PostedOp(op)| unsafe { (*op.as_ptr()).kind }).collect()
     }
 
     fn core(&self) -> std::sync::MutexGuard<'_, Core> {
@@ -377,7 +379,7 @@ impl Engine {
 }
 
 impl Core {
-    /// See [`Engine::turn`].
+    /// See [`Engine::advance`].
     fn work(&mut self, engine: &Engine, polls: bool) {
         if engine.has_new.swap(false, Ordering::SeqCst) {
             for op in std::mem::take(&mut lock(&engine.queue).ops) {
@@ -387,7 +389,7 @@ impl Core {
         }
         self.post_all(engine);
         if polls {
-            for _ in 0..POLLS {
+            for _ in 0..MAX_POLLS {
                 if !self.poll(engine) {
                     break;
                 }
@@ -405,24 +407,24 @@ impl Core {
         }
     }
 
-    /// Posts what is ready for `pe`, as far as it may be and there is room.
+    /// Posts the ready operations of `pe`, as far as fences and the provider's capacity permit.
     fn post(&mut self, engine: &Engine, pe: usize) {
         let Target { to, base, key } = self.targets[pe];
         while let Some(op) = self.ready[pe].pop_front() {
-            let Some(fabric) = self.fabric.as_mut().filter(|_| !self.gone[pe]) else {
-                engine.ended(op, false);
+            let Some(fabric) = self.fabric.as_mut().filter(|_| !self.failed_pes[pe]) else {
+                engine.complete(op, false);
                 continue;
             };
             if op.fenced && self.in_flight[pe] > 0 {
                 return self.ready[pe].push_front(op);
             }
-            if op.kind == Kind::Nothing {
-                engine.ended(op, true);
+            if op.kind == Kind::Marker {
+                engine.complete(op, true);
                 continue;
             }
             let added = if op.follows { 0 } else { op.count() };
             let op = NonNull::from(Box::leak(Box::new(op)));
-            // SAFETY: the operation is this function's alone; pointers into it stay valid until it is a box again.
+            // SAFETY: only this function owns the operation; pointers into it stay valid until it becomes a box again.
             let raw = unsafe {
                 let at = op.as_ptr();
                 let (buffer, bytes) = match &mut (*at).data {
@@ -441,21 +443,21 @@ impl Core {
                     context: at.cast(),
                 }
             };
-            // SAFETY: all that it names is in the operation, which nobody touches before it has ended or the fabric is dropped, or is in the
-            // heap, which lives as long; that nobody changes there what is read, or touches what is written, is the contract of
-            // put_nbi and get_nbi. The context is the operation's first 64 bytes.
+            // SAFETY: all pointers lead into the operation, which is not accessed until it completes or the fabric is dropped,
+            // or into the heap, which lives as long. By the contract of put_nbi and get_nbi heap sources do not change and
+            // destinations are not accessed. The context is the operation's first 64 bytes.
             match unsafe { fabric.post(&raw) } {
-                Posted::Yes => {
+                PostResult::Posted => {
                     self.in_flight[pe] += added;
-                    self.posted.insert(op.addr().get(), Held(op));
+                    self.posted.insert(op.addr().get(), PostedOp(op));
                 }
-                Posted::Later => {
+                PostResult::Retry => {
                     self.again = true;
-                    // SAFETY: it was refused, so that it is ours alone.
+                    // SAFETY: libfabric refused it, so this function owns it again.
                     return self.ready[pe].push_front(*unsafe { Box::from_raw(op.as_ptr()) });
                 }
-                Posted::Refused(why) => {
-                    // SAFETY: as above.
+                PostResult::Refused(why) => {
+                    // SAFETY: libfabric refused it, so this function owns it again.
                     let op = *unsafe { Box::from_raw(op.as_ptr()) };
                     self.in_flight[pe] += added;
                     self.failed(engine, op, &why);
@@ -465,15 +467,15 @@ impl Core {
         self.open.remove(&pe);
     }
 
-    /// Polls once; whether there may be more.
+    /// Polls once; returns whether there may be more completions.
     fn poll(&mut self, engine: &Engine) -> bool {
         let Some(fabric) = &mut self.fabric else { return false };
         let mut done = std::mem::take(&mut self.done);
         let polled = fabric.poll(&mut done);
         for Done { context, error } in done.drain(..) {
-            // What is not known is no operation's, but a provider's word on a connection: its operations say the same.
-            let Some(Held(op)) = self.posted.remove(&context) else { continue };
-            // SAFETY: it was leaked when it was posted, is taken out of `posted` once, and libfabric has ended with it.
+            // An unknown context is a provider's report about a connection; the connection's operations report the same error.
+            let Some(PostedOp(op)) = self.posted.remove(&context) else { continue };
+            // SAFETY: leaked when posted, removed from `posted` once, and completed by libfabric.
             let op = *unsafe { Box::from_raw(op.as_ptr()) };
             match error {
                 None => self.succeeded(engine, op),
@@ -484,7 +486,7 @@ impl Core {
         match polled {
             Ok(more) => more,
             Err(why) => {
-                // Nothing ends any more.
+                // The queue itself failed: no operation completes any more.
                 let line = format!("libfabric ({}): fi_cq_read: {why}", engine.provider);
                 lock(&engine.failed).get_or_insert((Instant::now(), engine.me, line));
                 false
@@ -496,31 +498,31 @@ impl Core {
         let pe = op.pe;
         self.in_flight[pe] -= 1;
         if let Some(mut signal) = op.then.take() {
-            // Before all that waits, which may be for this one's end.
+            // In front of waiting operations, which may be fenced behind this one.
             signal.follows = true;
             self.ready[pe].push_front(*signal);
             self.open.insert(pe);
         }
-        engine.ended(op, true);
+        engine.complete(op, true);
     }
 
-    /// Nothing more is sent to the PE of an operation that has failed.
+    /// Completes a failed operation and stops posting to its PE.
     fn failed(&mut self, engine: &Engine, op: Op, why: &str) {
         let pe = op.pe;
         self.in_flight[pe] = self.in_flight[pe].saturating_sub(op.count());
-        self.gone[pe] = true;
+        self.failed_pes[pe] = true;
         if !self.ready[pe].is_empty() {
             self.open.insert(pe);
         }
         let line = format!("libfabric ({}): {}: {why}", engine.provider, op.kind.call());
         lock(&engine.failed).get_or_insert((Instant::now(), pe, line));
-        engine.ended(op, false);
+        engine.complete(op, false);
     }
 
     fn close(&mut self) {
         self.fabric = None;
-        for (_, Held(op)) in self.posted.drain() {
-            // SAFETY: leaked when it was posted; the endpoint is closed, so that libfabric has ended with it.
+        for (_, PostedOp(op)) in self.posted.drain() {
+            // SAFETY: leaked when posted; the endpoint is closed, so libfabric no longer uses it.
             drop(unsafe { Box::from_raw(op.as_ptr()) });
         }
     }

@@ -1,26 +1,26 @@
-//! Why there is no transport over libfabric.
+//! Errors of the transport over libfabric.
 
 use crate::ShmemError;
 use crate::tcp::TcpError;
 
-/// What went wrong. Each displays as one line.
+/// An error. Each displays as one line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OfiError {
-    /// A call has failed.
+    /// A call failed.
     #[error("libfabric, provider {provider}: {call}: {why}")]
     Fabric {
         /// The provider.
         provider: String,
         /// The call.
         call: String,
-        /// What libfabric says of its error number.
+        /// libfabric's text for the error number.
         why: String,
     },
-    /// No provider does.
+    /// No suitable provider.
     #[error("{0}")]
     Unfit(String),
-    /// The PEs, and their heaps.
+    /// An error of the PEs' TCP connections or heaps.
     #[error(transparent)]
     Tcp(#[from] TcpError),
 }
@@ -32,7 +32,7 @@ impl From<ShmemError> for OfiError {
 }
 
 impl OfiError {
-    /// The PE that it is about, where there is one.
+    /// The PE that the error concerns, if any.
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             OfiError::Tcp(error) => error.awaited_pe(),

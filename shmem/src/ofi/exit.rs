@@ -1,7 +1,7 @@
-//! The end of a process that does not come to the end of its transports.
+//! Process exit without dropping transports.
 //!
-//! libfabric takes itself down when a process exits, whatever threads still are in its calls: they would run into what is gone. So before that, as
-//! the process exits, all are kept out.
+//! libfabric destroys its state when a process exits, even while threads are in its calls; they would access freed state. An
+//! exit handler therefore keeps all threads out of libfabric first.
 
 use std::sync::{Arc, Mutex, Once, Weak};
 
@@ -11,23 +11,24 @@ use crate::tcp::lock;
 static LIVE: Mutex<Vec<Weak<Engine>>> = Mutex::new(Vec::new());
 static REGISTER: Once = Once::new();
 
-/// From now on `engine` is kept out of libfabric when the process exits.
+/// Registers `engine` for the exit handler.
 pub(super) fn watch(engine: &Arc<Engine>) {
     REGISTER.call_once(|| {
-        // SAFETY: the function is one of this program, and does not unwind. Where there is no room to register it, exits are as they were.
-        unsafe { libc::atexit(leave) };
+        // SAFETY: `quiesce_all` is a static function and does not unwind. If it cannot be registered, exits are unprotected as
+        // before.
+        unsafe { libc::atexit(quiesce_all) };
     });
     let mut live = lock(&LIVE);
     live.retain(|engine| engine.strong_count() > 0);
     live.push(Arc::downgrade(engine));
 }
 
-extern "C" fn leave() {
-    // Not waited for: a thread that holds it here is about to register an engine, or exits itself.
+extern "C" fn quiesce_all() {
+    // Does not wait for the lock: its holder is registering an engine or exiting too.
     let Ok(live) = LIVE.try_lock() else { return };
-    // What is still there is never dropped: its end would be a call.
+    // Engines are leaked, because dropping one would call libfabric.
     live.iter().filter_map(Weak::upgrade).for_each(|engine| {
-        engine.leave();
+        engine.quiesce();
         std::mem::forget(engine);
     });
 }

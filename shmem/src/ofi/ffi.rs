@@ -1,4 +1,4 @@
-//! libfabric's endpoint, completion queue and registered heap as one value: [`Fabric`]. Everything that is called is in `shim.c`.
+//! libfabric's endpoint, completion queue and registered heap as one value: [`Fabric`]. `shim.c` contains all calls.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::net::IpAddr;
@@ -11,8 +11,8 @@ use crate::Segment;
 const ADDRESS_BYTES: usize = 256;
 const NAME_BYTES: usize = 64;
 const TEXT_BYTES: usize = 128;
-/// The most completions of one call.
-const MOST_DONE: usize = 16;
+/// Maximum completions per call.
+const MAX_COMPLETIONS: usize = 16;
 
 #[repr(C)]
 struct RawOfi {
@@ -32,33 +32,33 @@ struct RawFacts {
     fd: i32,
 }
 
-/// What an operation does.
+/// The kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum Kind {
-    /// Bytes to the target.
+    /// Copies bytes to the target.
     Write = 0,
-    /// Bytes from the target.
+    /// Copies bytes from the target.
     Read,
     /// Replaces a word.
     Set,
     /// Adds to a word.
     Add,
-    /// Adds to a word, and brings what it was.
+    /// Adds to a word and returns its previous value.
     FetchAdd,
-    /// None: it is never posted.
-    Nothing,
+    /// A marker that is never posted.
+    Marker,
 }
 
 impl Kind {
-    /// The call of libfabric's that it is.
+    /// Name of the libfabric function.
     pub(super) fn call(self) -> &'static str {
         match self {
             Kind::Write => "fi_write",
             Kind::Read => "fi_read",
             Kind::Set | Kind::Add => "fi_atomic",
             Kind::FetchAdd => "fi_fetch_atomic",
-            Kind::Nothing => "nothing",
+            Kind::Marker => "marker",
         }
     }
 }
@@ -106,11 +106,11 @@ unsafe extern "C" {
     static aristos_ofi_enodata: c_int;
 }
 
-/// Loads the library, once.
+/// Loads the library once.
 fn load() -> Result<(), OfiError> {
     static LOADED: OnceLock<Result<(), String>> = OnceLock::new();
     let loaded = LOADED.get_or_init(|| {
-        // SAFETY: one thread does this, once, and all else is called after it; what it returns is a string.
+        // SAFETY: called once, by one thread, before any other function of the shim; returns null or a string.
         match unsafe { text(aristos_ofi_load()) } {
             why if why.is_empty() => Ok(()),
             why => Err(why),
@@ -123,32 +123,32 @@ fn load() -> Result<(), OfiError> {
     })
 }
 
-/// What libfabric says of an error number, which may be negative.
+/// libfabric's text for an error number of either sign.
 fn strerror(error: c_int) -> String {
-    // SAFETY: the text is a constant of the library's.
+    // SAFETY: returns a constant string of the library.
     unsafe { text(aristos_ofi_strerror(error.saturating_abs())) }
 }
 
 /// # Safety
-/// `at` is null, or a string that ends with a zero byte.
+/// `at` is null or a NUL-terminated string.
 unsafe fn text(at: *const c_char) -> String {
     if at.is_null() {
         return String::new();
     }
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe { CStr::from_ptr(at) }.to_string_lossy().into_owned()
 }
 
-/// A string of C's in a buffer.
+/// Converts a NUL-terminated string in a buffer.
 fn text_of(buffer: &[c_char]) -> String {
     let bytes: Vec<u8> = buffer.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// What the others need to know to reach this PE's heap, and whether they can.
+/// What other PEs need in order to access this PE's heap, and to check that they can.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Reach {
-    /// Where the heap begins, as operations on it count.
+pub(super) struct EndpointInfo {
+    /// Address of the heap's start in remote operations.
     pub(super) base: u64,
     pub(super) key: u64,
     pub(super) protocol: (u32, u32),
@@ -156,7 +156,7 @@ pub(super) struct Reach {
     pub(super) provider: String,
 }
 
-impl Reach {
+impl EndpointInfo {
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = [self.base.to_le_bytes(), self.key.to_le_bytes()].concat();
         let (protocol, version) = self.protocol;
@@ -168,15 +168,15 @@ impl Reach {
         bytes
     }
 
-    /// `None` for what is not one.
-    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Reach> {
+    /// Returns `None` for malformed bytes.
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<EndpointInfo> {
         let (base, rest) = bytes.split_first_chunk()?;
         let (key, rest) = rest.split_first_chunk()?;
         let (protocol, rest) = rest.split_first_chunk()?;
         let (version, rest) = rest.split_first_chunk()?;
         let (len, rest) = rest.split_first_chunk()?;
         let (address, provider) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
-        Some(Reach {
+        Some(EndpointInfo {
             base: u64::from_le_bytes(*base),
             key: u64::from_le_bytes(*key),
             protocol: (u32::from_le_bytes(*protocol), u32::from_le_bytes(*version)),
@@ -186,53 +186,53 @@ impl Reach {
     }
 }
 
-/// What comes of posting an operation.
-pub(super) enum Posted {
-    /// It is under way.
-    Yes,
-    /// Later: there is no room, or no connection yet.
-    Later,
-    /// It is refused.
+/// The outcome of posting an operation.
+pub(super) enum PostResult {
+    /// The operation was posted.
+    Posted,
+    /// To be retried: the provider has no room or no connection yet.
+    Retry,
+    /// Rejected, with the reason.
     Refused(String),
 }
 
-/// An operation that has ended.
+/// A completed operation.
 pub(super) struct Done {
-    /// The address that it was posted with; 0 for what is no operation's.
+    /// The address with which it was posted; 0 if it does not belong to an operation.
     pub(super) context: usize,
-    /// What went wrong.
+    /// The reason of a failure.
     pub(super) error: Option<String>,
 }
 
-/// Where to look for an endpoint.
+/// Selects an endpoint.
 pub(super) struct Choice<'a> {
-    /// libfabric's name of it.
+    /// libfabric's name of the provider.
     pub(super) provider: &'a str,
-    /// The address of this host, where the provider's networks have such addresses.
+    /// This host's address, for providers whose networks have IP addresses.
     pub(super) node: Option<IpAddr>,
-    /// Which network otherwise, counted round and round.
+    /// Otherwise the index of the network, modulo their number.
     pub(super) network: usize,
-    /// The key to the heap, where the provider leaves it to us.
+    /// The heap's key, if the provider lets the application choose it.
     pub(super) key: u64,
     pub(super) n_pes: usize,
 }
 
-/// An endpoint, its completions, and the heap that it gives others access to.
+/// An endpoint, its completion queue, and the registered heap.
 pub(super) struct Fabric {
     raw: NonNull<RawOfi>,
-    /// The descriptor that says when to poll.
+    /// Descriptor that signals completions.
     fd: Option<c_int>,
     max_message_bytes: usize,
-    /// Registered, and so mapped as long as this lives.
+    /// Keeps the registered memory mapped.
     _heap: Arc<Segment>,
 }
 
-// SAFETY: libfabric's objects belong to no thread; that one at a time is in its calls, FI_THREAD_DOMAIN, is what `&mut self` says.
+// SAFETY: libfabric's objects are not bound to a thread; `&mut self` provides FI_THREAD_DOMAIN, one thread at a time.
 unsafe impl Send for Fabric {}
 
 impl Fabric {
-    /// `Ok(None)` where there is no such provider, or it lacks what is needed.
-    pub(super) fn open(choice: &Choice<'_>, heap: &Arc<Segment>) -> Result<Option<(Fabric, Reach)>, OfiError> {
+    /// Opens an endpoint. Returns `Ok(None)` if the provider is missing or lacks a required feature.
+    pub(super) fn open(choice: &Choice<'_>, heap: &Arc<Segment>) -> Result<Option<(Fabric, EndpointInfo)>, OfiError> {
         load()?;
         let refuse = |call: String, why: String| OfiError::Fabric { provider: choice.provider.to_string(), call, why };
         let provider = CString::new(choice.provider)
@@ -241,10 +241,10 @@ impl Fabric {
         let start = heap.address(0, heap.heap_bytes());
         let mut raw = std::ptr::null_mut();
         let mut call = std::ptr::null();
-        // SAFETY: all zeros are a value of it.
+        // SAFETY: the struct consists of integers, so all-zero bytes are valid.
         let mut facts: RawFacts = unsafe { std::mem::zeroed() };
-        // SAFETY: the strings end with zero; the heap's mapping, of this length, lives as long as the fabric, which holds it; the
-        // rest is written before it is read below.
+        // SAFETY: the strings are NUL-terminated; the heap's mapping has this length and lives as long as the fabric, which
+        // holds it; the out-pointers are valid.
         let error = unsafe {
             aristos_ofi_open(
                 provider.as_ptr(),
@@ -259,9 +259,9 @@ impl Fabric {
                 &mut call,
             )
         };
-        // SAFETY: the name of a call is a constant, or was not set.
+        // SAFETY: null or a string constant.
         let call = unsafe { text(call) };
-        // SAFETY: a constant.
+        // SAFETY: reads a constant.
         if error == -unsafe { aristos_ofi_enodata } && call == "fi_getinfo" {
             return Ok(None);
         }
@@ -272,7 +272,7 @@ impl Fabric {
         };
         let provider = text_of(&facts.provider);
         let address = facts.address.get(..facts.address_bytes as usize).unwrap_or_default().to_vec();
-        let reach = Reach {
+        let info = EndpointInfo {
             base: facts.base,
             key: facts.key,
             protocol: (facts.protocol, facts.protocol_version),
@@ -281,20 +281,20 @@ impl Fabric {
         };
         let max_message_bytes = usize::try_from(facts.max_message_bytes).unwrap_or(usize::MAX).max(1);
         let fd = Some(facts.fd).filter(|&fd| fd >= 0);
-        Ok(Some((Fabric { raw, fd, max_message_bytes, _heap: heap.clone() }, reach)))
+        Ok(Some((Fabric { raw, fd, max_message_bytes, _heap: heap.clone() }, info)))
     }
 
-    /// The descriptor that says when to poll, valid as long as this lives; not all providers have one.
+    /// Descriptor that signals completions, valid while this value lives; not all providers have one.
     pub(super) fn fd(&self) -> Option<c_int> {
         self.fd
     }
 
-    /// The most bytes of one operation.
+    /// Maximum bytes per operation.
     pub(super) fn max_message_bytes(&self) -> usize {
         self.max_message_bytes
     }
 
-    /// How a PE whose address this is, as long as our own, is called in operations.
+    /// Registers a PE's address, which is as long as this PE's; returns libfabric's handle for it.
     pub(super) fn insert(&mut self, address: &[u8]) -> Result<u64, String> {
         let mut padded = [0u8; ADDRESS_BYTES];
         let Some(place) = padded.get_mut(..address.len()) else {
@@ -302,33 +302,33 @@ impl Fabric {
         };
         place.copy_from_slice(address);
         let mut to = 0;
-        // SAFETY: an address of a provider has at most ADDRESS_BYTES; `to` is written.
+        // SAFETY: `padded` has ADDRESS_BYTES, the maximum length of an address; writes `to`.
         match unsafe { aristos_ofi_insert(self.raw.as_ptr(), padded.as_ptr().cast(), &mut to) } {
             0 => Ok(to),
             error => Err(strerror(error)),
         }
     }
 
-    /// Starts an operation.
+    /// Posts an operation.
     ///
     /// # Safety
-    /// Until it has ended, or this is dropped, `buffer` is valid for `bytes` bytes (an atomic's for 8), and so are `result`, where there is one, and
-    /// 64 bytes of `context`; nobody else touches what libfabric writes of them, and nobody changes what it reads.
-    pub(super) unsafe fn post(&mut self, op: &RawOp) -> Posted {
-        // SAFETY: the caller's word; the endpoint is open.
+    /// Until it completes or `self` is dropped: `buffer` is valid for `bytes` bytes (8 for an atomic), `result` (if used) for 8
+    /// and `context` for 64; no other code accesses what libfabric writes or changes what it reads.
+    pub(super) unsafe fn post(&mut self, op: &RawOp) -> PostResult {
+        // SAFETY: the caller guarantees the pointers; the endpoint is open.
         match unsafe { aristos_ofi_post(self.raw.as_ptr(), op) } {
-            0 => Posted::Yes,
-            // SAFETY: a constant.
-            error if error == -unsafe { aristos_ofi_eagain } => Posted::Later,
-            error => Posted::Refused(strerror(error)),
+            0 => PostResult::Posted,
+            // SAFETY: reads a constant.
+            error if error == -unsafe { aristos_ofi_eagain } => PostResult::Retry,
+            error => PostResult::Refused(strerror(error)),
         }
     }
 
-    /// Moves what there is to move, and says what has ended; whether there may be more.
+    /// Progresses libfabric and appends completed operations to `done`; returns whether there may be more.
     pub(super) fn poll(&mut self, done: &mut Vec<Done>) -> Result<bool, String> {
         let empty = || RawDone { context: std::ptr::null_mut(), error: 0, text: [0; TEXT_BYTES] };
-        let mut raw: [RawDone; MOST_DONE] = std::array::from_fn(|_| empty());
-        // SAFETY: at most as many are written as there are.
+        let mut raw: [RawDone; MAX_COMPLETIONS] = std::array::from_fn(|_| empty());
+        // SAFETY: writes at most `raw.len()` entries.
         let count = unsafe { aristos_ofi_poll(self.raw.as_ptr(), raw.as_mut_ptr(), raw.len() as u64) };
         let Ok(count) = usize::try_from(count) else { return Err(strerror(count)) };
         done.extend(raw.iter().take(count).map(|one| {
@@ -341,16 +341,16 @@ impl Fabric {
         Ok(count > 0)
     }
 
-    /// Whether to wait for the descriptor now, where there is one; otherwise there is something to do.
+    /// Whether the thread may sleep on the descriptor; false if there is work to do first.
     pub(super) fn may_wait(&mut self) -> bool {
-        // SAFETY: the queue is open, and has something to wait for: some providers follow its address without a look.
+        // SAFETY: the queue is open. It has a wait object if `fd` is set, which some providers dereference unchecked.
         self.fd.is_none() || unsafe { aristos_ofi_trywait(self.raw.as_ptr()) == 0 }
     }
 }
 
 impl Drop for Fabric {
     fn drop(&mut self) {
-        // SAFETY: open, and used no more.
+        // SAFETY: open; last use.
         unsafe { aristos_ofi_close(self.raw.as_ptr()) };
     }
 }
@@ -360,12 +360,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reach_comes_as_it_was_sent() {
+    fn endpoint_info_survives_a_round_trip() {
         let provider = "tcp;ofi_rxm".to_string();
-        let reach = Reach { base: 1 << 40, key: 7, protocol: (3, 1), address: vec![1, 2, 3], provider };
-        let bytes = reach.to_bytes();
-        assert_eq!(Reach::from_bytes(&bytes).as_ref(), Some(&reach));
-        assert_eq!(Reach::from_bytes(&bytes[..30]), None);
-        assert_eq!(Reach::from_bytes(&[0xff; 64]), None);
+        let info = EndpointInfo { base: 1 << 40, key: 7, protocol: (3, 1), address: vec![1, 2, 3], provider };
+        let bytes = info.to_bytes();
+        assert_eq!(EndpointInfo::from_bytes(&bytes).as_ref(), Some(&info));
+        assert_eq!(EndpointInfo::from_bytes(&bytes[..30]), None);
+        assert_eq!(EndpointInfo::from_bytes(&[0xff; 64]), None);
     }
 }

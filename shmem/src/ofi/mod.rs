@@ -1,27 +1,33 @@
-//! The transport over libfabric: PEs on any number of hosts, by remote memory access of whatever network a provider of libfabric's drives.
+//! The transport over libfabric: PEs on any number of hosts, using remote memory access of any network with a libfabric
+//! provider.
 //!
-//! The PEs meet over TCP, with the job's token ([`crate::tcp::TcpWorld`]), and keep these connections for agreement, messages and supervision: who is lost is
-//! noticed there. What the layer sends goes through libfabric: every PE registers its heap, tells the others its endpoint's address and the heap's key, and
-//! from then on takes part in nobody else's operations.
+//! The PEs join over TCP with the job's token ([`crate::tcp::TcpWorld`]) and keep those connections for agreement, messages and
+//! supervision, which detects lost PEs. The layer's data goes through libfabric: each PE registers its heap, sends its
+//! endpoint's address and the heap's key to the others, and takes no part in their operations.
 //!
-//! # What gives which order
-//! - **put, put_nbi** are `fi_write`, of a copy and of the heap's own bytes, with `FI_DELIVERY_COMPLETE`: one that has ended is in the target's memory.
-//! - **put_signal** is a write, and when that has ended an atomic of the signal word. So the signal cannot overtake its data, whatever way a
-//!   provider takes, and no put waits for another one's. The PE goes on meanwhile: who sees that the write has ended posts the signal.
-//! - **Signals** are `fi_atomic` with `FI_ATOMIC_WRITE` or `FI_SUM` of one 64-bit word, atomic to each other and to `fi_fetch_atomic`. The own word is signalled
-//!   through libfabric as well: a processor's atomic and a network card's may not know of each other.
-//! - **fence** makes the next operation on each PE wait until all before it have ended. Neither `FI_FENCE` nor an order of
-//!   messages (`FI_ORDER_WAW`) is asked for, which not all providers have.
-//! - **quiet** waits until all has ended. **get** is `fi_read` into a buffer of the operation's own, which a late answer may still write when nobody waits for it.
+//! # Ordering
+//! - **put, put_nbi** are `fi_write`, of a copy and of the heap's own bytes, with `FI_DELIVERY_COMPLETE`: a completed write is
+//!   in the target's memory.
+//! - **put_signal** is a write and, after its completion, an atomic on the signal word. The signal cannot overtake its data,
+//!   whatever path a provider uses, and no put waits for another one. The PE continues meanwhile; the thread that polls the
+//!   write's completion posts the signal.
+//! - **Signals** are `fi_atomic` with `FI_ATOMIC_WRITE` or `FI_SUM` of one 64-bit word, atomic with respect to each other and
+//!   to `fi_fetch_atomic`. A PE also signals itself through libfabric, because a processor's atomics and a network card's may
+//!   not be atomic with respect to each other.
+//! - **fence** makes the next operation on each PE wait until all earlier ones have completed. `FI_FENCE` and message ordering
+//!   (`FI_ORDER_WAW`) are not used, because not all providers have them.
+//! - **quiet** waits for all completions. **get** is `fi_read` into a buffer owned by the operation, so that a late answer may
+//!   still write it after the caller has stopped waiting.
 //!
 //! # Progress
-//! A thread of each PE polls the completion queue when its descriptor says so: it posts signals whose data is there, retries what a provider had no
-//! room for, and moves others' operations on this PE's memory where software does that (`tcp;ofi_rxm`). A PE that waits polls too. Where a network card writes signals nobody
-//! wakes who waits: there a wait naps for some microseconds and looks again.
+//! A thread of each PE polls the completion queue when its descriptor is ready: it posts signals whose data has arrived,
+//! retries operations that a provider had no room for, and progresses other PEs' operations on this PE's memory where software
+//! performs them (`tcp;ofi_rxm`). A waiting PE polls too. If a network card writes signals, no thread wakes a waiter, so a wait
+//! sleeps for some microseconds between polls.
 //!
 //! # Peers
-//! The heap's key is a random number, where the provider lets us choose: to write to a heap a stranger has to know it. An operation that fails loses its PE, after
-//! the connections over TCP had half a second to name another.
+//! The heap's key is random if the provider lets the application choose it: a stranger must know it to access a heap. A failed
+//! operation marks its PE as lost, after the TCP connections have had half a second to name another PE.
 
 mod engine;
 mod error;

@@ -1,5 +1,5 @@
-// libfabric's calls are functions of its headers: what Rust needs of them, each returning 0 or a negative error number of fi_errno.h.
-// `ffi.rs` declares the same structures. The library itself is loaded when it is needed.
+// Wrappers of libfabric's inline functions, for Rust. They return 0 or a negative error number of fi_errno.h. `ffi.rs` declares
+// the same structures. The library is loaded at run time.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <signal.h>
@@ -34,13 +34,13 @@ struct aristos_ofi_facts {
     char provider[NAME_BYTES];
     uint8_t address[ADDRESS_BYTES];
     uint64_t address_bytes;
-    // Where the heap begins for others, and the key to it.
+    // Address of the heap's start for peers, and its key.
     uint64_t base;
     uint64_t key;
     uint64_t max_message_bytes;
     uint32_t protocol;
     uint32_t protocol_version;
-    // What to poll, or -1.
+    // Descriptor to poll, or -1.
     int32_t fd;
 };
 
@@ -48,27 +48,27 @@ enum { WRITE, READ, SET, ADD, FETCH_ADD };
 
 struct aristos_ofi_op {
     uint32_t kind;
-    // By fi_av_insert.
+    // From fi_av_insert.
     uint64_t to;
     uint64_t at;
     uint64_t key;
-    // For an atomic its operand.
+    // Also the operand of an atomic.
     void *buffer;
     uint64_t bytes;
-    // Where FETCH_ADD puts what was there.
+    // Receives FETCH_ADD's previous value.
     void *result;
-    // 64 bytes for the provider, and what the completion is known by.
+    // 64 bytes for the provider; identifies the completion.
     void *context;
 };
 
 struct aristos_ofi_done {
     void *context;
-    // 0, or a number of fi_errno.h.
+    // 0 or a number of fi_errno.h.
     int32_t error;
     char text[TEXT_BYTES];
 };
 
-// What the library exports; the rest goes through what these return.
+// Exported functions; the inline functions call through the objects that these create.
 static struct {
     int (*getinfo)(uint32_t, const char *, const char *, uint64_t, const struct fi_info *, struct fi_info **);
     void (*freeinfo)(struct fi_info *);
@@ -78,7 +78,8 @@ static struct {
 } fi;
 
 static const char *load(void) {
-    // Debian's links libraries of old networks, which on being loaded take SIGTERM and others for themselves, and write files.
+    // Debian's libfabric links libraries of old networks, which install signal handlers (SIGTERM and others) when loaded;
+    // restore the old ones.
     struct sigaction before[NSIG];
     int known[NSIG] = {0};
     for (int number = 1; number < NSIG; number++)
@@ -103,7 +104,7 @@ static const char *load(void) {
     return NULL;
 }
 
-// Loads the library, before anything else here; NULL, or why it cannot be. Not for two threads at once.
+// Must be called first, by one thread. Returns NULL, or the reason why the library cannot be loaded.
 const char *aristos_ofi_load(void) { return load(); }
 
 static int find(const char *provider, const char *node, int mr_mode, struct fi_info **found) {
@@ -113,12 +114,12 @@ static int find(const char *provider, const char *node, int mr_mode, struct fi_i
     hints->caps = FI_RMA | FI_ATOMIC;
     hints->mode = FI_CONTEXT | FI_CONTEXT2;
     hints->ep_attr->type = FI_EP_RDM;
-    // A completion says that the bytes are in the target's memory.
+    // A completion means that the bytes are in the target's memory.
     hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;
-    // One thread at a time is in libfabric.
+    // One thread at a time calls libfabric.
     hints->domain_attr->threading = FI_THREAD_DOMAIN;
     hints->domain_attr->mr_mode = mr_mode;
-    // Not FI_MR_LOCAL: sources and destinations may be any memory.
+    // Without FI_MR_LOCAL, so that local buffers may be any memory.
     hints->fabric_attr->prov_name = strdup(provider);
     int error = hints->fabric_attr->prov_name
                     ? fi.getinfo(FI_VERSION(1, 15), node, NULL, node ? FI_SOURCE : 0, hints, found)
@@ -127,8 +128,8 @@ static int find(const char *provider, const char *node, int mr_mode, struct fi_i
     return error;
 }
 
-// The provider's offer: on the network that has the address `node` where it knows such addresses, otherwise the `choice`-th of its networks,
-// in turn.
+// Chooses the provider's network with the address `node`, or, if the provider does not use such addresses, network number
+// `choice` modulo their number.
 static int choose(const char *provider, const char *node, uint64_t choice, struct fi_info **chosen) {
     int mr_mode = FI_MR_ENDPOINT | FI_MR_ALLOCATED | FI_MR_VIRT_ADDR;
     struct fi_info *found = NULL;
@@ -142,7 +143,7 @@ static int choose(const char *provider, const char *node, uint64_t choice, struc
         error = find(provider, NULL, mr_mode | FI_MR_PROV_KEY, &found);
     if (error)
         return error;
-    // A provider's networks come first, each once or more often.
+    // The provider's networks are listed first, each possibly several times.
     struct fi_info *pick = found;
     if (!by_node) {
         uint64_t networks = 0;
@@ -229,7 +230,7 @@ static int make(struct aristos_ofi *ofi, const char *provider, const char *node,
     TRY("fi_enable", fi_enable(ofi->ep));
     TRY("fi_atomicvalid", has_atomics(ofi->ep));
 
-    // The key is a secret of the job's where the provider leaves its choice to us.
+    // The key is a secret of the job, if the provider lets the application choose it.
     size_t key_bytes = info->domain_attr->mr_key_size;
     if (key_bytes < 8)
         key &= (UINT64_C(1) << (8 * key_bytes)) - 1;
@@ -252,7 +253,7 @@ static int make(struct aristos_ofi *ofi, const char *provider, const char *node,
     return 0;
 }
 
-// An endpoint with the heap registered. On an error `call` says which call has failed.
+// Opens an endpoint and registers the heap. On an error `call` names the function that failed.
 int aristos_ofi_open(const char *provider, const char *node, uint64_t choice, void *heap, uint64_t heap_bytes,
                      uint64_t key, uint64_t n_pes, struct aristos_ofi **made, struct aristos_ofi_facts *facts,
                      const char **call) {
@@ -269,7 +270,7 @@ int aristos_ofi_open(const char *provider, const char *node, uint64_t choice, vo
     return 0;
 }
 
-// Another PE's address, of the length of our own.
+// Registers another PE's address, which is as long as this PE's.
 int aristos_ofi_insert(struct aristos_ofi *ofi, const void *address, uint64_t *to) {
     fi_addr_t inserted = FI_ADDR_UNSPEC;
     int count = fi_av_insert(ofi->av, address, 1, &inserted, 0, NULL);
@@ -296,8 +297,8 @@ int aristos_ofi_post(struct aristos_ofi *ofi, const struct aristos_ofi_op *op) {
     }
 }
 
-// What is done, at most `most` of it, 32 at a time; how many, or an error of the queue itself. Moves what there is to move, others' operations
-// on our heap included.
+// Reads at most `most` completions (32 per call) and progresses libfabric, including peers' operations on this heap. Returns
+// their number, or an error of the queue itself.
 int aristos_ofi_poll(struct aristos_ofi *ofi, struct aristos_ofi_done *done, uint64_t most) {
     struct fi_cq_entry entries[32];
     ssize_t count = fi_cq_read(ofi->cq, entries, most < 32 ? most : 32);
@@ -327,7 +328,7 @@ int aristos_ofi_poll(struct aristos_ofi *ofi, struct aristos_ofi_done *done, uin
     return (int)count;
 }
 
-// Whether the descriptor may be waited for: 0, or -FI_EAGAIN where there is something to do first.
+// Whether the descriptor may be waited on: 0, or -FI_EAGAIN if there is work to do first.
 int aristos_ofi_trywait(struct aristos_ofi *ofi) {
     struct fid *fids[1] = {&ofi->cq->fid};
     return fi_trywait(ofi->fabric, fids, 1);
@@ -335,6 +336,6 @@ int aristos_ofi_trywait(struct aristos_ofi *ofi) {
 
 const char *aristos_ofi_strerror(int error) { return fi.strerror(error); }
 
-// The error numbers that Rust asks for.
+// Error numbers used by Rust.
 const int aristos_ofi_eagain = FI_EAGAIN;
 const int aristos_ofi_enodata = FI_ENODATA;

@@ -1,4 +1,4 @@
-//! What the conformance suite cannot show over a provider that keeps the order by itself, as TCP's does.
+//! Ordering that the conformance suite cannot test over a provider that preserves order anyway, as TCP's does.
 
 use std::net::TcpListener;
 use std::sync::Barrier;
@@ -12,7 +12,7 @@ use crate::{Cmp, RawWait, SignalOp, Transport};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Two PEs, threads of this process.
+/// Runs `f` on two PEs, threads of this process.
 fn pair(f: impl Fn(OfiTransport) + Sync) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let rendezvous = listener.local_addr().unwrap().to_string();
@@ -34,7 +34,7 @@ fn pair(f: impl Fn(OfiTransport) + Sync) {
 }
 
 #[test]
-fn a_signal_is_posted_when_its_data_has_arrived() {
+fn signal_is_posted_after_its_data_has_arrived() {
     let (frozen, seen) = (Barrier::new(2), Barrier::new(2));
     let wait = |pe: &OfiTransport, signal: usize| {
         let wait = RawWait { signal, cmp: Cmp::Eq, value: 1 };
@@ -42,15 +42,15 @@ fn a_signal_is_posted_when_its_data_has_arrived() {
     };
     pair(|pe| {
         let other = 1 - pe.my_pe();
-        // From here on they are connected.
+        // After this exchange the PEs are connected.
         pe.signal_op(0, 1, SignalOp::Set, other);
         wait(&pe, 0);
         pe.quiet();
         if pe.my_pe() == 1 {
-            let ice = pe.engine().freeze();
+            let guard = pe.engine().freeze();
             frozen.wait();
             seen.wait();
-            drop(ice);
+            drop(guard);
             wait(&pe, 8);
             let mut data = [0; 64];
             pe.get(&mut data, 64, 1);
@@ -58,16 +58,16 @@ fn a_signal_is_posted_when_its_data_has_arrived() {
         } else {
             frozen.wait();
             pe.put_signal(64, &[7; 64], 8, 1, SignalOp::Set, 1);
-            // An operation after a fence waits for the signal too.
+            // An operation after a fence must also wait for the signal.
             pe.fence();
             pe.signal_op(16, 1, SignalOp::Set, 1);
-            let look = |_| {
-                pe.engine().turn(true);
+            let poll = |_| {
+                pe.engine().advance(true);
                 thread::sleep(Duration::from_millis(5));
                 pe.engine().posted()
             };
-            let posted: Vec<_> = (0..20).map(look).collect();
-            // Before anything can fail here, for which PE 1 would wait.
+            let posted: Vec<_> = (0..20).map(poll).collect();
+            // Release PE 1 before an assertion can fail here, so that it does not hang.
             seen.wait();
             assert!(posted.iter().all(|posted| *posted == [Kind::Write]), "{posted:?}");
         }

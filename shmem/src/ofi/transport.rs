@@ -1,4 +1,4 @@
-//! [`OfiTransport`].
+//! The libfabric transport, [`OfiTransport`].
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -7,28 +7,28 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::engine::{Answer, Data, Engine, Op, Target};
-use super::ffi::{Choice, Fabric, Kind, Reach};
+use super::ffi::{Choice, EndpointInfo, Fabric, Kind};
 use super::{OfiError, exit};
 use crate::tcp::{Mesh, Running, TcpError, TcpTransport, TcpWorld};
 use crate::wait::Patience;
 use crate::{LostPe, RawWait, Segment, SignalOp, Transport};
 
-/// The providers that are tried, in this order, where none is asked for: Slingshot's, and TCP's.
+/// Default providers in search order: Slingshot's, then TCP's.
 pub const PROVIDERS: [&str; 2] = ["cxi", "tcp;ofi_rxm"];
-/// The channel of what the PEs tell each other here; others are in `tcp/world.rs` and `tcp/near.rs`.
-const REACH: u64 = 4;
-/// So many bytes of copies may be on their way to a PE before who sends more to it waits.
-const HELD_BYTES_MAX: usize = 64 << 20;
-/// The most bytes of one operation, whatever the provider would take.
+/// Message channel on which PEs exchange their [`EndpointInfo`]; `tcp/world.rs` and `tcp/near.rs` use other channels.
+const ENDPOINT_CHANNEL: u64 = 4;
+/// Maximum in-flight copied bytes per PE; senders block above it.
+const MAX_COPIED_BYTES: usize = 64 << 20;
+/// Maximum bytes per operation, even if the provider allows more.
 const PIECE_BYTES: usize = 1 << 30;
-/// How long a wait sleeps where nothing wakes it: a network card writes signals, and no thread of this host knows.
+/// Sleep between the polls of a wait without a wake-up: no thread of this host sees a network card's write of a signal.
 const NAP: Duration = Duration::from_micros(20);
-/// A wait that was shorter, and in vain, does not look for a PE that is silent.
+/// A failed wait shorter than this does not search for a silent PE.
 const SHORT_WAIT: Duration = Duration::from_millis(100);
 
-/// One PE's heap, and its view of the others'.
+/// One PE's heap and its access to the other heaps.
 pub struct OfiTransport {
-    /// The heap, and the PEs' other connections. No row and no signal goes over them.
+    /// The heap and the TCP connections to other PEs, which carry no operations.
     tcp: TcpTransport,
     engine: Arc<Engine>,
     thread: Option<JoinHandle<()>>,
@@ -38,38 +38,40 @@ pub struct OfiTransport {
 }
 
 impl OfiTransport {
-    /// A heap of `heap_bytes` bytes, zero, on each PE of the world, which has no other, over libfabric's `provider`, as `fi_info` names it; otherwise over the
-    /// first of [`PROVIDERS`] that there is. Collective; so is its end. A PE waits for another for `limit` where the operation has no deadline.
+    /// Creates a zeroed heap of `heap_bytes` bytes on each PE of the world (collective; so is dropping it). A world has one
+    /// such transport. `provider` is a name of `fi_info`; the default is the first available one of [`PROVIDERS`]. Operations
+    /// without a deadline wait at most `limit` for a peer.
     ///
     /// # Errors
-    /// As [`TcpTransport::new`]; no provider that does, on this PE or another; not the same on all.
+    /// As for [`TcpTransport::new`]; [`OfiError::Unfit`] if no provider is suitable on some PE, or the PEs' providers differ.
     pub fn new(world: &TcpWorld, heap_bytes: usize, provider: Option<&str>, limit: Duration) -> Result<Self, OfiError> {
         let tcp = TcpTransport::new(world, heap_bytes, limit)?;
         let (me, n) = (world.my_pe(), world.n_pes());
         let running = world.running();
-        let tell_all = |message: &[u8]| (0..n).filter(|&pe| pe != me).for_each(|pe| running.tell(pe, REACH, message));
+        let send_to_all =
+            |message: &[u8]| (0..n).filter(|&pe| pe != me).for_each(|pe| running.tell(pe, ENDPOINT_CHANNEL, message));
         let (mut fabric, mine) = match open(world, tcp.heap(), provider) {
             Ok(opened) => opened,
             Err(error) => {
-                // So that they do not wait for it.
-                tell_all(format!("\0{error}").as_bytes());
+                // So that the other PEs do not wait for this one.
+                send_to_all(format!("\0{error}").as_bytes());
                 return Err(error);
             }
         };
-        tell_all(&[&[1], &*mine.to_bytes()].concat());
+        send_to_all(&[&[1], &*mine.to_bytes()].concat());
         let deadline = Instant::now() + limit;
         let mut targets = Vec::with_capacity(n);
         for pe in 0..n {
-            let reach = if pe == me { mine.clone() } else { reach_of(running, pe, &mine, deadline, limit)? };
-            let to = fabric.insert(&reach.address).map_err(|why| {
+            let info = if pe == me { mine.clone() } else { receive_endpoint(running, pe, &mine, deadline, limit)? };
+            let to = fabric.insert(&info.address).map_err(|why| {
                 let (provider, call) = (mine.provider.clone(), format!("fi_av_insert of PE {pe}'s address"));
                 OfiError::Fabric { provider, call, why }
             })?;
-            targets.push(Target { to, base: reach.base, key: reach.key });
+            targets.push(Target { to, base: info.base, key: info.key });
         }
         let piece_bytes = fabric.max_message_bytes().min(PIECE_BYTES);
         let provider = mine.provider;
-        // Those put everything into memory by the target's own thread; others may have the network card do it.
+        // The target's own thread writes to memory with these providers; with others a network card may do it.
         let is_software = provider.contains(";ofi_rx");
         let patience = Patience::of(2 * world.pes_on_host());
         let patience = if is_software { patience } else { patience.napping(NAP) };
@@ -77,19 +79,20 @@ impl OfiTransport {
         let engine = engine.map_err(|errno| TcpError::system("make an eventfd", errno))?;
         let engine = Arc::new(engine);
         exit::watch(&engine);
-        let (of_thread, mesh) = (engine.clone(), running.mesh.clone());
-        let thread = std::thread::Builder::new().name("aristos-ofi".to_string()).spawn(move || of_thread.run(&mesh));
+        let (thread_engine, mesh) = (engine.clone(), running.mesh.clone());
+        let thread =
+            std::thread::Builder::new().name("aristos-ofi".to_string()).spawn(move || thread_engine.run(&mesh));
         let thread = Some(thread.map_err(|error| TcpError::system("start the progress thread", error))?);
         let transport = OfiTransport { tcp, engine, thread, provider, piece_bytes, patience };
-        // Nobody writes to a heap before its owner's endpoint is served.
+        // Peers must not access a heap before its owner serves the endpoint.
         world.barrier(limit)?;
         Ok(transport)
     }
 
-    /// With at most `bytes` bytes an operation, for tests of what is longer than a provider takes.
+    /// Limits each operation to `bytes` bytes, to test transfers longer than a provider's maximum.
     ///
     /// # Panics
-    /// If that is 0, or more than it takes.
+    /// If `bytes` is 0 or above the maximum.
     pub fn with_piece_bytes(mut self, bytes: usize) -> Self {
         assert!((1..=self.piece_bytes).contains(&bytes), "a piece has 1 to {} bytes", self.piece_bytes);
         self.piece_bytes = bytes;
@@ -119,41 +122,41 @@ impl OfiTransport {
     }
 
     /// # Panics
-    /// If the bytes are not in the heap, which is as large on every PE.
+    /// If the range is outside the heap, which has the same size on every PE.
     fn check(&self, at: usize, bytes: usize) {
         self.heap().address(at, bytes);
     }
 
-    /// Waits until `look` finds something, as long as the limit; `None` past it, or when a PE is lost.
-    fn until<R>(&self, look: impl FnMut() -> Option<R>) -> Option<R> {
+    /// Waits until `look` returns a value; returns `None` after the limit or if a PE is lost.
+    fn wait_until<R>(&self, look: impl FnMut() -> Option<R>) -> Option<R> {
         let (deadline, bell) = (Instant::now() + self.limit(), self.heap().bell());
         let lost = || self.mesh().lost().is_some();
-        self.patience.wait_for(bell, look, deadline, || self.engine.turn(true), lost)
+        self.patience.wait_for(bell, look, deadline, || self.engine.advance(true), lost)
     }
 
-    /// Waits, where very much is on its way to `pe` already, until there is less.
+    /// Blocks while more than [`MAX_COPIED_BYTES`] are in flight to `pe`.
     fn make_room(&self, pe: usize) {
-        let has_room = || (self.engine.held_bytes(pe) <= HELD_BYTES_MAX).then_some(());
-        if has_room().is_none() && self.until(has_room).is_none() {
+        let has_room = || (self.engine.copied_bytes(pe) <= MAX_COPIED_BYTES).then_some(());
+        if has_room().is_none() && self.wait_until(has_room).is_none() {
             let seconds = self.limit().as_secs_f64();
             self.mesh().give_up(pe, format!("it has not taken what was sent to it for {seconds} s"));
         }
     }
 
-    /// Offset and length of each operation that moving `bytes` bytes takes.
+    /// Offset and length of each operation of a transfer of `bytes` bytes.
     fn pieces(&self, bytes: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
         let piece = self.piece_bytes;
         (0..bytes).step_by(piece).map(move |at| (at, piece.min(bytes - at)))
     }
 
-    /// Copies of what is put.
+    /// Write operations with copies of the data.
     fn writes(&self, dest: usize, src: &[u8], pe: usize) -> Vec<Op> {
         let write = |(at, len)| Op::new(Kind::Write, pe, dest + at, Data::Bytes(src[at..at + len].into()));
         self.pieces(src.len()).map(write).collect()
     }
 
     fn signal(&self, word: usize, value: u64, op: SignalOp, pe: usize) -> Op {
-        // Checks it.
+        // Panics if the word is out of bounds or misaligned.
         self.heap().atomic_u64(word);
         let kind = match op {
             SignalOp::Set => Kind::Set,
@@ -164,9 +167,9 @@ impl OfiTransport {
         signal
     }
 
-    /// Waits for an answer of `pe`; `None` where none came, and `pe` is lost then, or another.
+    /// Waits for an answer of `pe`; returns `None` if there is none, in which case `pe` or another PE is lost.
     fn answer(&self, answer: &Answer, pe: usize) -> Option<Box<[u8]>> {
-        let found = self.until(|| answer.get());
+        let found = self.wait_until(|| answer.get());
         if found.is_none() {
             let seconds = self.limit().as_secs_f64();
             self.mesh().give_up(pe, format!("it has not answered for {seconds} s"));
@@ -175,8 +178,8 @@ impl OfiTransport {
     }
 }
 
-/// An endpoint of the provider asked for, or of the first that there is.
-fn open(world: &TcpWorld, heap: &Arc<Segment>, provider: Option<&str>) -> Result<(Fabric, Reach), OfiError> {
+/// Opens an endpoint of the requested provider, or of the first available default.
+fn open(world: &TcpWorld, heap: &Arc<Segment>, provider: Option<&str>) -> Result<(Fabric, EndpointInfo), OfiError> {
     let network = world.index_on_host();
     let (node, key, n_pes) = (world.address(), rand::random(), world.n_pes());
     for provider in provider.map_or(PROVIDERS.to_vec(), |provider| vec![provider]) {
@@ -193,34 +196,40 @@ fn open(world: &TcpWorld, heap: &Arc<Segment>, provider: Option<&str>) -> Result
     }))
 }
 
-/// What `pe` says of its endpoint, which must be like `mine`.
-fn reach_of(running: &Running, pe: usize, mine: &Reach, deadline: Instant, limit: Duration) -> Result<Reach, OfiError> {
-    let told = running.receive(deadline, Some(pe), REACH)?;
-    let (_, told) = told.ok_or(TcpError::Late { pe, what: "the endpoint", limit })?;
-    let reach = match told.split_first() {
-        Some((1, reach)) => Reach::from_bytes(reach),
+/// Receives `pe`'s [`EndpointInfo`] and checks that it is compatible with `mine`.
+fn receive_endpoint(
+    running: &Running,
+    pe: usize,
+    mine: &EndpointInfo,
+    deadline: Instant,
+    limit: Duration,
+) -> Result<EndpointInfo, OfiError> {
+    let message = running.receive(deadline, Some(pe), ENDPOINT_CHANNEL)?;
+    let (_, message) = message.ok_or(TcpError::Late { pe, what: "the endpoint", limit })?;
+    let info = match message.split_first() {
+        Some((1, info)) => EndpointInfo::from_bytes(info),
         Some((0, why)) => {
             return Err(OfiError::Unfit(format!("PE {pe}: {}", String::from_utf8_lossy(why))));
         }
         _ => None,
     };
-    let reach = reach.ok_or_else(|| OfiError::Unfit(format!("PE {pe} has not said how it is reached")))?;
-    let kind = |reach: &Reach| (reach.provider.clone(), reach.protocol, reach.address.len());
-    if kind(&reach) != kind(mine) {
-        let [theirs, ours] = [&reach, mine].map(|reach| {
-            let (protocol, version) = reach.protocol;
-            format!("{} (protocol {protocol}, version {version})", reach.provider)
+    let info = info.ok_or_else(|| OfiError::Unfit(format!("PE {pe} has not said how it is reached")))?;
+    let kind = |info: &EndpointInfo| (info.provider.clone(), info.protocol, info.address.len());
+    if kind(&info) != kind(mine) {
+        let [theirs, ours] = [&info, mine].map(|info| {
+            let (protocol, version) = info.protocol;
+            format!("{} (protocol {protocol}, version {version})", info.provider)
         });
         return Err(OfiError::Unfit(format!(
             "PE {pe} has libfabric's provider {theirs}, this PE {ours}: expected the same on all"
         )));
     }
-    Ok(reach)
+    Ok(info)
 }
 
 impl Drop for OfiTransport {
     fn drop(&mut self) {
-        // What was sent to the others must have come before they close; during a panic they may never come.
+        // Earlier operations must complete before the peers close their endpoints. After a panic the peers may be missing.
         if !std::thread::panicking() {
             self.quiet();
             let _ = self.tcp.running().barrier(self.limit());
@@ -338,7 +347,7 @@ impl Transport for OfiTransport {
     }
 
     fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
-        // Checks it.
+        // Panics if the word is out of bounds or misaligned.
         self.heap().atomic_u64(target);
         let mut add = Op::new(Kind::FetchAdd, pe, target, Data::Word);
         let answer = Answer::default();
@@ -350,7 +359,7 @@ impl Transport for OfiTransport {
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
         let start = Instant::now();
         let lost = || self.mesh().lost().is_some();
-        let found = self.patience.wait_while(self.heap(), waits, deadline, || self.engine.turn(true), lost);
+        let found = self.patience.wait_while(self.heap(), waits, deadline, || self.engine.advance(true), lost);
         if found.is_none() && !lost() && start.elapsed() >= SHORT_WAIT {
             self.mesh().find_silent();
         }
@@ -365,7 +374,7 @@ impl Transport for OfiTransport {
         fence(Ordering::SeqCst);
         let mut open = self.engine.drain();
         let done = open.is_empty().then_some(()).or_else(|| {
-            self.until(|| {
+            self.wait_until(|| {
                 open.retain(|(_, answer)| answer.get().is_none());
                 open.is_empty().then_some(())
             })

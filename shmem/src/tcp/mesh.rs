@@ -3,13 +3,14 @@
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 
 use super::frame::{Header, Kind};
+pub(crate) use super::outbox::lock;
 use super::outbox::{Body, Outbox};
 use crate::doorbell::ring;
 use crate::{LostPe, Segment};
@@ -72,11 +73,6 @@ pub(crate) struct Mesh {
     lost: OnceLock<LostPe>,
     /// The progress thread is to end.
     pub(super) stop: AtomicBool,
-}
-
-/// A lock whose holder cannot have left half a change: what panics under it has reported it.
-pub(crate) fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Mesh {

@@ -5,14 +5,18 @@
 use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 
 use super::frame::HEADER_BYTES;
-use super::mesh::lock;
 use crate::Segment;
+
+/// A lock whose holder cannot have left half a change: what panics under it has reported it.
+pub(crate) fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// What follows a header.
 pub(super) enum Body<'a> {

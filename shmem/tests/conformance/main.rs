@@ -1,4 +1,4 @@
-//! The conformance suite over the transports that need nothing but this process, and proof that it bites.
+//! The conformance suite over the transports that work within one process, and tests that it detects faults.
 
 #[macro_use]
 mod suite;
@@ -25,7 +25,7 @@ fn run_threads<T: Transport + Send>(transports: Vec<T>, f: impl Fn(&Shmem<T>) + 
     });
 }
 
-/// Shared memory: real segments, mapped once for every PE, and a few runs because threads race as they like.
+/// Shared memory: real segments, mapped separately by every PE; several runs, because threads race.
 struct Shm;
 
 impl World for Shm {
@@ -41,7 +41,7 @@ impl World for Shm {
     }
 }
 
-/// The reordering transport, over seeds.
+/// The reordering transport with a range of seeds.
 struct Reorder(Range<u64>);
 
 impl World for Reorder {
@@ -53,8 +53,8 @@ impl World for Reorder {
     }
 }
 
-/// Threads that meet over the loopback interface as processes do, `rounds` times; `f` gets each one's world.
-fn meet(n_pes: usize, rounds: usize, f: impl Fn(TcpWorld) + Sync) {
+/// Threads that join over the loopback interface as processes do, `rounds` times; `f` gets each one's world.
+fn join_threads(n_pes: usize, rounds: usize, f: impl Fn(TcpWorld) + Sync) {
     for _ in 0..rounds {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let rendezvous = listener.local_addr().unwrap().to_string();
@@ -76,7 +76,7 @@ fn meet(n_pes: usize, rounds: usize, f: impl Fn(TcpWorld) + Sync) {
     }
 }
 
-/// TCP over the loopback interface, each PE with a progress thread.
+/// TCP over the loopback interface; each PE has a progress thread.
 struct Tcp {
     is_hybrid: bool,
 }
@@ -85,11 +85,11 @@ impl World for Tcp {
     type T = TcpTransport;
     fn run(&self, n_pes: usize, f: impl Fn(&Shmem<TcpTransport>) + Sync) {
         let make = if self.is_hybrid { TcpTransport::hybrid } else { TcpTransport::new };
-        meet(n_pes, 2, |world| f(&Shmem::new(make(&world, HEAP_BYTES, JoinLimits::default().join).unwrap())));
+        join_threads(n_pes, 2, |world| f(&Shmem::new(make(&world, HEAP_BYTES, JoinLimits::default().join).unwrap())));
     }
 }
 
-/// libfabric's name of TCP's provider, or of another where ARISTOS_OFI_PROVIDER has one.
+/// The provider in ARISTOS_OFI_PROVIDER, by default libfabric's TCP provider.
 #[cfg(feature = "ofi")]
 fn ofi_provider() -> String {
     std::env::var("ARISTOS_OFI_PROVIDER").unwrap_or_else(|_| "tcp;ofi_rxm".to_string())
@@ -98,7 +98,7 @@ fn ofi_provider() -> String {
 /// libfabric over the loopback interface.
 #[cfg(feature = "ofi")]
 struct Ofi {
-    /// The most bytes of an operation.
+    /// Maximum bytes per operation.
     piece_bytes: Option<usize>,
 }
 
@@ -107,7 +107,7 @@ impl World for Ofi {
     type T = OfiTransport;
     fn run(&self, n_pes: usize, f: impl Fn(&Shmem<OfiTransport>) + Sync) {
         let provider = ofi_provider();
-        meet(n_pes, 1, |world| {
+        join_threads(n_pes, 1, |world| {
             let limit = JoinLimits::default().join;
             let transport = OfiTransport::new(&world, HEAP_BYTES, Some(&provider), limit).unwrap();
             f(&Shmem::new(match self.piece_bytes {
@@ -123,7 +123,7 @@ mod ofi {
     conformance_tests!(super::Ofi { piece_bytes: None });
 }
 
-/// Puts and gets of many operations each: the checks that move more than a word.
+/// The checks that transfer more than a word, with several operations per put and get.
 #[cfg(feature = "ofi")]
 #[test]
 fn ofi_in_pieces() {
@@ -135,25 +135,26 @@ fn ofi_in_pieces() {
     suite::quiet_completes_nbi(&world);
 }
 
-/// Rounds of far more than sockets hold, both ways at once: no signal comes before its data, be it its own or that before a fence.
+/// Rounds with far more data than sockets buffer, in both directions: no signal may arrive before its data, neither its own nor
+/// that before a fence.
 #[cfg(feature = "ofi")]
 #[test]
-fn ofi_signals_wait_for_much_data() {
+fn ofi_signals_follow_large_data() {
     let provider = ofi_provider();
-    meet(2, 1, |world| {
+    join_threads(2, 1, |world| {
         let (n, len) = (4, 128 << 10);
         let transport = OfiTransport::new(&world, 16 << 20, Some(&provider), JoinLimits::default().join);
         let pe = Shmem::new(transport.unwrap());
         let (data, words) = (pe.alloc::<u64>(n * len).unwrap(), pe.alloc::<u64>(n).unwrap());
-        let place = |i: usize| data.slice(i * len..(i + 1) * len);
+        let part = |i: usize| data.slice(i * len..(i + 1) * len);
         let to = 1 - pe.my_pe();
         for round in 1..=12 {
             let values = vec![round; len];
             for i in 0..n {
                 if round % 2 == 0 {
-                    pe.put_signal(place(i), &values, words.at(i), round, SignalOp::Set, to);
+                    pe.put_signal(part(i), &values, words.at(i), round, SignalOp::Set, to);
                 } else {
-                    pe.put(place(i), &values, to);
+                    pe.put(part(i), &values, to);
                     pe.fence();
                     pe.signal_op(words.at(i), round, SignalOp::Set, to);
                 }
@@ -161,7 +162,7 @@ fn ofi_signals_wait_for_much_data() {
             for i in 0..n {
                 suite::wait(&pe, words.at(i), Cmp::Ge, round);
                 assert!(
-                    suite::read(&pe, place(i)) == values,
+                    suite::read(&pe, part(i)) == values,
                     "PE {to}'s signal {i} of round {round} came before its data"
                 );
             }
@@ -174,7 +175,7 @@ mod tcp {
     conformance_tests!(super::Tcp { is_hybrid: false });
 }
 
-/// All on one host.
+/// All PEs on one host.
 mod hybrid {
     conformance_tests!(super::Tcp { is_hybrid: true });
 }
@@ -187,12 +188,12 @@ mod reorder {
     conformance_tests!(super::Reorder(0..100));
 }
 
-/// What the reordering transport must do to protocols that are wrong, and must not do to those that are right.
-mod bites {
+/// Faults that the reordering transport must reveal in wrong protocols, and must not introduce into correct ones.
+mod fault_detection {
     use super::*;
 
-    /// Over how many of 64 seeds `f`, which says whether PE 1 saw what it should, shows a protocol to be wrong.
-    fn caught(f: impl Fn(&Shmem<ReorderTransport>) -> bool + Sync) -> usize {
+    /// Number of the 64 seeds that reveal a fault: `f` returns whether PE 1 has seen the expected data.
+    fn detections(f: impl Fn(&Shmem<ReorderTransport>) -> bool + Sync) -> usize {
         let wrong = AtomicUsize::new(0);
         Reorder(0..64).run(2, |shmem| {
             if !f(shmem) {
@@ -202,9 +203,9 @@ mod bites {
         wrong.into_inner()
     }
 
-    /// PE 0 puts, and signals, with or without a fence between; PE 1 reads what the signal should announce.
+    /// PE 0 puts and signals, with or without a fence in between; PE 1 reads the data that the signal should announce.
     fn put_then_signal(fence: bool) -> usize {
-        caught(|shmem| {
+        detections(|shmem| {
             let (data, word) = (shmem.alloc::<u64>(8).unwrap(), shmem.alloc::<u64>(1).unwrap());
             if shmem.my_pe() == 0 {
                 shmem.put(data, &[5; 8], 1);
@@ -220,16 +221,16 @@ mod bites {
     }
 
     #[test]
-    fn a_missing_fence() {
+    fn missing_fence_is_detected() {
         assert_eq!(put_then_signal(true), 0);
-        let caught = put_then_signal(false);
-        assert!(caught >= 16, "{caught} of 64 seeds show it");
+        let detections = put_then_signal(false);
+        assert!(detections >= 16, "{detections} of 64 seeds show it");
     }
 
     #[test]
-    fn a_put_signal_that_should_announce_an_earlier_put() {
+    fn put_signal_without_fence_does_not_announce_earlier_put() {
         let run = |fence: bool| {
-            caught(|shmem| {
+            detections(|shmem| {
                 let (data, word) = (shmem.alloc::<u64>(2).unwrap(), shmem.alloc::<u64>(1).unwrap());
                 if shmem.my_pe() == 0 {
                     shmem.put(data.at(0), &[5], 1);
@@ -249,9 +250,9 @@ mod bites {
     }
 
     #[test]
-    fn a_get_read_before_quiet() {
+    fn get_nbi_read_before_quiet_is_detected() {
         let run = |quiet: bool| {
-            caught(|shmem| {
+            detections(|shmem| {
                 let (theirs, mine) = (shmem.alloc::<u64>(1).unwrap(), shmem.alloc::<u64>(1).unwrap());
                 shmem.put(theirs, &[5], shmem.my_pe());
                 shmem.barrier_all(soon()).unwrap();
@@ -267,9 +268,9 @@ mod bites {
     }
 
     #[test]
-    fn a_source_overwritten_before_quiet() {
+    fn source_overwritten_before_quiet_is_detected() {
         let run = |quiet: bool| {
-            caught(|shmem| {
+            detections(|shmem| {
                 let (source, data) = (shmem.alloc::<u64>(1).unwrap(), shmem.alloc::<u64>(1).unwrap());
                 if shmem.my_pe() == 0 {
                     shmem.put(source, &[5], 0);
@@ -289,8 +290,8 @@ mod bites {
     }
 
     #[test]
-    fn a_fence_taken_for_a_quiet() {
-        // PE 0's put to PE 1 is ordered before its signal to PE 1 only, not before one that takes another way.
+    fn fence_instead_of_quiet_is_detected() {
+        // The fence orders PE 0's put to PE 1 before its signals to PE 1 only, not before a signal through PE 2.
         let run = |quiet: bool| {
             let wrong = AtomicUsize::new(0);
             Reorder(0..64).run(3, |shmem| {
@@ -325,10 +326,10 @@ mod bites {
     }
 
     #[test]
-    fn racing_sets() {
-        // Two SETs of one PE without a fence: the first may win.
+    fn racing_sets_are_reordered() {
+        // Two SETs of one PE without a fence: the first may be delivered last.
         let run = |fence: bool| {
-            caught(|shmem| {
+            detections(|shmem| {
                 let word = shmem.alloc::<u64>(1).unwrap();
                 if shmem.my_pe() == 0 {
                     shmem.signal_op(word, 1, SignalOp::Set, 1);
@@ -346,7 +347,7 @@ mod bites {
     }
 
     #[test]
-    fn a_lost_signal_is_found_at_once() {
+    fn missing_signal_ends_waits_before_the_deadline() {
         Reorder(0..50).run(3, |shmem| {
             let word = shmem.alloc::<u64>(1).unwrap();
             let deadline = soon();
@@ -358,7 +359,7 @@ mod bites {
     }
 
     #[test]
-    fn a_pe_that_panics_ends_the_waits_of_the_others() {
+    fn panicking_pe_ends_waits_of_other_pes() {
         for seed in 0..20 {
             let transports = ReorderWorld::new(3, HEAP_BYTES, seed);
             thread::scope(|scope| {
@@ -368,13 +369,13 @@ mod bites {
                             let shmem = Shmem::new(transport);
                             shmem.sync_all(soon()).unwrap();
                             if shmem.my_pe() == 1 {
-                                std::panic::resume_unwind(Box::new("planted"));
+                                std::panic::resume_unwind(Box::new("injected"));
                             }
                             shmem.sync_all(soon())
                         };
                         match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
                             Ok(ended) => assert!(ended.is_err()),
-                            Err(planted) => assert_eq!(*planted.downcast_ref::<&str>().unwrap(), "planted"),
+                            Err(injected) => assert_eq!(*injected.downcast_ref::<&str>().unwrap(), "injected"),
                         }
                     });
                 }
@@ -383,8 +384,8 @@ mod bites {
     }
 
     #[test]
-    fn a_seed_is_one_run() {
-        // What PE 0 sees of a race between the others, over seeds: the same again, and not the same for all.
+    fn runs_are_reproducible_by_seed() {
+        // PE 0's view of a race between the other PEs: reproducible per seed, and different between seeds.
         let run = |seed: u64| {
             let log = std::sync::Mutex::new(Vec::new());
             Reorder(seed..seed + 1).run(4, |shmem| {
@@ -405,8 +406,8 @@ mod bites {
     }
 
     #[test]
-    fn some_pe_runs_ahead() {
-        // The most rounds by which PE 1 was ahead of PE 0 before PE 0 had done anything.
+    fn a_pe_can_run_far_ahead() {
+        // Maximum number of rounds that PE 1 has done before PE 0 does anything.
         let ahead = AtomicUsize::new(0);
         Reorder(0..64).run(2, |shmem| {
             let word = shmem.alloc::<u64>(1).unwrap();
@@ -420,7 +421,7 @@ mod bites {
     }
 
     #[test]
-    fn reach_is_as_asked() {
+    fn is_reachable_is_configurable() {
         for reachable in [false, true] {
             let transports = ReorderWorld::with_reachable(2, HEAP_BYTES, 1, reachable);
             run_threads(transports, |shmem| {
@@ -432,7 +433,7 @@ mod bites {
 }
 
 #[test]
-fn a_heap_made_for_some_bytes_has_them() {
+fn heap_bytes_for_leaves_the_requested_bytes() {
     for n_pes in [1, 2, 3, 8, 300] {
         for bytes in (0..200_000).step_by(61).chain([1 << 20, 1 << 30]) {
             let heap_bytes = Shmem::<ShmTransport>::heap_bytes_for(n_pes, bytes);

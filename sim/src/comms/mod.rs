@@ -12,10 +12,10 @@ mod rounds;
 #[cfg(test)]
 mod tests;
 
-use aristos_plan::InputError;
+use aristos_formats::InputError;
 use serde::Serialize;
 
-use crate::timeline::Span;
+use aristos_formats::Span;
 pub use params::{Load, Params};
 use rounds::{Pair, Round};
 

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use aristos_plan::InputError;
-use aristos_plan::cluster::{Count, Number, Range, parse_json, read_text};
+use aristos_formats::InputError;
+use aristos_formats::cluster::{Count, Number, Range, parse_json, read_text};
 use serde::Deserialize;
 
 /// State of all links is kept at once; this many are some hundred MB.

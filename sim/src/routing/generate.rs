@@ -1,10 +1,9 @@
 //! Made-up routing of a stated skew.
 
-use aristos_plan::InputError;
+use aristos_formats::InputError;
+use aristos_formats::routing::{CHOICES_MOST, EXPERTS_MOST, NODES_MOST, Record, Routing};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-
-use super::{CHOICES_MOST, EXPERTS_MOST, NODES_MOST, Record, Routing};
 
 /// Draws of an expert that a token has already, before the others are looked at one by one.
 const DRAWS_MOST: usize = 16;
@@ -73,7 +72,7 @@ impl Workload {
                 records.push(Record { layer, step, tokens_per_node: tokens_per_node.clone(), choices });
             }
         }
-        Ok(Routing { experts: self.experts, top_k: self.top_k, nodes: self.nodes, records })
+        Ok(Routing::new(self.experts, self.top_k, self.nodes, records))
     }
 
     /// Each expert's probability, up to a factor.

@@ -9,10 +9,10 @@ mod plan;
 #[cfg(test)]
 mod tests;
 
-use aristos_plan::cluster::Cluster;
+use aristos_formats::cluster::Cluster;
 
 use crate::network::Nics;
-use crate::timeline::Span;
+use aristos_formats::Span;
 pub use engine::simulate;
 pub use plan::{Cutting, GroupPlan, Relay, Rows};
 

@@ -1,4 +1,4 @@
-use aristos_plan::cluster::{Device, Link, Links, Tier, Tiers};
+use aristos_formats::cluster::{Device, Link, Links, Tier, Tiers};
 
 use super::*;
 

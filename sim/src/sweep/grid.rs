@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use aristos_plan::InputError;
+use aristos_formats::InputError;
 
 use super::{Cost, Model, Outcome, Strategy};
 

@@ -12,7 +12,7 @@ mod grid;
 mod pipeline;
 mod strategy;
 
-use aristos_plan::InputError;
+use aristos_formats::InputError;
 use serde::Serialize;
 
 pub use cost::Cost;
@@ -79,20 +79,6 @@ impl Model {
             return Err(InputError::value("`layers`", found, "an even number: experts are pairs of layers"));
         }
         Ok(Model { experts: Some(Experts { count, top_k }), ..self })
-    }
-
-    /// The time on one device that has everything, s.
-    pub fn sequential_s(&self, cost: Cost) -> f64 {
-        strategy::Simulation::new(self, Strategy::SEQUENTIAL, cost, true).run().latency_s
-    }
-
-    /// Simulates one strategy.
-    ///
-    /// # Errors
-    /// One line: a degree that does not divide what it splits, or experts with the published arithmetic, which knows none.
-    pub fn simulate(&self, strategy: Strategy, cost: Cost, steady_state: bool) -> Result<Outcome, InputError> {
-        self.check(strategy, cost)?;
-        Ok(strategy::Simulation::new(self, strategy, cost, steady_state).run())
     }
 
     fn check(&self, strategy: Strategy, cost: Cost) -> Result<(), InputError> {

@@ -6,6 +6,23 @@
 use super::cost::{Cost, ELEMENT_BYTES};
 use super::pipeline::{Slot, Way, timesteps};
 use super::{Model, Outcome, Strategy};
+use aristos_formats::InputError;
+
+impl Model {
+    /// The time on one device that has everything, s.
+    pub fn sequential_s(&self, cost: Cost) -> f64 {
+        Simulation::new(self, Strategy::SEQUENTIAL, cost, true).run().latency_s
+    }
+
+    /// Simulates one strategy.
+    ///
+    /// # Errors
+    /// One line: a degree that does not divide what it splits, or experts with the published arithmetic, which knows none.
+    pub fn simulate(&self, strategy: Strategy, cost: Cost, steady_state: bool) -> Result<Outcome, InputError> {
+        self.check(strategy, cost)?;
+        Ok(Simulation::new(self, strategy, cost, steady_state).run())
+    }
+}
 
 /// What decides how long what takes.
 pub struct Simulation<'a> {

@@ -1,12 +1,12 @@
-//! `docs/families.md`, made from the table.
+//! Generates `docs/families.md` from the table.
 
 use std::fmt::Write;
 
-use super::{Act, Entry, ExpertsIn, Family, GluRule, Router, Shared, Switch, table};
+use super::{ActivationRule, Entry, ExpertsIn, Family, GluRule, Router, Shared, Switch, table};
 use crate::moe::{GroupScore, Scoring};
 
-/// Families of `transformers` 5.23 with experts that are not in the table, and why.
-const LEFT_OUT: &[(&str, &str)] = &[
+/// Families of `transformers` 5.23 with experts that are not supported, and why.
+const UNSUPPORTED: &[(&str, &str)] = &[
     ("deepseek_v4's `hash_moe` layers", "route by token id, which the layer is not given"),
     ("diffusion_gemma, gemma4", "the router reads another tensor than the experts do, through a norm of its own"),
     ("doge", "experts are rows of an embedding, chosen by product keys, inside a dense MLP"),
@@ -47,9 +47,9 @@ pub fn families_page() -> String {
             names.join(", "),
             layouts.join("; "),
             entry.router.describe(),
-            entry.experts_in_words(),
-            entry.shared_in_words(),
-            entry.layers_in_words(),
+            entry.describe_experts(),
+            entry.describe_shared(),
+            entry.describe_layers(),
         ];
         let _ = writeln!(page, "| {} |", cells.join(" | "));
     }
@@ -64,7 +64,7 @@ pub fn families_page() -> String {
     page += "\nA device computes the layers of the families whose routers are softmax or sigmoid, with or without a bias and groups\n\
              ranked by two experts, and whose experts are plain or gated MLPs; what else it is asked for it refuses in one line.\n\n\
              ## Left out\n\n";
-    for (family, why) in LEFT_OUT {
+    for (family, why) in UNSUPPORTED {
         let _ = writeln!(page, "- {family}: {why}.");
     }
     page
@@ -89,7 +89,7 @@ impl Router {
         }
         match self.bias {
             Switch::On => text += ", bias in selection",
-            Switch::By(field) => {
+            Switch::Field(field) => {
                 let _ = write!(text, ", bias in selection by `{}`", field.name());
             }
             Switch::Off => {}
@@ -105,7 +105,7 @@ impl Router {
         }
         match self.renormalise {
             Switch::On if self.mixer.is_none() => text += ", renormalised",
-            Switch::By(field) => {
+            Switch::Field(field) => {
                 let _ = write!(text, ", renormalised by `{}`", field.name());
             }
             Switch::On | Switch::Off => {}
@@ -121,10 +121,10 @@ impl Router {
 }
 
 impl Entry {
-    fn experts_in_words(&self) -> String {
+    fn describe_experts(&self) -> String {
         let activation = match self.activation {
-            Act::By(field) => format!("`{}`", field.name()),
-            Act::Is(activation) => format!("{activation:?}"),
+            ActivationRule::Field(field) => format!("`{}`", field.name()),
+            ActivationRule::Fixed(activation) => format!("{activation:?}"),
         };
         let mut text = if self.gated { format!("gated, {activation}") } else { format!("ungated, {activation}") };
         text += match self.glu {
@@ -141,7 +141,7 @@ impl Entry {
         text
     }
 
-    fn shared_in_words(&self) -> String {
+    fn describe_shared(&self) -> String {
         let text = match self.shared {
             Shared::None => return "none".into(),
             Shared::One => "one, as wide as an expert".into(),
@@ -152,7 +152,7 @@ impl Entry {
         if self.shared_gate { text + ", with a gate" } else { text }
     }
 
-    fn layers_in_words(&self) -> String {
+    fn describe_layers(&self) -> String {
         match self.experts_in {
             ExpertsIn::All => "all".into(),
             ExpertsIn::From(field) => format!("from `{}` on", field.name()),
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn every_family_has_a_name_of_its_own() {
+    fn family_names_are_unique() {
         let mut names: Vec<&str> = Family::all().flat_map(Family::model_types).collect();
         let all = names.len();
         names.sort_unstable();

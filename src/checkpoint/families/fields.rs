@@ -1,4 +1,4 @@
-//! The fields of `config.json`: their names, what they are where they are absent or null, and errors that name them.
+//! Fields of `config.json`: names, defaults, the meaning of null, and errors.
 
 use std::path::PathBuf;
 
@@ -6,17 +6,17 @@ use serde_json::{Map, Value};
 
 use super::super::FileError;
 
-/// A field that is read.
+/// A field of `config.json`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Field {
-    /// The name in the configuration class, then others that it is known by; the unused are empty.
+    /// The name in the configuration class, then aliases; unused entries are empty.
     names: [&'static str; 4],
     kind: Kind,
-    /// What it is where it is absent: the configuration class's default.
-    pub default: Known,
-    /// What null means to the model class.
-    pub null: Known,
-    /// Whether it may be a list with a value for each layer.
+    /// Value of an absent field: the configuration class's default.
+    pub default: DefaultValue,
+    /// Value that null means to the model class.
+    pub null: DefaultValue,
+    /// Whether the field may be a list with a value per layer.
     per_layer: bool,
 }
 
@@ -28,59 +28,55 @@ enum Kind {
     Text,
 }
 
-/// A value that needs no file.
+/// A default value.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Known {
-    /// There is none: an error.
-    Refused,
-    /// None, and that means something.
-    Nothing,
+pub(super) enum DefaultValue {
+    /// Absence or null is an error.
+    Required,
+    /// No value, which is valid.
+    Null,
     Size(usize),
     Number(f64),
     Flag(bool),
     Text(&'static str),
 }
 
-impl Known {
-    /// As JSON; `None` where it is an error.
+impl DefaultValue {
+    /// As JSON; `None` for `Required`.
     pub fn json(self) -> Option<Value> {
         match self {
-            Known::Refused => None,
-            Known::Nothing => Some(Value::Null),
-            Known::Size(n) => Some(n.into()),
-            Known::Number(x) => Some(x.into()),
-            Known::Flag(b) => Some(b.into()),
-            Known::Text(s) => Some(s.into()),
+            DefaultValue::Required => None,
+            DefaultValue::Null => Some(Value::Null),
+            DefaultValue::Size(n) => Some(n.into()),
+            DefaultValue::Number(x) => Some(x.into()),
+            DefaultValue::Flag(b) => Some(b.into()),
+            DefaultValue::Text(s) => Some(s.into()),
         }
     }
 }
 
-const fn field(name: &'static str, kind: Kind, default: Known) -> Field {
-    Field { names: [name, "", "", ""], kind, default, null: Known::Refused, per_layer: false }
+const fn field(name: &'static str, kind: Kind, default: DefaultValue) -> Field {
+    Field { names: [name, "", "", ""], kind, default, null: DefaultValue::Required, per_layer: false }
 }
 
-/// A non-negative integer.
 pub(super) const fn size(name: &'static str, default: usize) -> Field {
-    field(name, Kind::Size, Known::Size(default))
+    field(name, Kind::Size, DefaultValue::Size(default))
 }
 
-/// A number.
 pub(super) const fn number(name: &'static str, default: f64) -> Field {
-    field(name, Kind::Number, Known::Number(default))
+    field(name, Kind::Number, DefaultValue::Number(default))
 }
 
-/// True or false.
 pub(super) const fn flag(name: &'static str, default: bool) -> Field {
-    field(name, Kind::Flag, Known::Flag(default))
+    field(name, Kind::Flag, DefaultValue::Flag(default))
 }
 
-/// A string.
 pub(super) const fn text(name: &'static str, default: &'static str) -> Field {
-    field(name, Kind::Text, Known::Text(default))
+    field(name, Kind::Text, DefaultValue::Text(default))
 }
 
 impl Field {
-    /// Known by another name too.
+    /// Adds an alias.
     pub const fn or(mut self, name: &'static str) -> Field {
         let mut i = 1;
         while !self.names[i].is_empty() {
@@ -90,44 +86,44 @@ impl Field {
         self
     }
 
-    /// The configuration class's own default is none, and the model class cannot do without.
+    /// Absence is an error: the configuration class has no default, and the model class needs a value.
     pub const fn required(mut self) -> Field {
-        self.default = Known::Refused;
+        self.default = DefaultValue::Required;
         self
     }
 
-    /// None where absent, and null may be given.
+    /// Absence or null means no value.
     pub const fn optional(mut self) -> Field {
-        self.default = Known::Nothing;
-        self.null = Known::Nothing;
+        self.default = DefaultValue::Null;
+        self.null = DefaultValue::Null;
         self
     }
 
-    /// Null may be given, for none.
+    /// Null means no value.
     pub const fn nullable(mut self) -> Field {
-        self.null = Known::Nothing;
+        self.null = DefaultValue::Null;
         self
     }
 
     /// Null means false.
     pub const fn null_is_false(mut self) -> Field {
-        self.null = Known::Flag(false);
+        self.null = DefaultValue::Flag(false);
         self
     }
 
     /// Null means this number.
     pub const fn null_is(mut self, value: f64) -> Field {
-        self.null = Known::Number(value);
+        self.null = DefaultValue::Number(value);
         self
     }
 
-    /// It may be a list with a value for each layer.
+    /// The field may be a list with a value per layer.
     pub const fn per_layer(mut self) -> Field {
         self.per_layer = true;
         self
     }
 
-    /// Its name in the configuration class.
+    /// Name in the configuration class.
     pub fn name(&self) -> &'static str {
         self.names[0]
     }
@@ -142,23 +138,23 @@ impl Field {
     }
 }
 
-/// A configuration, for one of its layers.
+/// A configuration, as seen by one of its layers.
 pub(super) struct Fields {
     pub path: PathBuf,
-    /// What the fields are in, such as `text_config.`, or nothing.
-    pub within: String,
+    /// Prefix of the fields in errors, such as `text_config.`, or empty.
+    pub prefix: String,
     pub map: Map<String, Value>,
     pub layer: usize,
 }
 
-/// What a field is.
+/// The value of a field: from the file with the name found, or a default.
 enum Found<'a> {
     Value(&'a Value, &'a str),
-    Known(Known),
+    Default(DefaultValue),
 }
 
 impl Fields {
-    /// The value under a name, null too; a dot leads into an object.
+    /// The value of a name, including null; dots descend into objects.
     pub fn get(&self, name: &str) -> Option<&Value> {
         let mut parts = name.split('.');
         let first = self.map.get(parts.next()?);
@@ -166,7 +162,7 @@ impl Fields {
     }
 
     pub fn wrong(&self, name: &str, found: impl Into<String>, expected: &str) -> FileError {
-        let (file, field) = (self.path.clone(), format!("{}{name}", self.within));
+        let (file, field) = (self.path.clone(), format!("{}{name}", self.prefix));
         FileError::Field { file, field, found: found.into(), expected: expected.to_string() }
     }
 
@@ -193,11 +189,11 @@ impl Fields {
                 },
             }
         }
-        let known = if null.is_some() { field.null } else { field.default };
-        match (found, known) {
+        let default = if null.is_some() { field.null } else { field.default };
+        match (found, default) {
             (Some((value, name)), _) => Ok(Found::Value(value, name)),
-            (None, Known::Refused) => Err(self.unexpected(null.unwrap_or(field.name()), field.expected())),
-            (None, known) => Ok(Found::Known(known)),
+            (None, DefaultValue::Required) => Err(self.unexpected(null.unwrap_or(field.name()), field.expected())),
+            (None, default) => Ok(Found::Default(default)),
         }
     }
 
@@ -205,9 +201,9 @@ impl Fields {
         &'a self,
         field: &Field,
         parse: impl FnOnce(&'a Value) -> Option<T>,
-    ) -> Result<Result<T, Known>, FileError> {
+    ) -> Result<Result<T, DefaultValue>, FileError> {
         match self.find(field)? {
-            Found::Known(known) => Ok(Err(known)),
+            Found::Default(default) => Ok(Err(default)),
             Found::Value(mut value, name) => {
                 if let (true, Some(list)) = (field.per_layer, value.as_array()) {
                     let missing = || self.unexpected(name, "a value for each layer");
@@ -218,12 +214,12 @@ impl Fields {
         }
     }
 
-    /// A size, `None` where there is none.
+    /// A size, or `None` if the field has no value.
     pub fn size_or_none(&self, field: &Field) -> Result<Option<usize>, FileError> {
         let value = self.read(field, |v| v.as_u64().and_then(|v| usize::try_from(v).ok()))?;
         Ok(match value {
             Ok(size) => Some(size),
-            Err(Known::Size(size)) => Some(size),
+            Err(DefaultValue::Size(size)) => Some(size),
             Err(_) => None,
         })
     }
@@ -232,11 +228,11 @@ impl Fields {
         self.size_or_none(field)?.ok_or_else(|| self.unexpected(field.name(), field.expected()))
     }
 
-    /// A number, `None` where there is none.
+    /// A number, or `None` if the field has no value.
     pub fn number_or_none(&self, field: &Field) -> Result<Option<f64>, FileError> {
         Ok(match self.read(field, Value::as_f64)? {
             Ok(number) => Some(number),
-            Err(Known::Number(number)) => Some(number),
+            Err(DefaultValue::Number(number)) => Some(number),
             Err(_) => None,
         })
     }
@@ -248,18 +244,18 @@ impl Fields {
     pub fn flag(&self, field: &Field) -> Result<bool, FileError> {
         Ok(match self.read(field, Value::as_bool)? {
             Ok(flag) => flag,
-            Err(known) => known == Known::Flag(true),
+            Err(default) => default == DefaultValue::Flag(true),
         })
     }
 
     pub fn text(&self, field: &Field) -> Result<&str, FileError> {
         match self.read(field, Value::as_str)? {
-            Ok(text) | Err(Known::Text(text)) => Ok(text),
+            Ok(text) | Err(DefaultValue::Text(text)) => Ok(text),
             Err(_) => Err(self.unexpected(field.name(), field.expected())),
         }
     }
 
-    /// A list under a name, `None` where it is absent or null.
+    /// A list, or `None` if it is absent or null.
     pub fn list(&self, name: &str, expected: &str) -> Result<Option<&Vec<Value>>, FileError> {
         match self.get(name) {
             None | Some(Value::Null) => Ok(None),
@@ -267,7 +263,7 @@ impl Fields {
         }
     }
 
-    /// A list of sizes, `None` where it is absent or null.
+    /// A list of sizes, or `None` if it is absent or null.
     pub fn sizes(&self, name: &str) -> Result<Option<Vec<usize>>, FileError> {
         const EXPECTED: &str = "a list of non-negative integers";
         let Some(list) = self.list(name, EXPECTED)? else { return Ok(None) };

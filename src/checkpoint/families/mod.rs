@@ -1,98 +1,43 @@
-//! The model families: what `config.json` means, and what the weights are called.
+//! Model families: the meaning of `config.json`, and the names of the weights.
 //!
-//! A family is a row of [`table`]; adding one takes a row and nothing else, and names in [`names`] where its checkpoints have
-//! names of their own. Meanings and defaults follow the configuration and model classes of `transformers` 5.23, null included;
-//! `tests/parity` compares both with it. `docs/families.md` is made from the table ([`docs`]).
+//! A family is a row of [`table`]. Adding one takes a row, and entries in [`names`] if its checkpoints have different
+//! names. Meanings and defaults, including null, follow the configuration and model classes of `transformers` 5.23;
+//! `tests/parity` compares both with it. `docs/families.md` is generated from the table ([`docs`]).
 
 mod docs;
+mod family;
 mod fields;
 mod names;
 mod read;
 mod table;
 
-use std::fmt;
-
-use serde_json::Value;
-
 use super::FileError;
 use crate::moe::{Activation, GroupScore, LayerConfig, Norm, Scoring};
 pub use docs::families_page;
+pub use family::Family;
 use fields::{Field, Fields, flag, number, size, text};
 pub(super) use names::Layout;
 pub use read::ACTIVATIONS;
 pub(super) use read::{ReadConfig, read_config, read_model, read_transformer};
 
-/// A model family whose checkpoints can be read.
-#[derive(Clone, Copy)]
-pub struct Family(&'static Entry);
-
-impl Family {
-    /// All of them, in the order of `docs/families.md`.
-    pub fn all() -> impl Iterator<Item = Family> {
-        table::FAMILIES.iter().map(Family)
-    }
-
-    /// The family whose `config.json` has this `model_type`: the text model's, or that of a model that has it as a part.
-    pub fn named(model_type: &str) -> Option<Family> {
-        Self::all().find(|family| family.model_types().any(|name| name == model_type))
-    }
-
-    /// The `model_type` of the text model in `config.json`.
-    pub fn model_type(self) -> &'static str {
-        self.0.model_type
-    }
-
-    /// Every `model_type` that it goes by.
-    pub fn model_types(self) -> impl Iterator<Item = &'static str> {
-        std::iter::once(self.0.model_type)
-            .chain(self.0.wrapper.map(|w| w.model_type))
-            .chain(self.0.aliases.iter().copied())
-    }
-
-    /// The fields that are read, by the name in the configuration class: what each is where it is absent, and where it is null;
-    /// `None` where that is refused.
-    pub fn fields(self) -> Vec<(&'static str, Option<Value>, Option<Value>)> {
-        let fields = self.0.fields().into_iter().filter(|field| !field.name().is_empty());
-        fields.map(|field| (field.name(), field.default.json(), field.null.json())).collect()
-    }
-
-    pub(super) fn layouts(self) -> &'static [Layout] {
-        self.0.layouts
-    }
-}
-
-impl PartialEq for Family {
-    fn eq(&self, other: &Family) -> bool {
-        self.model_type() == other.model_type()
-    }
-}
-
-impl Eq for Family {}
-
-impl fmt::Debug for Family {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.model_type())
-    }
-}
-
-/// A row of the table. What most families have is in [`Entry::USUAL`].
+/// A row of the table. [`Entry::BASE`] has the values of most families.
 struct Entry {
     /// Of the text model.
     model_type: &'static str,
-    /// The model that has the text model as a part.
+    /// The model that contains the text model.
     wrapper: Option<Wrapper>,
-    /// Other names of the same.
+    /// Alternative `model_type`s.
     aliases: &'static [&'static str],
-    /// Ways of writing its checkpoints; the first whose experts are there is taken.
+    /// Layouts of its checkpoints; the first whose experts exist is used.
     layouts: &'static [Layout],
     layers: Field,
     experts_in: ExpertsIn,
     hidden: Field,
     experts: Field,
     identity_experts: Option<Field>,
-    /// The inner width of an expert.
+    /// Inner width of an expert.
     intermediate: Field,
-    activation: Act,
+    activation: ActivationRule,
     gated: bool,
     /// Whether experts have biases.
     bias: bool,
@@ -102,75 +47,75 @@ struct Entry {
     shared_gate: bool,
     /// Whether the shared expert has biases.
     shared_bias: Option<Field>,
-    /// Whether the shared expert's gate and up are cut off as the experts' are.
+    /// Whether the shared expert's gate and up are clamped like the experts'.
     shared_glu: bool,
-    /// Fields that may only be this, and are not read by the model class, or not supported.
+    /// Fields with a single supported value, which the model class ignores or this engine does not implement otherwise.
     only: &'static [(&'static str, Only)],
     /// Random noise in training, which is not applied.
     noise: &'static [Field],
-    /// What no field above says.
+    /// Settings that no field above can express.
     adjust: Option<Adjust>,
-    /// What a reader of `docs/families.md` should know.
+    /// Note for `docs/families.md`.
     note: &'static str,
 }
 
-/// Sets what a row's fields cannot say.
+/// Adjusts a configuration for settings that the fields of a row cannot express.
 type Adjust = fn(&Fields, &mut LayerConfig) -> Result<(), FileError>;
 
-/// A model whose `config.json` has the text model's in it.
+/// A model whose `config.json` contains the text model's.
 #[derive(Clone, Copy)]
 struct Wrapper {
     model_type: &'static str,
-    /// The objects that lead to it.
+    /// Path of objects to the text model's configuration.
     path: &'static [&'static str],
 }
 
-/// The only value of a field that is allowed, beside its absence.
+/// The only supported value of a field, which may also be absent.
 #[derive(Clone, Copy)]
 enum Only {
     Text(&'static str),
     Flag(bool),
     Size(usize),
-    /// Null.
-    Nothing,
+    Null,
 }
 
-/// Which layers have experts.
+/// The layers that have experts.
 #[derive(Clone, Copy)]
 enum ExpertsIn {
     All,
-    /// From this number on.
+    /// From this layer on.
     From(Field),
-    /// Where `mlp_layer_types` says so; without it from this number on, and if `freq` only every `moe_layer_freq`th.
+    /// According to `mlp_layer_types`. Without it, from layer `dense` on, and with `freq` only every
+    /// `moe_layer_freq`th.
     Types {
         dense: Field,
         freq: bool,
     },
-    /// Layer `i` where `i + 1` is a multiple of `decoder_sparse_step` and `i` is not in `mlp_only_layers`, or in these where that is
-    /// absent or null.
+    /// Layer `i` if `i + 1` is a multiple of `decoder_sparse_step` and `i` is not in `mlp_only_layers`, whose default
+    /// is given.
     Step(&'static [usize]),
-    /// Layer `i` where `i mod expert_layer_period` is `expert_layer_offset`.
+    /// Layer `i` if `i mod expert_layer_period` is `expert_layer_offset`.
     Period,
     /// From `moe_layer_start_index` to `moe_layer_end_index`, every `moe_layer_interval`th.
     Range,
-    /// In `moe_layers`; without it every `interleave_moe_layer_step`th.
+    /// The layers in `moe_layers`; without it every `interleave_moe_layer_step`th.
     Listed,
     /// Where `layers_block_type` is `moe`.
     Blocks,
 }
 
 #[derive(Clone, Copy)]
-enum Act {
-    By(Field),
-    Is(Activation),
+enum ActivationRule {
+    Field(Field),
+    Fixed(Activation),
 }
 
 #[derive(Clone, Copy)]
 enum GluRule {
     Product,
-    /// Gate and up are cut off at this.
+    /// Gate and up are clamped at this limit.
     Clamped(Field),
-    /// gpt-oss's: the same, with 1 added to up, and this factor in the sigmoid.
+    /// gpt-oss's: clamped, with 1 added to up, and the factor `alpha` in the sigmoid.
     ScaledSigmoid {
         limit: Field,
         alpha: Field,
@@ -181,20 +126,20 @@ enum GluRule {
 enum Switch {
     On,
     Off,
-    By(Field),
+    Field(Field),
 }
 
-/// The shared expert's inner width; there is none where it is 0.
+/// Inner width of the shared expert; 0 for none.
 #[derive(Clone, Copy)]
 enum Shared {
     None,
-    /// As wide as so many experts.
+    /// The field times the width of an expert.
     Times(Field),
-    /// As wide as this says.
+    /// The field.
     Width(Field),
-    /// As wide as these two multiplied.
+    /// The product of two fields.
     Product(Field, Field),
-    /// As wide as an expert.
+    /// The width of an expert.
     One,
 }
 
@@ -204,10 +149,10 @@ struct Router {
     top_k: Field,
     renormalise: Switch,
     norm: Norm,
-    /// The norm's least value.
+    /// Minimum of the norm.
     floor: Option<Field>,
     scaling: Option<Field>,
-    /// Number of groups, and of those that stay; none where the number is null.
+    /// Number of groups, and number of eligible groups; no groups if null.
     groups: Option<[Field; 2]>,
     group_score: GroupScore,
     bias: Switch,
@@ -242,20 +187,20 @@ impl Router {
         }
     }
 
-    /// Softmax, renormalised where `norm_topk_prob` says so.
+    /// Softmax, renormalised by the flag `norm_topk_prob`.
     const fn softmax_by(top_k: usize, default: bool) -> Router {
-        Router { renormalise: Switch::By(flag("norm_topk_prob", default)), ..Router::softmax(top_k) }
+        Router { renormalise: Switch::Field(flag("norm_topk_prob", default)), ..Router::softmax(top_k) }
     }
 
-    /// Sigmoid with a bias in the selection, renormalised.
+    /// Sigmoid with a bias in selection, renormalised.
     const fn sigmoid(top_k: usize) -> Router {
         Router { scoring: Scoring::Sigmoid, norm: Norm::sum(1e-20), bias: Switch::On, ..Router::softmax(top_k) }
     }
 
-    /// DeepSeek-V3's: sigmoid with a bias and groups, renormalised where `norm_topk_prob` says so, scaled.
+    /// DeepSeek-V3's router: sigmoid with a bias and groups, renormalised by the flag `norm_topk_prob`, scaled.
     const fn deepseek(top_k: usize, groups: [usize; 2], scaling: f64) -> Router {
         Router {
-            renormalise: Switch::By(flag("norm_topk_prob", true)),
+            renormalise: Switch::Field(flag("norm_topk_prob", true)),
             scaling: Some(number("routed_scaling_factor", scaling)),
             groups: Some([size("n_group", groups[0]), size("topk_group", groups[1])]),
             ..Router::sigmoid(top_k)
@@ -264,18 +209,18 @@ impl Router {
 }
 
 impl Entry {
-    const USUAL: Entry = Entry {
+    const BASE: Entry = Entry {
         model_type: "",
         wrapper: None,
         aliases: &[],
-        layouts: &[names::EACH, names::FUSED],
+        layouts: &[names::SEPARATE, names::FUSED],
         layers: size("num_hidden_layers", 32),
         experts_in: ExpertsIn::All,
         hidden: size("hidden_size", 4096),
         experts: size("num_experts", 0).or("num_local_experts"),
         identity_experts: None,
         intermediate: size("moe_intermediate_size", 0),
-        activation: Act::By(text("hidden_act", "silu")),
+        activation: ActivationRule::Field(text("hidden_act", "silu")),
         gated: true,
         bias: false,
         glu: GluRule::Product,
@@ -290,10 +235,10 @@ impl Entry {
         note: "",
     };
 
-    /// The fields that are read, lists and nested objects apart.
+    /// The fields that are read, without lists and nested objects.
     fn fields(&self) -> Vec<Field> {
         let mut all = vec![self.hidden, self.experts, self.intermediate, self.router.top_k];
-        // Where layers are listed, their number is not read.
+        // If layers are listed, their number is not read.
         if !matches!(self.experts_in, ExpertsIn::Blocks) {
             all.push(self.layers);
         }
@@ -305,7 +250,7 @@ impl Entry {
             ExpertsIn::Listed => all.push(INTERLEAVE),
             ExpertsIn::All | ExpertsIn::Types { .. } | ExpertsIn::Blocks => {}
         }
-        if let Act::By(field) = self.activation {
+        if let ActivationRule::Field(field) = self.activation {
             all.push(field);
         }
         match self.glu {
@@ -319,7 +264,7 @@ impl Entry {
             Shared::Product(a, b) => all.extend([a, b]),
         }
         for switch in [self.router.renormalise, self.router.bias] {
-            if let Switch::By(field) = switch {
+            if let Switch::Field(field) = switch {
                 all.push(field);
             }
         }

@@ -1,19 +1,20 @@
-//! What tensors are called in a checkpoint, and how several weights lie in one of them.
+//! Names of the tensors of a checkpoint, and packing of several weights in one tensor.
 //!
-//! Names are those behind `layers.N.`, whatever is before it; `{e}` stands for an expert's number.
+//! Names are given without the prefix up to `layers.N.`; `{e}` stands for an expert's number.
 
 use crate::moe::{LayerConfig, MlpConfig, Proj, WeightId, WeightPlace, proj_index};
 
-/// The names of a layer's weights in one way of writing a family's checkpoints. A name is empty where the layout has no such weight.
+/// The names of a layer's weights in one layout of a family's checkpoints. A name is empty if the layout has no such
+/// weight.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::checkpoint) struct Layout {
-    /// What is before the layer's number: `layers` in nearly all.
+    /// The name before the layer's number, mostly `layers`.
     pub layers: &'static str,
     pub router: &'static str,
     pub logit_bias: &'static str,
-    /// The bias in the selection.
+    /// The bias in selection.
     pub router_bias: &'static str,
-    /// Whether that bias is `[1, experts]`.
+    /// Whether that bias has shape `[1, experts]`.
     pub bias_row: bool,
     pub experts: Mlps,
     pub shared: Mlps,
@@ -23,39 +24,39 @@ pub(in crate::checkpoint) struct Layout {
 /// The tensors of an MLP, or of all experts' MLPs.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::checkpoint) struct Mlps {
-    /// Also of `up`, where both are in one tensor.
+    /// The same tensor as `up` if both are in one.
     pub gate: &'static str,
     pub up: &'static str,
     pub down: &'static str,
-    /// Biases, in the order of gate, up, down; empty where there are none.
+    /// Biases of gate, up and down; empty if there are none.
     pub biases: [&'static str; 3],
     pub packing: Packing,
 }
 
-/// How projections lie in tensors.
+/// Packing of projections in tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) enum Packing {
-    /// A tensor `[out, in]` for each expert and projection.
-    Each,
-    /// Gate's rows, then up's, in one tensor; of experts all in one, `[experts, 2 intermediate, hidden]` and
+    /// One tensor `[out, in]` per expert and projection.
+    Separate,
+    /// Gate and up in one tensor, gate's rows first; all experts in one tensor, `[experts, 2 intermediate, hidden]` and
     /// `[experts, hidden, intermediate]`.
     Fused,
-    /// As `Fused`, transposed: `[experts, hidden, 2 intermediate]` and `[experts, intermediate, hidden]`.
+    /// Like `Fused`, transposed: `[experts, hidden, 2 intermediate]` and `[experts, intermediate, hidden]`.
     FusedTransposed,
-    /// As `FusedTransposed`, with gate's and up's columns in turns.
+    /// Like `FusedTransposed`, with the columns of gate and up interleaved.
     InterleavedTransposed,
-    /// As `Fused`, with gate's and up's rows in turns.
+    /// Like `Fused`, with the rows of gate and up interleaved.
     Interleaved,
-    /// All experts' rows in one tensor of two dimensions for each projection, `[experts * intermediate, hidden]`, that of down
-    /// transposed.
+    /// The rows of all experts in one two-dimensional tensor per projection, `[experts * intermediate, hidden]`; down
+    /// is transposed.
     Stacked,
 }
 
 impl Packing {
-    /// In words.
+    /// A description for documents and errors.
     fn describe(self) -> &'static str {
         match self {
-            Packing::Each => "a tensor per expert and projection",
+            Packing::Separate => "a tensor per expert and projection",
             Packing::Fused => "experts in one tensor, gate and up one after the other",
             Packing::FusedTransposed => "experts in one tensor, transposed, gate and up one after the other",
             Packing::InterleavedTransposed => "experts in one tensor, transposed, gate and up in turns",
@@ -74,7 +75,7 @@ impl Packing {
 }
 
 impl Layout {
-    /// The name of a weight's tensor behind `layers.N.`.
+    /// The name of a weight's tensor, after `layers.N.`.
     pub fn name(&self, id: WeightId) -> String {
         let (mlps, expert, name) = match id {
             WeightId::Router => return self.router.into(),
@@ -86,11 +87,11 @@ impl Layout {
             WeightId::Shared(p) => (&self.shared, 0, self.shared.matrix(p)),
             WeightId::SharedBias(p) => (&self.shared, 0, self.shared.biases[proj_index(p)]),
         };
-        if mlps.packing == Packing::Each { name.replace("{e}", &expert.to_string()) } else { name.into() }
+        if mlps.packing == Packing::Separate { name.replace("{e}", &expert.to_string()) } else { name.into() }
     }
 
-    /// Where an expert's matrix lies in the tensors of MXFP4, whose rows are whole: as in `tensor`, but transposed. `None` in layouts that
-    /// no such checkpoints are written in.
+    /// Position of an expert's matrix in a tensor of MXFP4 blocks, which have whole rows: as in `tensor`, but
+    /// transposed. `None` if no such checkpoints exist in this layout.
     pub fn place_of_blocks(&self, config: &LayerConfig, e: usize, proj: Proj, tensor: String) -> Option<WeightPlace> {
         if self.experts.packing != Packing::InterleavedTransposed {
             return None;
@@ -99,7 +100,7 @@ impl Layout {
         Some(mlps.place(&config.expert, config.hidden, proj, false, Some((e, config.n_experts)), tensor))
     }
 
-    /// Where a weight of `config` lies; `tensor` is its tensor's full name.
+    /// Position of a weight of `config`; `tensor` is the full name of its tensor.
     pub fn place(&self, config: &LayerConfig, id: WeightId, tensor: String) -> WeightPlace {
         let expert = |e: usize| (&self.experts, config.expert, Some((e, config.n_experts)));
         let shared = || (&self.shared, config.shared.map_or(config.expert, |s| s.mlp), None);
@@ -119,10 +120,10 @@ impl Layout {
 }
 
 impl Mlps {
-    /// Tensors that are not there.
-    pub const NONE: Mlps = Mlps { gate: "", up: "", down: "", biases: [""; 3], packing: Packing::Each };
+    /// No tensors.
+    pub const NONE: Mlps = Mlps { gate: "", up: "", down: "", biases: [""; 3], packing: Packing::Separate };
 
-    /// How they lie, in words.
+    /// A description of the packing.
     pub fn describe(&self) -> &'static str {
         if self.packing == Packing::Fused && self.gate != self.up {
             return "experts in one tensor for each projection";
@@ -138,7 +139,7 @@ impl Mlps {
         }
     }
 
-    /// Where a projection's matrix, or its bias, of expert `expert.0` of `expert.1` lies, or of the one MLP there is.
+    /// Position of a projection's matrix or bias. `expert` is (number, number of experts), or `None` for a single MLP.
     fn place(
         &self,
         mlp: &MlpConfig,
@@ -151,12 +152,12 @@ impl Mlps {
         let [rows, width] = mlp.shape(proj, hidden);
         let columns = if is_bias { 1 } else { width };
         let (number, experts) = expert.unwrap_or((0, 1));
-        if self.packing == Packing::Each {
+        if self.packing == Packing::Separate {
             return WeightPlace::whole(tensor, if is_bias { vec![rows] } else { vec![rows, columns] });
         }
         let size = [rows, columns];
         if self.packing == Packing::Stacked {
-            // Down is [hidden, intermediate] in the layer, and transposed here.
+            // The layer's down is [hidden, intermediate]; it is transposed here.
             let len = rows * columns;
             let first = number * len;
             let strides = if proj == Proj::Down { [1, rows] } else { [columns, 1] };
@@ -165,8 +166,8 @@ impl Mlps {
         }
         let two = self.gate == self.up && proj != Proj::Down;
         let all_rows = if two { 2 * rows } else { rows };
-        let turns = self.packing.interleaved() && two;
-        let (offset, step) = match (two && proj == Proj::Up, turns) {
+        let interleaved = self.packing.interleaved() && two;
+        let (offset, step) = match (two && proj == Proj::Up, interleaved) {
             (true, true) => (1, 2),
             (false, true) => (0, 2),
             (true, false) => (rows, 1),
@@ -189,8 +190,8 @@ impl Mlps {
     }
 }
 
-/// The names of MLPs with a tensor for each expert and projection.
-macro_rules! each {
+/// Names of MLPs with one tensor per expert and projection.
+macro_rules! separate {
     ($at:literal, $gate:literal, $up:literal, $down:literal) => {
         Mlps {
             gate: concat!($at, ".", $gate, ".weight"),
@@ -201,15 +202,15 @@ macro_rules! each {
                 concat!($at, ".", $up, ".bias"),
                 concat!($at, ".", $down, ".bias"),
             ],
-            packing: Packing::Each,
+            packing: Packing::Separate,
         }
     };
     ($at:literal) => {
-        each!($at, "gate_proj", "up_proj", "down_proj")
+        separate!($at, "gate_proj", "up_proj", "down_proj")
     };
 }
 
-/// The names of MLPs with gate and up in one tensor, all experts in one too.
+/// Names of MLPs with gate and up in one tensor, for all experts together.
 macro_rules! fused {
     ($gate_up:literal, $down:literal, $packing:ident) => {
         Mlps {
@@ -225,105 +226,108 @@ macro_rules! fused {
     };
 }
 
-/// The names that most families have, with experts each in tensors of their own.
-pub(super) const EACH: Layout = Layout {
+/// Names of most families, with one tensor per expert and projection.
+pub(super) const SEPARATE: Layout = Layout {
     layers: "layers",
     router: "mlp.gate.weight",
     logit_bias: "mlp.router.bias",
     router_bias: "mlp.gate.e_score_correction_bias",
     bias_row: false,
-    experts: each!("mlp.experts.{e}"),
-    shared: each!("mlp.shared_experts"),
+    experts: separate!("mlp.experts.{e}"),
+    shared: separate!("mlp.shared_experts"),
     shared_gate: "mlp.shared_expert_gate.weight",
 };
 
-/// The names of the model classes themselves (`save_original_format=False`), which some families' checkpoints have.
+/// Names of the model classes (`save_original_format=False`), which some families' checkpoints have.
 pub(super) const FUSED: Layout =
-    Layout { experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), ..EACH };
+    Layout { experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), ..SEPARATE };
 
-/// With one shared expert, as in Qwen.
-pub(super) const EACH_ONE: Layout = Layout { shared: each!("mlp.shared_expert"), ..EACH };
-pub(super) const FUSED_ONE: Layout = Layout { shared: each!("mlp.shared_expert"), ..FUSED };
+/// With a single shared expert, as in Qwen.
+pub(super) const SEPARATE_SHARED_EXPERT: Layout = Layout { shared: separate!("mlp.shared_expert"), ..SEPARATE };
+pub(super) const FUSED_SHARED_EXPERT: Layout = Layout { shared: separate!("mlp.shared_expert"), ..FUSED };
 
-/// Mixtral's.
+/// Mixtral's names.
 pub(super) const BLOCK_SPARSE: Layout = Layout {
     router: "block_sparse_moe.gate.weight",
-    experts: each!("block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
+    experts: separate!("block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
     router_bias: "block_sparse_moe.e_score_correction_bias",
-    ..EACH
+    ..SEPARATE
 };
 pub(super) const KIMI: Layout = Layout {
     router_bias: "block_sparse_moe.gate.e_score_correction_bias",
-    shared: each!("block_sparse_moe.shared_experts"),
+    shared: separate!("block_sparse_moe.shared_experts"),
     ..BLOCK_SPARSE
 };
-/// MiniMax-M2's bias is the block's when the model class saves it.
+/// MiniMax-M2 as saved by the model class: the bias belongs to the block.
 pub(super) const FUSED_BLOCK_BIAS: Layout = Layout { router_bias: "mlp.e_score_correction_bias", ..FUSED };
 pub(super) const PHI_FUSED: Layout = Layout { router: "mlp.router.weight", ..FUSED };
 
-pub(super) const AFMOE: Layout = Layout { router: "mlp.router.gate.weight", router_bias: "mlp.expert_bias", ..EACH };
+pub(super) const AFMOE: Layout =
+    Layout { router: "mlp.router.gate.weight", router_bias: "mlp.expert_bias", ..SEPARATE };
 pub(super) const AFMOE_FUSED: Layout = Layout { experts: FUSED.experts, ..AFMOE };
-pub(super) const HY_V3: Layout = Layout { shared: each!("mlp.shared_mlp"), ..AFMOE };
+pub(super) const HY_V3: Layout = Layout { shared: separate!("mlp.shared_mlp"), ..AFMOE };
 pub(super) const HY_V4: Layout =
-    Layout { shared: each!("mlp.shared_experts", "linear_gate", "up_proj", "down_proj"), ..FUSED };
+    Layout { shared: separate!("mlp.shared_experts", "linear_gate", "up_proj", "down_proj"), ..FUSED };
 pub(super) const ARIA: Layout = Layout {
     router: "mlp.router.weight",
     experts: fused!("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", FusedTransposed),
-    ..EACH
+    ..SEPARATE
 };
 pub(super) const ARIA_FUSED: Layout =
     Layout { experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj", FusedTransposed), ..ARIA };
-pub(super) const BAILING: Layout = Layout { router_bias: "mlp.gate.expert_bias", ..EACH };
-pub(super) const EXAONE: Layout = Layout { router_bias: "mlp.e_score_correction_bias", ..EACH };
-pub(super) const KOLIBRI: Layout = Layout { router_bias: "moe.router.expert_bias", ..EACH };
-pub(super) const LAGUNA: Layout = Layout { router_bias: "mlp.experts.e_score_correction_bias", ..EACH_ONE };
+pub(super) const BAILING: Layout = Layout { router_bias: "mlp.gate.expert_bias", ..SEPARATE };
+pub(super) const EXAONE: Layout = Layout { router_bias: "mlp.e_score_correction_bias", ..SEPARATE };
+pub(super) const KOLIBRI: Layout = Layout { router_bias: "moe.router.expert_bias", ..SEPARATE };
+pub(super) const LAGUNA: Layout =
+    Layout { router_bias: "mlp.experts.e_score_correction_bias", ..SEPARATE_SHARED_EXPERT };
 pub(super) const ERNIE: Layout =
-    Layout { router_bias: "mlp.moe_statics.e_score_correction_bias", bias_row: true, ..EACH };
+    Layout { router_bias: "mlp.moe_statics.e_score_correction_bias", bias_row: true, ..SEPARATE };
 pub(super) const ERNIE_FUSED: Layout =
     Layout { router_bias: "mlp.gate.moe_statics.e_score_correction_bias", experts: FUSED.experts, ..ERNIE };
-pub(super) const HUNYUAN: Layout = Layout { router: "mlp.gate.wg.weight", shared: each!("mlp.shared_mlp"), ..EACH };
+pub(super) const HUNYUAN: Layout =
+    Layout { router: "mlp.gate.wg.weight", shared: separate!("mlp.shared_mlp"), ..SEPARATE };
 pub(super) const HUNYUAN_FUSED: Layout = Layout { experts: FUSED.experts, ..HUNYUAN };
 pub(super) const LONGCAT: Layout =
-    Layout { router: "mlp.router.classifier.weight", router_bias: "mlp.router.e_score_correction_bias", ..EACH };
+    Layout { router: "mlp.router.classifier.weight", router_bias: "mlp.router.e_score_correction_bias", ..SEPARATE };
 pub(super) const DEEPSEEK_V4: Layout = Layout {
     router: "ffn.gate.weight",
     router_bias: "ffn.gate.bias",
-    experts: each!("ffn.experts.{e}", "w1", "w3", "w2"),
-    shared: each!("ffn.shared_experts", "w1", "w3", "w2"),
-    ..EACH
+    experts: separate!("ffn.experts.{e}", "w1", "w3", "w2"),
+    shared: separate!("ffn.shared_experts", "w1", "w3", "w2"),
+    ..SEPARATE
 };
 pub(super) const MISTRAL_LARGE_4: Layout = Layout {
     router: "gate.weight",
-    experts: each!("experts.{e}", "w1", "w3", "w2"),
-    shared: each!("shared_experts", "w1", "w3", "w2"),
-    ..EACH
+    experts: separate!("experts.{e}", "w1", "w3", "w2"),
+    shared: separate!("shared_experts", "w1", "w3", "w2"),
+    ..SEPARATE
 };
-/// As the text model by itself saves it.
-pub(super) const MISTRAL_LARGE_4_TEXT: Layout = Layout { shared: each!("shared_experts"), ..MISTRAL_LARGE_4 };
+/// As saved by the text model alone.
+pub(super) const MISTRAL_LARGE_4_TEXT: Layout = Layout { shared: separate!("shared_experts"), ..MISTRAL_LARGE_4 };
 
 pub(super) const JAMBA: Layout =
-    Layout { router: "feed_forward.router.weight", experts: each!("feed_forward.experts.{e}"), ..EACH };
+    Layout { router: "feed_forward.router.weight", experts: separate!("feed_forward.experts.{e}"), ..SEPARATE };
 pub(super) const JAMBA_FUSED: Layout =
     Layout { experts: fused!("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"), ..JAMBA };
 pub(super) const LLAMA4: Layout = Layout {
     experts: fused!("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", FusedTransposed),
-    shared: each!("feed_forward.shared_expert"),
+    shared: separate!("feed_forward.shared_expert"),
     ..JAMBA
 };
 pub(super) const LFM2: Layout = Layout {
     router: "feed_forward.gate.weight",
     router_bias: "feed_forward.expert_bias",
-    experts: each!("feed_forward.experts.{e}", "w1", "w3", "w2"),
-    ..EACH
+    experts: separate!("feed_forward.experts.{e}", "w1", "w3", "w2"),
+    ..SEPARATE
 };
 pub(super) const LFM2_FUSED: Layout = Layout { experts: JAMBA_FUSED.experts, ..LFM2 };
 
-/// IBM Granite's. The shared expert is beside the block.
+/// IBM Granite's names. The shared expert is outside the block.
 pub(super) const GRANITE: Layout = Layout {
     router: "block_sparse_moe.router.layer.weight",
     experts: fused!("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     shared: fused!("shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"),
-    ..EACH
+    ..SEPARATE
 };
 pub(super) const GRANITE_FUSED: Layout = Layout {
     router: "block_sparse_moe.router.weight",
@@ -334,15 +338,16 @@ pub(super) const GRANITE_FUSED: Layout = Layout {
 pub(super) const GPT_OSS: Layout = Layout {
     router: "mlp.router.weight",
     experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj", InterleavedTransposed),
-    ..EACH
+    ..SEPARATE
 };
 pub(super) const PRIVACY_FILTER: Layout = Layout { experts: ARIA_FUSED.experts, ..GPT_OSS };
 pub(super) const MINIMAX_M3: Layout =
     Layout { shared: fused!("mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"), ..FUSED };
-/// The same as published.
-pub(super) const MINIMAX_M3_EACH: Layout = Layout { shared: each!("block_sparse_moe.shared_experts"), ..BLOCK_SPARSE };
+/// As published.
+pub(super) const MINIMAX_M3_SEPARATE: Layout =
+    Layout { shared: separate!("block_sparse_moe.shared_experts"), ..BLOCK_SPARSE };
 /// Qwen3-VL's published checkpoints.
-pub(super) const QWEN3_VL: Layout = Layout { experts: ARIA_FUSED.experts, ..EACH };
+pub(super) const QWEN3_VL: Layout = Layout { experts: ARIA_FUSED.experts, ..SEPARATE };
 
 /// Step 3.7 as published: all experts in one tensor for each projection.
 pub(super) const STEP3: Layout = Layout {
@@ -353,16 +358,16 @@ pub(super) const STEP3: Layout = Layout {
         up: "moe.up_proj.weight",
         ..fused!("moe.gate_up_proj.weight", "moe.down_proj.weight")
     },
-    shared: each!("share_expert"),
-    ..EACH
+    shared: separate!("share_expert"),
+    ..SEPARATE
 };
 
 pub(super) const NEMOTRON: Layout = Layout {
     router: "mixer.gate.weight",
     router_bias: "mixer.gate.e_score_correction_bias",
-    experts: Mlps { gate: "", ..each!("mixer.experts.{e}") },
-    shared: Mlps { gate: "", ..each!("mixer.shared_experts") },
-    ..EACH
+    experts: Mlps { gate: "", ..separate!("mixer.experts.{e}") },
+    shared: Mlps { gate: "", ..separate!("mixer.shared_experts") },
+    ..SEPARATE
 };
 pub(super) const NEMOTRON_FUSED: Layout = Layout {
     experts: Mlps { gate: "", up: "mixer.experts.up_proj", ..fused!("", "mixer.experts.down_proj") },
@@ -379,5 +384,5 @@ pub(super) const DBRX: Layout = Layout {
         packing: Packing::Stacked,
         ..Mlps::NONE
     },
-    ..EACH
+    ..SEPARATE
 };

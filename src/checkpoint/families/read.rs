@@ -1,4 +1,4 @@
-//! What a `config.json` says of a model and of one of its layers.
+//! Reads `config.json`: the model, and one of its layers.
 
 use std::path::{Path, PathBuf};
 
@@ -6,23 +6,25 @@ use serde_json::{Map, Value};
 
 use super::fields::{Field, Fields, flag, size};
 use super::{
-    Act, Entry, ExpertsIn, Family, GluRule, INTERLEAVE, Only, PERIOD, RANGE, Router, STEP, Shared, Switch, Wrapper,
+    ActivationRule, Entry, ExpertsIn, Family, GluRule, INTERLEAVE, Only, PERIOD, RANGE, Router, STEP, Shared, Switch,
+    Wrapper,
 };
 use crate::checkpoint::FileError;
 use crate::checkpoint::file::read_regular;
 use crate::checkpoint::quantised::Quantisation;
+use crate::formats::{Latent, Model, Transformer};
 use crate::moe::{Activation, Glu, GroupLimit, LayerConfig, MlpConfig, Norm, RouterConfig, SharedConfig, SparseMixer};
-use crate::plan::Model;
-use crate::sim::roofline::{Latent, Transformer};
 
-/// No configuration is larger, bytes.
+/// Maximum size of a configuration, bytes.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
 
 impl Family {
-    /// What a configuration, as `config.json` has it, says of a routed expert, by the name of its `model_type`.
+    /// The MLP of a routed expert according to a configuration in the form of `config.json`.
     ///
     /// # Errors
-    /// A `model_type` that is not among the families; a field that does not fit. `source` is what errors call the configuration.
+    ///
+    /// Returns an error if the `model_type` is not supported or a field is invalid. `source` is the configuration's
+    /// name in errors.
     pub fn expert(source: &str, config: Map<String, Value>) -> Result<MlpConfig, FileError> {
         let (family, mut fields, layers, _) = open_fields(source.into(), config)?;
         for layer in 0..layers {
@@ -35,19 +37,20 @@ impl Family {
     }
 }
 
-/// What `config.json` says of a layer and its weights.
+/// A layer's configuration, and the storage of its weights.
 pub(in crate::checkpoint) struct ReadConfig {
     pub(in crate::checkpoint) family: Family,
     pub(in crate::checkpoint) config: LayerConfig,
-    /// What it asks for and the layer does not do, a line each.
+    /// Settings that the layer does not implement, a line each.
     pub(in crate::checkpoint) notes: Vec<String>,
     pub(in crate::checkpoint) quantisation: Quantisation,
 }
 
-/// Reads `config.json` in folder `dir` and describes layer `layer`.
+/// Reads `config.json` in folder `dir` for layer `layer`.
 ///
 /// # Errors
-/// One line that names the file, the field, its value and what is expected.
+///
+/// Returns an error that names the file, the field, its value and the expected value.
 pub(in crate::checkpoint) fn read_config(dir: &Path, layer: usize) -> Result<ReadConfig, FileError> {
     let (family, mut fields, layers, quantisation) = open_config(dir)?;
     let quantisation = Quantisation::of(quantisation.as_ref()).map_err(|(found, expected)| {
@@ -68,16 +71,18 @@ pub(in crate::checkpoint) fn read_config(dir: &Path, layer: usize) -> Result<Rea
     Ok(ReadConfig { family, config, notes, quantisation })
 }
 
-/// Reads `config.json` in folder `dir` as what the planner wants to know of a model, however its weights are stored.
+/// Reads `config.json` in folder `dir` as the planner's description of the model, whatever the storage of its weights.
 ///
 /// # Errors
-/// As [`read_config`]; and a model without experts.
+///
+/// Those of [`read_config`], and an error if the model has no experts.
 pub(in crate::checkpoint) fn read_model(dir: &Path) -> Result<Model, FileError> {
     let (_, layers, config) = open_model(dir)?;
     Ok(config.model(layers))
 }
 
-/// A configuration, its layers and those of them with experts, and the first of these.
+/// A configuration positioned at its first layer with experts, its (layers, layers with experts), and that layer's
+/// configuration.
 fn open_model(dir: &Path) -> Result<(Fields, (usize, usize), LayerConfig), FileError> {
     let (family, mut fields, layers, _) = open_config(dir)?;
     let mut with_experts = Vec::new();
@@ -98,10 +103,11 @@ fn open_model(dir: &Path) -> Result<(Fields, (usize, usize), LayerConfig), FileE
     Ok((fields, (layers, with_experts.len()), config))
 }
 
-/// Reads what a model has beside its routed experts, by the names of fields that the families share.
+/// Reads the model's size apart from its routed experts, from field names that the families share.
 ///
 /// # Errors
-/// As [`read_model`]; and a model some of whose layers have no attention.
+///
+/// Those of [`read_model`], and an error if some layers have no attention.
 pub(in crate::checkpoint) fn read_transformer(dir: &Path) -> Result<Transformer, FileError> {
     let (fields, (layers, moe_layers), config) = open_model(dir)?;
     let required = |name| fields.size(&size(name, 0).required());
@@ -160,10 +166,10 @@ pub(in crate::checkpoint) fn read_transformer(dir: &Path) -> Result<Transformer,
     })
 }
 
-/// Far above any model's.
+/// Far above any model.
 const MAX_LAYERS: usize = 1 << 16;
 
-/// The family, its fields (for layer 0), the number of layers, and what is said of quantisation.
+/// The family, its fields (for layer 0), the number of layers, and the `quantization_config`.
 fn open_config(dir: &Path) -> Result<(Family, Fields, usize, Option<Value>), FileError> {
     let path = dir.join("config.json");
     let text = read_regular(&path, MAX_CONFIG_BYTES).map_err(|e| FileError::read(&path, e))?;
@@ -172,9 +178,9 @@ fn open_config(dir: &Path) -> Result<(Family, Fields, usize, Option<Value>), Fil
     open_fields(path, map)
 }
 
-/// As [`open_config`], of what is in the file.
+/// Like [`open_config`], for the contents of the file.
 fn open_fields(path: PathBuf, map: Map<String, Value>) -> Result<(Family, Fields, usize, Option<Value>), FileError> {
-    let mut fields = Fields { path, within: String::new(), map, layer: 0 };
+    let mut fields = Fields { path, prefix: String::new(), map, layer: 0 };
     let model_type = match fields.get("model_type") {
         Some(Value::String(model_type)) => model_type.clone(),
         Some(Value::Null) | None => return Err(fields.wrong("model_type", "is missing", "a string")),
@@ -200,17 +206,17 @@ fn open_fields(path: PathBuf, map: Map<String, Value>) -> Result<(Family, Fields
     Ok((family, fields, layers, quantisation))
 }
 
-/// Goes from a wrapper's configuration to the text model's in it.
+/// Descends from a wrapper's configuration to the text model's.
 fn descend(fields: &mut Fields, wrapper: Wrapper, entry: &Entry) -> Result<(), FileError> {
     for name in wrapper.path {
         let inner = match fields.map.remove(*name) {
             Some(Value::Object(inner)) => inner,
-            // The wrapper's classes then take the defaults of all.
+            // The wrapper's class then uses the defaults of all fields.
             Some(Value::Null) | None => Map::new(),
             Some(other) => return Err(fields.wrong(name, format!("is {other}"), "an object")),
         };
         fields.map = inner;
-        fields.within += &format!("{name}.");
+        fields.prefix += &format!("{name}.");
     }
     match fields.get("model_type").and_then(Value::as_str) {
         Some(other) if other != entry.model_type && !entry.aliases.contains(&other) => {
@@ -220,7 +226,7 @@ fn descend(fields: &mut Fields, wrapper: Wrapper, entry: &Entry) -> Result<(), F
     }
 }
 
-/// The kinds of the layers of a family that lists them, `moe` among them.
+/// The kinds of the layers, for a family that lists them; `moe` is one of them.
 fn blocks(fields: &Fields) -> Result<Vec<String>, FileError> {
     const LIST: &str = "layers_block_type";
     const PATTERN: &str = "hybrid_override_pattern";
@@ -237,7 +243,7 @@ fn blocks(fields: &Fields) -> Result<Vec<String>, FileError> {
 }
 
 impl Entry {
-    /// Why the layer has no experts, `None` where it has.
+    /// The reason why the layer has no experts; `None` if it has.
     fn why_dense(&self, fields: &Fields, layers: usize) -> Result<Option<String>, FileError> {
         let layer = fields.layer;
         let below = |first: usize, field: &Field| (layer < first).then(|| format!("{} is {first}", field.name()));
@@ -264,8 +270,8 @@ impl Entry {
                     first.or_else(|| (!layer.is_multiple_of(every)).then(|| format!("moe_layer_freq is {every}")))
                 }
             },
-            ExpertsIn::Step(usual) => {
-                if fields.sizes("mlp_only_layers")?.unwrap_or_else(|| usual.to_vec()).contains(&layer) {
+            ExpertsIn::Step(dense) => {
+                if fields.sizes("mlp_only_layers")?.unwrap_or_else(|| dense.to_vec()).contains(&layer) {
                     return Ok(Some("it is one of mlp_only_layers".into()));
                 }
                 let step = fields.size(&STEP)?;
@@ -310,7 +316,7 @@ impl Entry {
         })
     }
 
-    /// What the configuration asks for and does not get, a line each.
+    /// Settings that the layer does not implement, a line each.
     fn notes(&self, fields: &Fields) -> Result<Vec<String>, FileError> {
         let mut notes = Vec::new();
         for noise in self.noise {
@@ -322,7 +328,7 @@ impl Entry {
         Ok(notes)
     }
 
-    /// What the fields say of the layer.
+    /// The configuration of the layer.
     fn layer(&self, fields: &Fields) -> Result<LayerConfig, FileError> {
         for (name, only) in self.only {
             let is = fields.get(name).filter(|value| !value.is_null());
@@ -330,15 +336,15 @@ impl Entry {
                 Only::Text(s) => (is.is_none_or(|v| v == s), format!("{s:?}")),
                 Only::Flag(b) => (is.is_none_or(|v| v == b), b.to_string()),
                 Only::Size(n) => (is.is_none_or(|v| v == n), n.to_string()),
-                Only::Nothing => (is.is_none(), "null".into()),
+                Only::Null => (is.is_none(), "null".into()),
             };
             if !fits {
                 return Err(fields.unexpected(name, &expected));
             }
         }
         let activation = match self.activation {
-            Act::Is(activation) => activation,
-            Act::By(field) => activation(fields, &field)?,
+            ActivationRule::Fixed(activation) => activation,
+            ActivationRule::Field(field) => activation(fields, &field)?,
         };
         let mut expert = MlpConfig::gated(fields.size(&self.intermediate)?, activation);
         expert.gated = self.gated;
@@ -395,7 +401,7 @@ impl Entry {
         let switch = |switch| match switch {
             Switch::On => Ok(true),
             Switch::Off => Ok(false),
-            Switch::By(field) => fields.flag(&field),
+            Switch::Field(field) => fields.flag(&field),
         };
         let number = |field: &Option<Field>| field.as_ref().map(|field| fields.number(field)).transpose();
         let groups = match self.router.groups {
@@ -426,7 +432,7 @@ impl Entry {
     }
 }
 
-/// What configurations call activations; the first name of each is its usual one.
+/// Names of activations in configurations; the first name of each is the usual one.
 pub const ACTIVATIONS: &[(&str, Activation)] = &[
     ("silu", Activation::Silu),
     ("swish", Activation::Silu),

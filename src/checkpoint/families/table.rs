@@ -1,12 +1,12 @@
-//! The table: a row for each family.
+//! The table of families.
 
 use super::fields::{Field, Fields, flag, number, size, text};
-use super::names::{self, EACH, EACH_ONE, FUSED, FUSED_ONE};
-use super::{Act, Entry, ExpertsIn, GluRule, Only, Router, Shared, Switch, Wrapper};
+use super::names::{self, FUSED, FUSED_SHARED_EXPERT, SEPARATE, SEPARATE_SHARED_EXPERT};
+use super::{ActivationRule, Entry, ExpertsIn, GluRule, Only, Router, Shared, Switch, Wrapper};
 use crate::checkpoint::FileError;
 use crate::moe::{Activation, Glu, GroupScore, LayerConfig, Norm, Scoring};
 
-const USUAL: Entry = Entry::USUAL;
+const BASE: Entry = Entry::BASE;
 
 const fn layers(default: usize) -> Field {
     size("num_hidden_layers", default)
@@ -16,7 +16,7 @@ const fn hidden(default: usize) -> Field {
     size("hidden_size", default)
 }
 
-/// The number of experts under the name that DeepSeek gave it.
+/// The number of experts, under DeepSeek's name.
 const fn routed(default: usize) -> Field {
     size("n_routed_experts", default).or("num_local_experts")
 }
@@ -45,17 +45,17 @@ const fn text_config(model_type: &'static str) -> Option<Wrapper> {
     Some(Wrapper { model_type, path: &["text_config"] })
 }
 
-/// `mlp_layer_types`, or else dense before `first_k_dense_replace`.
+/// `mlp_layer_types`; without it dense before `first_k_dense_replace`.
 const fn types_from(default: usize) -> ExpertsIn {
     ExpertsIn::Types { dense: size("first_k_dense_replace", default), freq: false }
 }
 
-/// `mlp_layer_types`, or else so many dense layers first, whatever other fields say.
+/// `mlp_layer_types`; without it the first `dense` layers are dense, whatever other fields say.
 const fn types(dense: usize) -> ExpertsIn {
     ExpertsIn::Types { dense: size("", dense), freq: false }
 }
 
-/// `mlp_layer_types`, or else by `first_k_dense_replace` and `moe_layer_freq`.
+/// `mlp_layer_types`; without it according to `first_k_dense_replace` and `moe_layer_freq`.
 const fn types_freq(default: usize) -> ExpertsIn {
     ExpertsIn::Types { dense: size("first_k_dense_replace", default), freq: true }
 }
@@ -64,7 +64,7 @@ const fn dense_first(default: usize) -> ExpertsIn {
     ExpertsIn::From(size("first_k_dense_replace", default))
 }
 
-/// Published `config.json` files have these; the model class knows one value of each and does not read them.
+/// Fields of published `config.json` files that the model class does not read; it implements a single value of each.
 const ONLY_DEEPSEEK: &[(&str, Only)] = &[
     ("scoring_func", Only::Text("sigmoid")),
     ("topk_method", Only::Text("noaux_tc")),
@@ -73,7 +73,7 @@ const ONLY_DEEPSEEK: &[(&str, Only)] = &[
 
 const SIGMOID_PLAIN: Router = Router { norm: Norm::sum(0.0), ..Router::sigmoid(0) };
 
-/// The families, by name; the five that came first lead.
+/// The five families supported first, then the others by name.
 pub(super) static FAMILIES: &[Entry] = &[
     Entry {
         model_type: "mixtral",
@@ -84,11 +84,11 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: inner(14336),
         router: Router::softmax(2),
         noise: &[number("router_jitter_noise", 0.0)],
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "qwen2_moe",
-        layouts: &[EACH_ONE, FUSED_ONE],
+        layouts: &[SEPARATE_SHARED_EXPERT, FUSED_SHARED_EXPERT],
         layers: layers(24),
         experts_in: ExpertsIn::Step(&[]),
         hidden: hidden(2048),
@@ -97,7 +97,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         router: Router::softmax_by(4, false),
         shared: Shared::Width(size("shared_expert_intermediate_size", 5632)),
         shared_gate: true,
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "qwen3_moe",
@@ -107,7 +107,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         experts: experts(128),
         intermediate: width(768),
         router: Router::softmax_by(8, false),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "olmoe",
@@ -116,7 +116,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         experts: experts(64),
         intermediate: inner(2048),
         router: Router::softmax_by(8, false),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "deepseek_v3",
@@ -126,12 +126,12 @@ pub(super) static FAMILIES: &[Entry] = &[
         experts: routed(256),
         intermediate: width(2048),
         router: Router {
-            renormalise: Switch::By(flag("norm_topk_prob", true).null_is_false()),
+            renormalise: Switch::Field(flag("norm_topk_prob", true).null_is_false()),
             ..Router::deepseek(8, [8, 4], 2.5)
         },
         shared: shared_count(1),
         only: ONLY_DEEPSEEK,
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "afmoe",
@@ -142,7 +142,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: width(1408),
         router: Router { scaling: Some(number("route_scale", 1.0)), ..Router::sigmoid(6) },
         shared: Shared::Times(size("num_shared_experts", 2)),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "aria_text",
@@ -154,7 +154,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         shared: Shared::Times(size("moe_num_shared_experts", 2)),
         shared_bias: Some(flag("mlp_bias", false)),
         adjust: Some(routed_silu),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "axk1",
@@ -164,12 +164,12 @@ pub(super) static FAMILIES: &[Entry] = &[
         experts: routed(192),
         intermediate: width(2048),
         router: Router {
-            renormalise: Switch::By(flag("norm_topk_prob", true).null_is_false()),
+            renormalise: Switch::Field(flag("norm_topk_prob", true).null_is_false()),
             ..Router::deepseek(8, [8, 4], 2.5)
         },
         shared: shared_count(1),
         note: "The layer ends before the norm of the sum (`post_mlp_layernorm`).",
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "axk2",
@@ -185,7 +185,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         shared: shared_count(1),
         note: "With groups, an expert whose score and bias together are below 0 is never passed over for one of another group, which the \
                model class gives the score 0.",
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "bailing_hybrid",
@@ -197,12 +197,12 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: width(768),
         router: Router {
             top_k: size("num_experts_per_tok", 8).or("num_experts_per_token"),
-            renormalise: Switch::By(flag("norm_topk_prob", true).or("moe_renormalize")),
+            renormalise: Switch::Field(flag("norm_topk_prob", true).or("moe_renormalize")),
             groups: Some([size("n_group", 8).or("num_expert_group"), size("topk_group", 4)]),
             ..Router::deepseek(8, [8, 4], 2.5)
         },
         shared: Shared::Times(size("n_shared_experts", 1).or("num_shared_experts")),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "beam",
@@ -212,7 +212,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         experts: size("num_experts", 256),
         intermediate: width(2560),
         router: Router::deepseek(8, [8, 4], 2.5),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "cohere2_moe",
@@ -226,7 +226,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         adjust: Some(cohere2),
         note: "Softmax over the chosen logits, or sigmoid, by `expert_selection_fn`; with shared experts the mean of both sums where \
                `shared_expert_combination_strategy` says so.",
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "dbrx",
@@ -235,11 +235,11 @@ pub(super) static FAMILIES: &[Entry] = &[
         hidden: size("d_model", 2048).or("hidden_size"),
         experts: size("ffn_config.moe_num_experts", 4),
         intermediate: size("ffn_config.ffn_hidden_size", 3584),
-        activation: Act::By(text("ffn_config.ffn_act_fn.name", "silu")),
+        activation: ActivationRule::Field(text("ffn_config.ffn_act_fn.name", "silu")),
         router: Router { top_k: size("ffn_config.moe_top_k", 1), ..Router::softmax(0) },
         adjust: Some(dbrx),
         note: "Weights are divided by their p-norm, p being `moe_normalize_expert_weights`.",
-        ..USUAL
+        ..BASE
     },
     DEEPSEEK_V2,
     Entry {
@@ -272,13 +272,13 @@ pub(super) static FAMILIES: &[Entry] = &[
         router: Router::deepseek(8, [8, 4], 2.5),
         shared: shared_count(1),
         only: ONLY_DEEPSEEK,
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "deepseek_v4",
         layouts: &[names::DEEPSEEK_V4, FUSED],
         layers: layers(43),
-        // Without mlp_layer_types the first three route by token id.
+        // Without mlp_layer_types the first three layers route by token id.
         experts_in: types(3),
         hidden: hidden(4096),
         experts: routed(256),
@@ -290,7 +290,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         shared_glu: true,
         adjust: Some(deepseek_v4),
         note: "Layers that route by token id (`hash_moe`) need the tokens' ids, and are refused.",
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "dots1",
@@ -301,11 +301,11 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: width(1408),
         router: Router {
             top_k: size("num_experts_per_tok", 0).required(),
-            renormalise: Switch::By(flag("norm_topk_prob", false).null_is_false()),
+            renormalise: Switch::Field(flag("norm_topk_prob", false).null_is_false()),
             ..Router::deepseek(0, [1, 1], 1.0)
         },
         shared: Shared::Times(size("n_shared_experts", 0).required()),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "dots3_note_text",
@@ -320,7 +320,7 @@ pub(super) static FAMILIES: &[Entry] = &[
             size("shared_experts_intermediate_size", 1536).or("moe_shared_expert_intermediate_size"),
             size("n_shared_experts", 1),
         ),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "ernie4_5_moe",
@@ -338,7 +338,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         },
         shared: Shared::Times(size("moe_num_shared_experts", 2)),
         shared_bias: Some(flag("use_bias", false)),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "exaone_moe",
@@ -348,34 +348,34 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: width(1024),
         router: Router::deepseek(8, [1, 1], 2.5),
         shared: Shared::Times(size("num_shared_experts", 1)),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "flex_olmo",
         experts: experts(7),
         intermediate: inner(11008),
         router: Router::softmax_by(5, false),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "flint",
-        layouts: &[EACH_ONE, FUSED_ONE],
+        layouts: &[SEPARATE_SHARED_EXPERT, FUSED_SHARED_EXPERT],
         layers: layers(49),
         experts_in: ExpertsIn::Step(&[0, 1]),
         hidden: hidden(2048),
         experts: size("num_experts", 256),
         intermediate: width(512),
         router: Router {
-            renormalise: Switch::By(flag("norm_topk_prob", true)),
+            renormalise: Switch::Field(flag("norm_topk_prob", true)),
             bias: Switch::Off,
             top_k: size("num_experts_per_tok", 6),
             ..SIGMOID_PLAIN
         },
         shared: Shared::Width(size("shared_expert_intermediate_size", 1024)),
-        ..USUAL
+        ..BASE
     },
     GLM4_MOE,
-    Entry { model_type: "glm4v_moe_text", wrapper: text_config("glm4v_moe"), layouts: &[EACH, FUSED], ..GLM4_MOE },
+    Entry { model_type: "glm4v_moe_text", wrapper: text_config("glm4v_moe"), layouts: &[SEPARATE, FUSED], ..GLM4_MOE },
     Entry {
         model_type: "glm4_moe_lite",
         layers: layers(47),
@@ -385,7 +385,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: width(1536),
         router: Router::deepseek(4, [1, 1], 1.8),
         shared: shared_count(1),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "glm5_next_text",
@@ -394,13 +394,13 @@ pub(super) static FAMILIES: &[Entry] = &[
         experts_in: types(3),
         experts: routed(288),
         intermediate: width(2048),
-        activation: Act::By(text("hidden_act", "silu")),
+        activation: ActivationRule::Field(text("hidden_act", "silu")),
         glu: GluRule::Clamped(number("swiglu_limit", 10.0)),
         router: Router::deepseek(8, [1, 1], 2.5),
         shared: shared_count(1),
         shared_glu: true,
         adjust: Some(routed_silu),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "glm_moe_dsa",
@@ -411,7 +411,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: width(2048),
         router: Router::deepseek(8, [1, 1], 2.5),
         shared: shared_count(1),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "gpt_oss",
@@ -420,11 +420,11 @@ pub(super) static FAMILIES: &[Entry] = &[
         hidden: hidden(2880),
         experts: local(128),
         intermediate: inner(2880),
-        activation: Act::Is(Activation::QuickGelu),
+        activation: ActivationRule::Fixed(Activation::QuickGelu),
         bias: true,
         glu: GPT_OSS_GLU,
         router: Router { logit_bias: true, ..Router::softmax(4) },
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "openai_privacy_filter",
@@ -433,11 +433,11 @@ pub(super) static FAMILIES: &[Entry] = &[
         hidden: hidden(640),
         experts: local(128),
         intermediate: inner(640),
-        activation: Act::Is(Activation::QuickGelu),
+        activation: ActivationRule::Fixed(Activation::QuickGelu),
         bias: true,
         glu: GPT_OSS_GLU,
         router: Router { logit_bias: true, ..Router::softmax(4) },
-        ..USUAL
+        ..BASE
     },
     GRANITE,
     Entry { model_type: "granitemoeshared", shared: Shared::Width(size("shared_intermediate_size", 0)), ..GRANITE },
@@ -455,7 +455,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: inner(11008),
         router: Router { top_k: size("moe_topk", 1).or("num_experts_per_tok").per_layer(), ..Router::softmax(0) },
         shared: Shared::One,
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "hy_v3",
@@ -467,7 +467,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         router: Router { scaling: Some(number("router_scaling_factor", 2.826)), ..Router::sigmoid(8) },
         shared: Shared::Times(size("num_shared_experts", 1)),
         shared_bias: Some(flag("mlp_bias", false)),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "hy_v4",
@@ -481,7 +481,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         router: Router::deepseek(8, [1, 1], 2.827),
         shared: shared_count(1),
         adjust: Some(routed_silu),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "jamba",
@@ -490,7 +490,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         experts: experts(16),
         intermediate: inner(14336),
         router: Router { renormalise: Switch::Off, ..Router::softmax(2) },
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "kimi_linear",
@@ -502,12 +502,12 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: width(1024),
         router: Router {
             top_k: size("num_experts_per_tok", 8).or("num_experts_per_token"),
-            renormalise: Switch::By(flag("norm_topk_prob", true).or("moe_renormalize")),
+            renormalise: Switch::Field(flag("norm_topk_prob", true).or("moe_renormalize")),
             groups: Some([size("n_group", 1).or("num_expert_group"), size("topk_group", 1)]),
             ..Router::deepseek(8, [1, 1], 2.446)
         },
         shared: Shared::Times(size("n_shared_experts", 1).or("num_shared_experts")),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "kolibri1",
@@ -518,12 +518,12 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: width(512),
         router: Router {
             top_k: size("num_experts_per_tok", 6),
-            renormalise: Switch::By(flag("norm_topk_prob", false)),
+            renormalise: Switch::Field(flag("norm_topk_prob", false)),
             select_logits: true,
             ..SIGMOID_PLAIN
         },
         shared: Shared::Width(size("shared_expert_intermediate_size", 512)),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "laguna",
@@ -541,7 +541,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         },
         shared: Shared::Width(size("shared_expert_intermediate_size", 512)),
         only: &[("moe_apply_router_weight_on_input", Only::Flag(false))],
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "lfm2_moe",
@@ -550,15 +550,15 @@ pub(super) static FAMILIES: &[Entry] = &[
         hidden: hidden(2048),
         experts: size("num_experts", 32),
         intermediate: width(1792),
-        activation: Act::Is(Activation::Silu),
+        activation: ActivationRule::Fixed(Activation::Silu),
         router: Router {
-            renormalise: Switch::By(flag("norm_topk_prob", true)),
+            renormalise: Switch::Field(flag("norm_topk_prob", true)),
             norm: Norm::sum(1e-6),
-            bias: Switch::By(flag("use_expert_bias", true)),
+            bias: Switch::Field(flag("use_expert_bias", true)),
             scaling: Some(number("routed_scaling_factor", 1.0)),
             ..Router::sigmoid(4)
         },
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "llama4_text",
@@ -578,7 +578,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         },
         shared: Shared::One,
         noise: &[number("router_jitter_noise", 0.0)],
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "longcat_flash",
@@ -597,7 +597,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         },
         only: &[("router_bias", Only::Flag(false))],
         note: "In the published layout; the model class's own has rows for identity experts, which nothing reads.",
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "mellum",
@@ -607,7 +607,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         experts: experts(64),
         intermediate: width(896),
         router: Router::softmax_by(8, true),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "mimo_v2_flash",
@@ -619,7 +619,7 @@ pub(super) static FAMILIES: &[Entry] = &[
             scaling: Some(number("routed_scaling_factor", 1.0).null_is(1.0)),
             ..Router::deepseek(8, [1, 1], 1.0)
         },
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "minimax",
@@ -628,7 +628,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: inner(14336),
         router: Router::softmax(2),
         noise: &[number("router_jitter_noise", 0.0)],
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "minimax_m2",
@@ -639,18 +639,18 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: inner(1536),
         router: Router { top_k: size("num_experts_per_tok", 8), ..SIGMOID_PLAIN },
         noise: &[number("router_jitter_noise", 0.0)],
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "minimax_m3_vl_text",
         wrapper: text_config("minimax_m3_vl"),
-        layouts: &[names::MINIMAX_M3_EACH, names::MINIMAX_M3],
+        layouts: &[names::MINIMAX_M3_SEPARATE, names::MINIMAX_M3],
         layers: layers(60),
         experts_in: types(0),
         hidden: hidden(6144),
         experts: local(128),
         intermediate: inner(3072),
-        activation: Act::Is(Activation::QuickGelu),
+        activation: ActivationRule::Fixed(Activation::QuickGelu),
         glu: GPT_OSS_GLU,
         router: Router {
             top_k: size("num_experts_per_tok", 4),
@@ -659,11 +659,11 @@ pub(super) static FAMILIES: &[Entry] = &[
         },
         shared: Shared::Width(size("shared_intermediate_size", 3072)),
         shared_glu: true,
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "mistral4",
-        layouts: &[FUSED, EACH],
+        layouts: &[FUSED, SEPARATE],
         layers: layers(36),
         experts_in: dense_first(0),
         experts: routed(128),
@@ -671,11 +671,11 @@ pub(super) static FAMILIES: &[Entry] = &[
         router: Router {
             scoring: Scoring::Softmax,
             bias: Switch::Off,
-            renormalise: Switch::By(flag("norm_topk_prob", true).null_is_false()),
+            renormalise: Switch::Field(flag("norm_topk_prob", true).null_is_false()),
             ..Router::deepseek(4, [1, 1], 1.0)
         },
         shared: shared_count(1),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "mistral_large4_text",
@@ -693,7 +693,7 @@ pub(super) static FAMILIES: &[Entry] = &[
             ..Router::deepseek(4, [1, 1], 1.0)
         },
         shared: shared_count(1),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "nemotron_h",
@@ -701,14 +701,14 @@ pub(super) static FAMILIES: &[Entry] = &[
         experts_in: ExpertsIn::Blocks,
         experts: routed(8),
         intermediate: width(7688),
-        activation: Act::By(text("mlp_hidden_act", "relu2")),
+        activation: ActivationRule::Field(text("mlp_hidden_act", "relu2")),
         gated: false,
         router: Router::deepseek(2, [1, 1], 1.0),
         shared: Shared::Width(size("moe_shared_expert_intermediate_size", 7688)),
         shared_bias: Some(flag("mlp_bias", false)),
-        only: &[("moe_latent_size", Only::Nothing)],
+        only: &[("moe_latent_size", Only::Null)],
         note: "Without projections around the experts (`moe_latent_size` null).",
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "phimoe",
@@ -718,12 +718,12 @@ pub(super) static FAMILIES: &[Entry] = &[
         router: Router { mixer: Some(number("router_jitter_noise", 0.01)), ..Router::softmax(2) },
         noise: &[number("input_jitter_noise", 0.0)],
         note: "SparseMixer as it evaluates; its sampling in training is not applied.",
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "qwen3_5_moe_text",
         wrapper: text_config("qwen3_5_moe"),
-        layouts: &[EACH_ONE, FUSED_ONE],
+        layouts: &[SEPARATE_SHARED_EXPERT, FUSED_SHARED_EXPERT],
         layers: layers(40),
         hidden: hidden(2048),
         experts: size("num_experts", 256),
@@ -731,11 +731,11 @@ pub(super) static FAMILIES: &[Entry] = &[
         router: Router::softmax(8),
         shared: Shared::Width(size("shared_expert_intermediate_size", 512)),
         shared_gate: true,
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "qwen3_next",
-        layouts: &[EACH_ONE, FUSED_ONE],
+        layouts: &[SEPARATE_SHARED_EXPERT, FUSED_SHARED_EXPERT],
         layers: layers(48),
         experts_in: ExpertsIn::Step(&[]),
         hidden: hidden(2048),
@@ -744,7 +744,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         router: Router::softmax_by(10, true),
         shared: Shared::Width(size("shared_expert_intermediate_size", 512)),
         shared_gate: true,
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "qwen3_omni_moe_text",
@@ -756,24 +756,24 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: width(768),
         router: Router::softmax_by(8, true),
         note: "The thinker, by itself or in `qwen3_omni_moe`.",
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "qwen3_vl_moe_text",
         wrapper: text_config("qwen3_vl_moe"),
-        layouts: &[names::QWEN3_VL, FUSED, EACH],
+        layouts: &[names::QWEN3_VL, FUSED, SEPARATE],
         layers: layers(24),
         experts_in: ExpertsIn::Step(&[]),
         hidden: hidden(2048),
         experts: experts(60),
         intermediate: width(1408),
         router: Router::softmax(4),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "qwen4_exp_text",
         wrapper: text_config("qwen4_exp"),
-        layouts: &[EACH_ONE, FUSED_ONE],
+        layouts: &[SEPARATE_SHARED_EXPERT, FUSED_SHARED_EXPERT],
         layers: layers(40),
         hidden: hidden(2048),
         experts: size("num_experts", 512),
@@ -781,7 +781,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         router: Router::softmax_by(10, true),
         shared: Shared::Width(size("shared_expert_intermediate_size", 512)),
         shared_gate: true,
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "solar_open",
@@ -790,12 +790,12 @@ pub(super) static FAMILIES: &[Entry] = &[
         intermediate: width(1280),
         router: Router::deepseek(8, [1, 1], 1.0),
         shared: shared_count(1),
-        ..USUAL
+        ..BASE
     },
     Entry {
         model_type: "step3p5",
         wrapper: text_config("step3p7"),
-        layouts: &[names::STEP3, EACH, FUSED],
+        layouts: &[names::STEP3, SEPARATE, FUSED],
         layers: layers(45),
         experts_in: types(3),
         experts: routed(288).or("moe_num_experts"),
@@ -810,7 +810,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         adjust: Some(step3),
         note: "Gate and up are cut off, the gate after its activation, at the layer's `swiglu_limits`. The published names are by the \
                conversion table of `transformers`; parity is of the text model by itself.",
-        ..USUAL
+        ..BASE
     },
 ];
 
@@ -834,7 +834,7 @@ const DEEPSEEK_V2: Entry = Entry {
     shared_bias: Some(flag("mlp_bias", false)),
     adjust: Some(deepseek_v2),
     note: "`topk_method` `greedy` or `group_limited_greedy`. The model class does not read `norm_topk_prob`.",
-    ..USUAL
+    ..BASE
 };
 
 const GLM4_MOE: Entry = Entry {
@@ -845,7 +845,7 @@ const GLM4_MOE: Entry = Entry {
     intermediate: width(1408),
     router: Router::deepseek(8, [1, 1], 1.0),
     shared: shared_count(1),
-    ..USUAL
+    ..BASE
 };
 
 const GRANITE: Entry = Entry {
@@ -854,7 +854,7 @@ const GRANITE: Entry = Entry {
     experts: size("num_local_experts", 8),
     intermediate: inner(11008),
     router: Router::softmax(2),
-    ..USUAL
+    ..BASE
 };
 
 fn deepseek_v2(fields: &Fields, config: &mut LayerConfig) -> Result<(), FileError> {
@@ -909,7 +909,7 @@ fn dbrx(fields: &Fields, config: &mut LayerConfig) -> Result<(), FileError> {
     Ok(())
 }
 
-/// The routed experts' activation is silu whatever `hidden_act` says, which is the shared expert's.
+/// The routed experts use silu; `hidden_act` is the activation of the shared expert only.
 fn routed_silu(_: &Fields, config: &mut LayerConfig) -> Result<(), FileError> {
     config.expert.activation = Activation::Silu;
     Ok(())

@@ -1,4 +1,4 @@
-//! Cooperative kernels whose blocks come in clusters: how many run at the same time, and their launch.
+//! Occupancy and launch of cooperative kernels with thread block clusters.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -10,14 +10,13 @@ use cudarc::driver::sys::{
 use super::driver::{Driver, call};
 use crate::gpu::Launch;
 
-/// An attribute whose value `set` fills in.
 fn attribute(id: CUlaunchAttributeID, set: impl FnOnce(&mut CUlaunchAttributeValue)) -> CUlaunchAttribute {
     let mut value = CUlaunchAttributeValue { pad: [0; 64] };
     set(&mut value);
     CUlaunchAttribute { id, pad: [0; 4], value }
 }
 
-/// The driver takes the size of a cluster, which the kernel has been compiled with, as an attribute, and cooperation as another.
+/// Launch attributes: the cluster size that the kernel was compiled with, and a cooperative launch.
 fn attributes(cluster: u32) -> [CUlaunchAttribute; 2] {
     [
         attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, |value| {
@@ -29,7 +28,7 @@ fn attributes(cluster: u32) -> [CUlaunchAttribute; 2] {
     ]
 }
 
-/// `attributes` has to outlive what is returned.
+/// The result points to `attributes`.
 fn config(launch: Launch, stream: CUstream, attributes: &mut [CUlaunchAttribute]) -> CUlaunchConfig {
     CUlaunchConfig {
         gridDimX: launch.grid,
@@ -45,26 +44,26 @@ fn config(launch: Launch, stream: CUstream, attributes: &mut [CUlaunchAttribute]
     }
 }
 
-/// How many clusters of such a launch, whose grid counts for nothing, run at the same time on the whole device.
+/// Maximum number of co-resident clusters on the whole device; the grid of `launch` is ignored.
 ///
 /// # Errors
 /// The driver's code.
 ///
 /// # Safety
-/// `function` is of a loaded module.
+/// `function` belongs to a loaded module.
 pub unsafe fn resident(driver: &Driver, function: CUfunction, launch: Launch, stream: CUstream) -> Result<u32, u32> {
     let mut attributes = attributes(launch.cluster);
     let config = config(Launch { grid: launch.cluster, ..launch }, stream, &mut attributes[..1]);
     let mut clusters: c_int = 0;
-    // SAFETY: sets the number; reads the configuration and its attributes, which are here.
+    // SAFETY: writes the number; configuration and attributes live in this frame.
     let code = unsafe { call!(driver, cuOccupancyMaxActiveClusters(&raw mut clusters, function, &raw const config)) };
     if code == super::driver::SUCCESS { Ok(u32::try_from(clusters).unwrap_or(0)) } else { Err(code) }
 }
 
-/// Launches it cooperatively; the driver's code.
+/// Launches cooperatively; returns the driver's code.
 ///
 /// # Safety
-/// As [`super::Gpu::launch`]; `function` is of a loaded module, and `parameters` are its parameters' addresses.
+/// As for [`super::Gpu::launch`]. `function` belongs to a loaded module, and `parameters` points to its parameters' addresses.
 pub unsafe fn launch(
     driver: &Driver,
     function: CUfunction,
@@ -74,6 +73,7 @@ pub unsafe fn launch(
 ) -> u32 {
     let mut attributes = attributes(launch.cluster);
     let config = config(launch, stream, &mut attributes);
-    // SAFETY: the configuration and its attributes are here, and are read before this returns, as the parameters are.
+    // SAFETY: configuration and attributes live in this frame, and the caller guarantees the parameters; the driver reads all
+    // of them before it returns.
     unsafe { call!(driver, cuLaunchKernelEx(&raw const config, function, parameters, ptr::null_mut())) }
 }

@@ -1,4 +1,4 @@
-//! The context of a PE's device, and its one stream.
+//! A PE's CUDA context and its only stream.
 
 use std::cell::Cell;
 use std::ptr;
@@ -9,25 +9,25 @@ use super::device::DeviceInfo;
 use super::driver::{Driver, call};
 use crate::gpu::GpuError;
 
-/// A context that is current in the thread that made it, and retained.
+/// A retained primary context, current in the thread that created it.
 pub(super) struct Context {
     driver: &'static Driver,
     device: CUdevice,
     handle: CUcontext,
     pub(super) stream: CUstream,
-    /// Whether something on the stream did not end in time. Then nothing waits for the stream any more, and what would have
-    /// to stays until the process ends: the PE is to say what was wrong, and not to wait for ever in a `drop`.
+    /// Set when work on the stream has timed out. Drops then neither wait for the stream nor free memory, so that the PE reports
+    /// the error instead of hanging.
     pub(super) stuck: Cell<bool>,
 }
 
 impl Context {
-    /// Makes the device's primary context current in this thread: the one that NVSHMEM works in.
+    /// Retains the device's primary context, in which NVSHMEM also works, and makes it current in this thread.
     pub(super) fn new(driver: &'static Driver, device: CUdevice, info: &DeviceInfo) -> Result<Self, GpuError> {
         let what = || format!("take GPU {} ({})", info.number, info.name);
         let (mut context, mut stream) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: sets the context.
+        // SAFETY: writes the context.
         driver.check(unsafe { call!(driver, cuDevicePrimaryCtxRetain(&raw mut context, device)) }, what)?;
-        // SAFETY: the context is retained; given back where no `Context` comes of it that would.
+        // SAFETY: the context is retained; on an error it is released here, otherwise by `Context`.
         unsafe {
             let made = driver.check(call!(driver, cuCtxSetCurrent(context)), what).and_then(|()| {
                 driver.check(
@@ -43,20 +43,20 @@ impl Context {
         Ok(Context { driver, device, handle: context, stream, stuck: Cell::new(false) })
     }
 
-    /// Memory of the device that is free, and all of it, bytes.
+    /// Free and total device memory, bytes.
     pub(super) fn memory(&self) -> Result<(u64, u64), GpuError> {
         let (mut free, mut total) = (0, 0);
-        // SAFETY: sets both.
+        // SAFETY: writes both numbers.
         let code = unsafe { call!(self.driver, cuMemGetInfo_v2(&raw mut free, &raw mut total)) };
         self.driver.check(code, || "ask for the free memory".into())?;
         Ok((free as u64, total as u64))
     }
 
-    /// What makes it current in another thread, while this one waits for that.
+    /// Returns a function that makes the context current in another thread; `self` must outlive its use.
     pub(super) fn enter(&self) -> impl FnOnce() -> Result<(), GpuError> + Send + 'static {
         let (driver, handle) = (self.driver, self.handle as usize);
         move || {
-            // SAFETY: a context that is retained for as long as the process uses the device.
+            // SAFETY: the context stays retained while the process uses the device.
             let code = unsafe { call!(driver, cuCtxSetCurrent(handle as CUcontext)) };
             driver.check(code, || "use the GPU from a second thread".into())
         }
@@ -68,7 +68,7 @@ impl Drop for Context {
         if self.stuck.get() {
             return;
         }
-        // SAFETY: made in `new`; nothing of it is used any more.
+        // SAFETY: created by `new`; this is their last use.
         unsafe {
             call!(self.driver, cuStreamSynchronize(self.stream));
             call!(self.driver, cuStreamDestroy_v2(self.stream));

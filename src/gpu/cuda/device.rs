@@ -1,4 +1,4 @@
-//! Which device a PE takes, and what that one must be.
+//! Device enumeration, selection and requirements.
 
 use std::ffi::{CStr, c_int};
 
@@ -8,12 +8,12 @@ use super::driver::{Driver, call};
 use crate::gpu::GpuError;
 use crate::gpu::params::AMPERE_SHARED_BYTES;
 
-/// What the driver says of a device.
+/// A device's properties as reported by the driver.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceInfo {
-    /// Its number among the visible ones.
+    /// Index among the visible devices.
     pub number: usize,
-    /// "NVIDIA A100-SXM4-40GB".
+    /// Name, such as "NVIDIA A100-SXM4-40GB".
     pub name: String,
     /// Compute capability, major and minor.
     pub capability: (u32, u32),
@@ -21,24 +21,24 @@ pub struct DeviceInfo {
     pub memory_total: u64,
     /// Multiprocessors.
     pub multiprocessors: u32,
-    /// Most dynamic shared memory of a block, bytes.
+    /// Maximum dynamic shared memory per block, bytes.
     pub shared_bytes_per_block: u32,
     /// Whether cooperative launches work.
     pub cooperative: bool,
-    /// "0000:07:00.0", as /sys has it.
+    /// PCI address in the format of /sys, such as "0000:07:00.0".
     pub pci: String,
 }
 
 impl DeviceInfo {
-    /// Whether it has `wgmma` and the tensor memory accelerator as Hopper has them.
+    /// Whether the device has Hopper's `wgmma` and tensor memory accelerator.
     pub fn hopper(&self) -> bool {
         self.capability.0 == 9
     }
 
-    /// That the kernels can run on it.
+    /// Checks that the kernels can run on the device.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`], with the reason.
+    /// [`GpuError::Unavailable`] with the reason.
     pub fn usable(&self) -> Result<(), GpuError> {
         let (DeviceInfo { number, name, .. }, (major, minor)) = (self, self.capability);
         if major < 8 {
@@ -61,13 +61,13 @@ impl DeviceInfo {
     }
 }
 
-/// The visible devices.
+/// Lists the visible devices.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 pub fn devices(driver: &Driver) -> Result<Vec<DeviceInfo>, GpuError> {
     let mut count = 0;
-    // SAFETY: sets the number.
+    // SAFETY: writes the number.
     driver.check(unsafe { call!(driver, cuDeviceGetCount(&raw mut count)) }, || "count the CUDA devices".into())?;
     (0..count).map(|number| info(driver, number).map(|(_, info)| info)).collect()
 }
@@ -76,7 +76,7 @@ fn info(driver: &Driver, number: c_int) -> Result<(CUdevice, DeviceInfo), GpuErr
     let what = || format!("ask CUDA device {number} what it is");
     let mut device = 0;
     let (mut name, mut pci, mut memory) = ([0; 128], [0; 32], 0);
-    // SAFETY: each sets what it is given the address of; texts end with a zero inside the lengths given.
+    // SAFETY: each call writes only through its out-pointer; strings are NUL-terminated within the given length.
     unsafe {
         driver.check(call!(driver, cuDeviceGet(&raw mut device, number)), what)?;
         driver.check(call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, device)), what)?;
@@ -85,11 +85,11 @@ fn info(driver: &Driver, number: c_int) -> Result<(CUdevice, DeviceInfo), GpuErr
     }
     let attribute = |attribute| {
         let mut value = 0;
-        // SAFETY: sets the value.
+        // SAFETY: writes the value.
         driver.check(unsafe { call!(driver, cuDeviceGetAttribute(&raw mut value, attribute, device)) }, what)?;
         Ok(u32::try_from(value).unwrap_or(0))
     };
-    // SAFETY: the arrays end with a zero.
+    // SAFETY: the arrays were zeroed and the driver got one byte less, so they are NUL-terminated.
     let text = |text: &[_]| unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned();
     let info = DeviceInfo {
         number: number as usize,
@@ -107,19 +107,18 @@ fn info(driver: &Driver, number: c_int) -> Result<(CUdevice, DeviceInfo), GpuErr
     Ok((device, info))
 }
 
-/// A PE's rank among those on its host, given every PE's host in the order of PEs: how many before it are on the same.
+/// A PE's rank on its host: the number of earlier PEs with the same host. `hosts` is indexed by PE.
 pub fn rank_on_host<H: PartialEq>(hosts: &[H], pe: usize) -> usize {
     hosts[..pe].iter().filter(|host| **host == hosts[pe]).count()
 }
 
-/// The device of the PE that is number `local` on its host: they take them in turn. `CUDA_VISIBLE_DEVICES` is the driver's
-/// matter.
+/// The device of the PE with rank `local` on its host; ranks are assigned to the visible devices round-robin.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] without a device; the driver's.
+/// [`GpuError::Unavailable`] if no device is visible or the device cannot run the kernels; the driver's error.
 pub fn choose(driver: &Driver, local: usize) -> Result<(CUdevice, DeviceInfo), GpuError> {
     let mut count = 0;
-    // SAFETY: sets the number.
+    // SAFETY: writes the number.
     driver.check(unsafe { call!(driver, cuDeviceGetCount(&raw mut count)) }, || "count the CUDA devices".into())?;
     if count <= 0 {
         return Err(no_device());
@@ -129,20 +128,20 @@ pub fn choose(driver: &Driver, local: usize) -> Result<(CUdevice, DeviceInfo), G
     Ok((device, info))
 }
 
-/// The device of this number.
+/// The device with the given index.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] where it cannot run the kernels; the driver's.
+/// [`GpuError::Unavailable`] if it cannot run the kernels; the driver's error.
 pub fn numbered(driver: &Driver, number: usize) -> Result<(CUdevice, DeviceInfo), GpuError> {
     let (device, info) = info(driver, c_int::try_from(number).unwrap_or(c_int::MAX))?;
     info.usable()?;
     Ok((device, info))
 }
 
-/// That each of these devices reaches every other's memory by loads and stores.
+/// Checks that the devices can access each other's memory.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`], which names two that do not; the driver's.
+/// [`GpuError::Unavailable`] naming two devices that cannot; the driver's error.
 pub fn check_reach(driver: &Driver, devices: &[DeviceInfo]) -> Result<(), GpuError> {
     let handle = |of: &DeviceInfo| info(driver, of.number as c_int).map(|(device, _)| device);
     for (from, to) in devices.iter().flat_map(|from| devices.iter().map(move |to| (from, to))) {
@@ -151,7 +150,7 @@ pub fn check_reach(driver: &Driver, devices: &[DeviceInfo]) -> Result<(), GpuErr
         }
         let what = || format!("ask whether GPU {} reaches GPU {}", from.number, to.number);
         let (mut reaches, a, b) = (0, handle(from)?, handle(to)?);
-        // SAFETY: sets the answer.
+        // SAFETY: writes the answer.
         driver.check(unsafe { call!(driver, cuDeviceCanAccessPeer(&raw mut reaches, a, b)) }, what)?;
         if reaches == 0 {
             return Err(GpuError::Unavailable(format!(
@@ -163,24 +162,24 @@ pub fn check_reach(driver: &Driver, devices: &[DeviceInfo]) -> Result<(), GpuErr
     Ok(())
 }
 
-/// That there is none.
+/// The error for a host without a visible device.
 pub fn no_device() -> GpuError {
     GpuError::Unavailable(
         "the CUDA driver sees no device: look at CUDA_VISIBLE_DEVICES, or run on the CPU (`device` cpu)".into(),
     )
 }
 
-/// The share of a device's multiprocessors that MPS gives a process, percent.
+/// Percentage of a device's multiprocessors that MPS gives to a process.
 pub const MPS_SHARE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 
-/// Whether NVIDIA's multi-process service (MPS) listens: then processes that share a device run on it at the same time.
+/// Whether NVIDIA's multi-process service (MPS) is running, so that processes that share a device run concurrently.
 pub fn mps_is_on() -> bool {
     let pipes = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap_or_else(|| "/tmp/nvidia-mps".into());
     std::path::Path::new(&pipes).join("control").exists()
 }
 
-/// The multiprocessors that one PE's blocks may fill at the same time as the other PEs' on the device: under MPS the share
-/// that `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` gives it. Without MPS PEs take turns on a device, and each has all of it.
+/// Multiprocessors that one PE's blocks may fill while other PEs use the device: under MPS the percentage of
+/// `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`, otherwise all, since PEs are then time-sliced.
 pub fn share(multiprocessors: u32, percentage: Option<&str>) -> u32 {
     let percentage = percentage.and_then(|text| text.trim().parse::<f64>().ok());
     match percentage.filter(|p| *p > 0.0 && *p < 100.0) {
@@ -194,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mps_gives_a_share_and_nonsense_gives_all() {
+    fn invalid_mps_percentage_means_all_multiprocessors() {
         assert_eq!(share(108, None), 108);
         assert_eq!(share(108, Some("50")), 54);
         assert_eq!(share(132, Some("33")), 43);
@@ -206,8 +205,8 @@ mod tests {
     }
 
     #[test]
-    fn ranks_count_on_each_host_from_0() {
-        // As `srun` numbers PEs in blocks, and cyclically; and hosts of several sizes.
+    fn ranks_are_counted_per_host() {
+        // Block and cyclic numbering as by `srun`, and hosts of different sizes.
         for (hosts, ranks) in [
             (vec!["a", "a", "b", "b"], vec![0, 1, 0, 1]),
             (vec!["a", "b", "a", "b", "a"], vec![0, 0, 1, 1, 2]),
@@ -220,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_device_is_refused() {
+    fn unsuitable_devices_are_refused() {
         let device = |capability, cooperative| DeviceInfo {
             number: 1,
             name: "X".into(),

@@ -1,9 +1,8 @@
-//! The CUDA driver, `libcuda.so.1`: the functions that this project calls.
+//! The CUDA driver, `libcuda.so.1`: the functions that this crate calls.
 //!
-//! Their types, and all that they take, are those of the crate `cudarc`, generated from CUDA's own header. Loading and calling them
-//! is done here instead, as `cudarc`'s functions panic where the library or a function is missing, and return codes
-//! as a Rust `enum`, of which a newer driver's code may be no value. The macro `call!` calls the same
-//! functions with codes that are numbers, and what is missing is an error that says so (docs/decisions/2026-11-21-driver-loading.md).
+//! Their types come from the crate `cudarc`, which generates them from CUDA's header. This module loads and calls the functions
+//! itself: `cudarc` panics if the library or a function is missing, and returns codes as a Rust `enum`, which may not contain a
+//! newer driver's codes. `call!` returns codes as integers, and a missing function is an error (docs/decisions/2026-11-21-driver-loading.md).
 
 use std::error::Error;
 use std::ffi::{CStr, c_char, c_int};
@@ -15,25 +14,25 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::gpu::GpuError;
 
-/// Went well.
+/// No error.
 pub const SUCCESS: u32 = CUresult::CUDA_SUCCESS as u32;
-/// No memory is left.
+/// Out of memory.
 pub const OUT_OF_MEMORY: u32 = CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
-/// No machine code for the device, and no PTX.
+/// The module has neither machine code nor PTX for the device.
 pub const NO_BINARY_FOR_GPU: u32 = CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU as u32;
-/// PTX made by a compiler newer than the driver.
+/// The PTX was compiled by a compiler newer than the driver.
 pub const UNSUPPORTED_PTX: u32 = CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION as u32;
-/// No such name.
+/// Unknown name.
 pub const NOT_FOUND: u32 = CUresult::CUDA_ERROR_NOT_FOUND as u32;
-/// What was asked about still runs.
+/// The operation has not completed.
 pub const NOT_READY: u32 = CUresult::CUDA_ERROR_NOT_READY as u32;
-/// More blocks than run at the same time.
+/// A cooperative launch has more blocks than can be co-resident.
 pub const COOPERATIVE_TOO_LARGE: u32 = CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE as u32;
 
-/// The oldest driver that has all of the functions, by the version of CUDA it is of.
+/// The oldest driver, by CUDA version, that has all functions.
 pub const OLDEST: Version = Version(12000);
 
-/// A version of CUDA, as the driver tells it: 1000 major + 10 minor.
+/// A CUDA version as the driver reports it: 1000 major + 10 minor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version(pub i32);
 
@@ -46,17 +45,17 @@ impl std::fmt::Display for Version {
 /// Defines [`Symbol`].
 macro_rules! symbols {
     ($($name:ident)*) => {
-        /// A function of the driver's, by its name in the library.
+        /// A driver function, named after its symbol.
         #[allow(non_camel_case_types)]
         #[derive(Clone, Copy)]
         pub(super) enum Symbol { $($name,)* }
 
-        /// The names, in the order of [`Symbol`].
+        /// Symbol names, indexed by [`Symbol`].
         const NAMES: &[&str] = &[$(stringify!($name),)*];
     };
 }
 
-// All that are called: looked up at the start, so that no call finds its function missing.
+// All functions are resolved when the driver is opened, so that a missing one is reported there.
 symbols! {
     cuInit cuGetErrorName cuGetErrorString
     cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetPCIBusId cuDeviceGetAttribute cuDeviceTotalMem_v2
@@ -72,9 +71,9 @@ symbols! {
     cuTensorMapEncodeTiled
 }
 
-/// The type of one of `cudarc`'s functions.
+/// The type of a `cudarc` function.
 pub(super) trait Signature {
-    /// The type of the driver's function behind it, its code a number: C's enum is an `unsigned`.
+    /// The type of the driver function, with an integer code: C's enum is `unsigned`.
     type Raw: Copy;
 }
 
@@ -90,7 +89,7 @@ macro_rules! signatures {
 
 signatures! { A B C D E F G H I J K L }
 
-/// `call!(driver, cuCtxSetCurrent(context))`: the driver's code, a `u32`. Unsafe, as the driver's functions are.
+/// `call!(driver, cuCtxSetCurrent(context))` returns the driver's code as `u32`. Unsafe, like the driver's functions.
 macro_rules! call {
     ($driver:expr, $name:ident($($arg:expr),* $(,)?)) => {
         $driver.function(
@@ -103,7 +102,7 @@ macro_rules! call {
     };
 }
 
-/// The type that is inferred, one for each argument.
+/// An inferred type for each argument.
 macro_rules! any {
     ($arg:expr) => {
         _
@@ -112,24 +111,23 @@ macro_rules! any {
 
 pub(super) use {any, call};
 
-/// An address in the library, of a function of any type.
+/// Address of a function of any type.
 type Entry = unsafe extern "C" fn();
 
-/// The driver's functions, looked up.
+/// The resolved driver functions.
 pub struct Driver(Vec<Entry>);
 
-/// Where the driver is sought: a name that the loader finds, then where WSL and Slurm images without an entry in the
-/// loader's cache have it.
-const PLACES: [&str; 3] = ["libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/local/nvidia/lib64/libcuda.so.1"];
+/// Search order of the driver: the loader's path, then the paths of WSL and of Slurm images whose loader cache lacks it.
+const CANDIDATES: [&str; 3] = ["libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/local/nvidia/lib64/libcuda.so.1"];
 
-/// The library, opened once and never closed: the driver leaves threads behind.
+/// Opens the library once. It is never closed, because the driver leaves threads behind.
 fn library() -> Result<&'static Library, &'static str> {
     static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
     let open = || {
         let mut first = None;
-        for place in PLACES.map(Path::new) {
-            // SAFETY: the driver's constructors may run in any program.
-            match unsafe { Library::open(Some(place), RTLD_NOW | RTLD_LOCAL) } {
+        for path in CANDIDATES.map(Path::new) {
+            // SAFETY: NVIDIA's driver library, whose constructors may run in any program.
+            match unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) } {
                 Ok(library) => return Ok(library),
                 Err(error) => first = first.or(Some(error.source().map_or(error.to_string(), |e| e.to_string()))),
             }
@@ -139,21 +137,20 @@ fn library() -> Result<&'static Library, &'static str> {
     LIBRARY.get_or_init(open).as_ref().map_err(String::as_str)
 }
 
-/// The version of CUDA that the driver is of, where there is a driver: also one that [`driver`] refuses.
+/// The driver's CUDA version, also if [`driver`] rejects it; `None` without a driver.
 pub fn version() -> Option<Version> {
     let mut version = 0;
-    // SAFETY: the driver's function has this type, and may be called before cuInit.
+    // SAFETY: the function has this type and may be called before cuInit.
     unsafe {
         let get = library().ok()?.get::<unsafe extern "C" fn(*mut c_int) -> u32>(b"cuDriverGetVersion\0").ok()?;
         (get(&raw mut version) == SUCCESS).then_some(Version(version))
     }
 }
 
-/// Opens the driver and initialises it, once per process.
+/// Opens and initialises the driver once per process.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`], which says what is missing and what to do about it: no driver, one that is too old,
-/// or one that refuses.
+/// [`GpuError::Unavailable`] with cause and remedy if there is no driver, it is too old, or cuInit fails.
 pub fn driver() -> Result<&'static Driver, GpuError> {
     static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
     DRIVER.get_or_init(open).as_ref().map_err(|message| GpuError::Unavailable(message.clone()))
@@ -170,13 +167,13 @@ fn open() -> Result<Driver, String> {
         ));
     }
     let entry = |name: &&str| {
-        // SAFETY: a function, and called by its own type alone. The library stays open.
+        // SAFETY: the symbol is a function, which is only called with its own type, and the library stays open.
         unsafe { library.get::<Entry>(name.as_bytes()) }
             .map(|symbol| *symbol)
             .map_err(|_| format!("the driver, of CUDA {version}, has no {name}: install a newer NVIDIA driver"))
     };
     let driver = Driver(NAMES.iter().map(entry).collect::<Result<_, _>>()?);
-    // SAFETY: takes a number.
+    // SAFETY: takes an integer.
     match unsafe { call!(driver, cuInit(0)) } {
         SUCCESS => Ok(driver),
         code => Err(format!("the CUDA driver does not start: {}", driver.error_text(code))),
@@ -184,24 +181,23 @@ fn open() -> Result<Driver, String> {
 }
 
 impl Driver {
-    /// The driver's function, of the type that `cudarc` has for it.
+    /// The driver function with the type that `cudarc` declares for it.
     ///
     /// # Safety
-    /// The type is that of `symbol`; see `call!`, which takes both by one name.
+    /// `S` is the type of `symbol`; `call!` derives both from one name.
     pub(super) unsafe fn function<S: Signature>(&self, _of_type: impl FnOnce() -> S, symbol: Symbol) -> S::Raw {
-        // SAFETY: both are addresses of functions, and the type is the right one by this function's contract. A code's
-        // type `CUresult` is `repr(u32)`, and passed as a u32 is; every value of that is allowed.
+        // SAFETY: both are function pointers, and by the caller's guarantee `S::Raw` is the function's type. `CUresult` is
+        // `repr(u32)`, so it is returned like a `u32`, for which every value is valid.
         unsafe { std::mem::transmute_copy::<Entry, S::Raw>(&self.0[symbol as usize]) }
     }
 
-    /// "CUDA_ERROR_NO_DEVICE (100, no CUDA-capable device is detected)".
+    /// Describes a code, such as "CUDA_ERROR_NO_DEVICE (100, no CUDA-capable device is detected)".
     pub fn error_text(&self, code: u32) -> String {
-        // Not by `call!`: `cudarc`'s take a code of its enum, and this is any.
+        // Not through `call!`: `cudarc`'s functions take a code of its enum, and this may be any integer.
         type Get = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
         let text = |symbol: Symbol| {
             let mut text = std::ptr::null();
-            // SAFETY: both functions have this type, and set `text` to a string of the driver's, or to null for a code
-            // that it does not know.
+            // SAFETY: both functions have this type and set `text` to a static string, or to null for an unknown code.
             unsafe {
                 let get = std::mem::transmute::<Entry, Get>(self.0[symbol as usize]);
                 let known = get(code, &raw mut text) == SUCCESS && !text.is_null();
@@ -215,10 +211,10 @@ impl Driver {
         }
     }
 
-    /// Turns a code into a result; `what` follows "cannot".
+    /// Converts a code to a result; `what` completes "cannot ...".
     ///
     /// # Errors
-    /// [`GpuError::Failed`] for any code but [`SUCCESS`].
+    /// [`GpuError::Failed`] for every code except [`SUCCESS`].
     pub fn check(&self, code: u32, what: impl FnOnce() -> String) -> Result<(), GpuError> {
         if code == SUCCESS { Ok(()) } else { Err(GpuError::failed(what(), self.error_text(code))) }
     }
@@ -229,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_read_as_cuda_has_them() {
+    fn versions_are_decoded() {
         assert_eq!([12000, 12090, 13000, 11080].map(|v| Version(v).to_string()), ["12.0", "12.9", "13.0", "11.8"]);
         assert!(Version(11080) < OLDEST && Version(12000) >= OLDEST);
     }

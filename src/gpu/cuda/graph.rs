@@ -1,4 +1,4 @@
-//! Launches that are recorded once and repeated with one call.
+//! Recording of launches as a CUDA graph.
 
 use std::ptr;
 
@@ -15,30 +15,30 @@ pub struct Graph<'g> {
 }
 
 impl CudaGpu {
-    /// Records what `work` launches and sets to 0, without running it. `work` must not wait, copy, allocate or free.
+    /// Records the launches and memsets of `work` without running them. `work` must not wait, copy, allocate or free.
     ///
     /// # Errors
-    /// `work`'s; the driver's, when `work` did something that cannot be captured.
+    /// The error of `work`; the driver's error if `work` called something that cannot be captured.
     pub fn capture<E: From<GpuError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph<'_>, E> {
         let driver = self.driver;
         let check = |code, what: &str| driver.check(code, || what.to_string());
         let stream = self.context.stream;
-        // Per thread, so that other threads' calls, such as those of NVSHMEM's proxy, are not forbidden meanwhile.
+        // Thread-local mode: calls of other threads, such as NVSHMEM's proxy, stay allowed.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream lives as long as this, and is not being recorded.
+        // SAFETY: the context owns the stream, which is not being captured.
         check(unsafe { call!(driver, cuStreamBeginCapture_v2(stream, mode)) }, "start recording")?;
         let done = work();
         let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: ends the recording begun above, however `work` went; sets the graph.
+        // SAFETY: ends the capture begun above, also after an error of `work`; writes the graph.
         let ended = check(unsafe { call!(driver, cuStreamEndCapture(stream, &raw mut graph)) }, "record the launches");
         let made = done.and_then(|()| {
             ended?;
-            // SAFETY: a graph just recorded; sets the executable.
+            // SAFETY: the graph was just captured; writes the executable.
             let code = unsafe { call!(driver, cuGraphInstantiateWithFlags(&raw mut executable, graph, 0)) };
             Ok(check(code, "make the recorded launches ready")?)
         });
         if !graph.is_null() {
-            // SAFETY: not used any more.
+            // SAFETY: the last use of the graph.
             unsafe { call!(driver, cuGraphDestroy(graph)) };
         }
         made.map(|()| Graph { gpu: self, executable })
@@ -48,7 +48,7 @@ impl CudaGpu {
 impl Recording for Graph<'_> {
     unsafe fn replay(&self) -> Result<(), GpuError> {
         let driver = self.gpu.driver;
-        // SAFETY: by this function's contract.
+        // SAFETY: guaranteed by the caller.
         let code = unsafe { call!(driver, cuGraphLaunch(self.executable, self.gpu.context.stream)) };
         driver.check(code, || "launch the recorded kernels".into())
     }
@@ -59,7 +59,7 @@ impl Drop for Graph<'_> {
         if self.gpu.context.stuck.get() {
             return;
         }
-        // SAFETY: made by `capture`; the launches of it that run finish first.
+        // SAFETY: created by `capture`; its running launches complete first.
         unsafe {
             call!(self.gpu.driver, cuStreamSynchronize(self.gpu.context.stream));
             call!(self.gpu.driver, cuGraphExecDestroy(self.executable));

@@ -1,15 +1,15 @@
-//! What a host's PEs find, asked before any of them starts.
+//! Checks of a host's devices before any PE starts.
 
 use super::device::{self, DeviceInfo};
 use super::{driver, nccl, symmetric};
 use crate::gpu::nvshmem;
 use crate::gpu::{DeviceLimits, GpuError, SymmetricBy};
 
-/// Finds out, before any of a job's `n_pes` PEs takes its device, whether there is what the `pes_here` of this host need. How many devices
-/// there are.
+/// Checks that this host has the driver, devices and libraries that its `pes_here` of `n_pes` PEs need. Returns the number of
+/// devices.
 ///
 /// # Errors
-/// What is missing, in one line.
+/// [`GpuError::Unavailable`] naming what is missing.
 pub fn check_host(pes_here: usize, n_pes: usize, by: SymmetricBy) -> Result<usize, GpuError> {
     let driver = driver::driver()?;
     let devices = device::devices(driver)?;
@@ -28,7 +28,7 @@ pub fn check_host(pes_here: usize, n_pes: usize, by: SymmetricBy) -> Result<usiz
             }
             let library = nccl::find_library()?;
             library.check_windows()?;
-            // Where it is not set, the supervisor sets it, and without one each PE says that it is missing.
+            // The launcher sets this variable if it is unset; under another launcher each PE reports it.
             let allowed = std::env::var(nccl::SHARED_DEVICES).unwrap_or_else(|_| "1".into());
             nccl::windows::check_sharing(library.version, pes_here.div_ceil(devices.len()), Some(&allowed))?;
             device::check_reach(driver, &devices[..pes_here.min(devices.len())])?;
@@ -37,10 +37,11 @@ pub fn check_host(pes_here: usize, n_pes: usize, by: SymmetricBy) -> Result<usiz
     Ok(devices.len())
 }
 
-/// What the processes of `pes` PEs, all on this host, are to be started with, besides what is set: for the supervisor.
+/// Environment variables, in addition to those already set, with which a launcher must start the processes of `pes` PEs on this
+/// host.
 ///
 /// # Errors
-/// As [`check_host`].
+/// As for [`check_host`].
 pub fn pe_environment(pes: usize, by: SymmetricBy) -> Result<Vec<(String, String)>, GpuError> {
     let devices = check_host(pes, pes, by)?;
     let shared = pes > devices;
@@ -54,17 +55,17 @@ pub fn pe_environment(pes: usize, by: SymmetricBy) -> Result<Vec<(String, String
         }
     };
     if device::mps_is_on() && std::env::var_os(device::MPS_SHARE).is_none() && shared {
-        // As NVSHMEM wants it: what all PEs of a device have adds up to no more than it.
+        // As NVSHMEM requires, the shares of a device's PEs add up to at most 100 %.
         let share = 100 / pes.div_ceil(devices);
         environment.push((device::MPS_SHARE.to_string(), share.max(1).to_string()));
     }
     Ok(environment)
 }
 
-/// Finds out, before PEs start, whether the `pes_here` of this host run at the same time: otherwise none of their times means anything.
+/// Checks that the `pes_here` PEs of this host run concurrently; time-sliced PEs cannot be measured.
 ///
 /// # Errors
-/// One line, with what would be right.
+/// [`GpuError::Unavailable`] with the number of PEs that would be right.
 pub fn check_times(pes_here: usize) -> Result<(), GpuError> {
     let devices = visible_devices()?;
     if pes_here <= devices || device::mps_is_on() {
@@ -77,18 +78,18 @@ pub fn check_times(pes_here: usize) -> Result<(), GpuError> {
     )))
 }
 
-/// How many devices there are for PEs.
+/// Number of visible devices.
 ///
 /// # Errors
-/// The driver's, in one line.
+/// The driver's error.
 pub fn visible_devices() -> Result<usize, GpuError> {
     Ok(device::devices(driver::driver()?)?.len())
 }
 
-/// What the devices for PEs have, as far as is known before a PE has one of them. Of those that PEs share, each has less.
+/// Limits of the visible devices before any PE uses them. PEs that share a device get less.
 ///
 /// # Errors
-/// The driver's, in one line.
+/// The driver's error.
 pub fn visible_limits() -> Result<Vec<DeviceLimits>, GpuError> {
     let limits = |info: DeviceInfo| DeviceLimits {
         capability: info.capability,

@@ -1,21 +1,22 @@
-//! A CUDA device with NVSHMEM, or NCCL's symmetric memory, between PEs: [`CudaGpu`].
+//! A CUDA device with symmetric memory of NVSHMEM or NCCL: [`CudaGpu`].
 //!
-//! Nothing is linked: the driver, NVSHMEM's host library and NCCL are opened at run time, so that a binary with this starts on
-//! any machine, and says in one line what is missing when a device is asked for. One PE alone does without both.
+//! The driver, NVSHMEM's host library and NCCL are loaded at run time, so the binary starts on any machine, and opening a
+//! device reports in one line which of them is missing. A single PE needs neither NVSHMEM nor NCCL.
 //!
-//! Everything goes over one stream, so in the order of the calls.
+//! All operations use one stream and therefore run in call order.
 
 mod cluster;
 mod context;
 pub mod device;
 pub mod driver;
+mod exchange;
 mod graph;
 mod host;
-mod meeting;
 pub mod modules;
 pub mod nccl;
 mod stream;
 mod symmetric;
+mod symmetric_memory;
 mod tensor_map;
 
 use std::cell::{Cell, RefCell};
@@ -30,15 +31,15 @@ pub use device::DeviceInfo;
 use driver::{Driver, call};
 pub use graph::Graph;
 pub use host::{check_host, check_times, pe_environment, visible_devices, visible_limits};
-use nccl::windows::Meeting;
-use symmetric::{Symmetric, Way};
+use nccl::windows::CollectiveContext;
+use symmetric::{Symmetric, SymmetricSource};
 
 use super::nvshmem::Bootstrap;
 use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBy, TensorMap, reached_by_network_alone};
 
-/// Marks that [`Gpu::mark`] takes.
+/// Number of marks that [`Gpu::mark`] accepts.
 pub const MARKS: usize = 64;
-/// How often the stream is asked whether it is done, while a limit runs.
+/// Interval between queries of the stream during a wait with a limit.
 const POLL: Duration = Duration::from_micros(50);
 
 /// One PE's device.
@@ -52,71 +53,78 @@ pub struct CudaGpu {
     fewest_multiprocessors: u32,
     modules: Vec<CUmodule>,
     functions: RefCell<HashMap<String, CUfunction>>,
-    /// The dynamic shared memory that a function was last allowed, where it was raised.
+    /// Dynamic shared memory granted to a function, if it was raised above the default.
     shared: RefCell<HashMap<String, u32>>,
     marks: [Cell<CUevent>; MARKS],
     symmetric: Symmetric,
-    // Last, so that it is dropped after what lies in it.
+    // Last, so that it is dropped after everything allocated in it.
     context: Context,
 }
 
 impl CudaGpu {
-    /// Takes the device of this PE, by its rank among those of its host, and loads the kernels (collective); with NVSHMEM between several PEs. A
-    /// PE waits for the others for `wait_limit` at most, here and where memory is made later.
+    /// Selects this PE's device by its rank on the host and loads the kernels (collective). Several PEs use NVSHMEM. Here and
+    /// in later collective allocations a PE waits at most `wait_limit` for the others.
     ///
     /// # Errors
-    /// What is missing, in one line: a driver, a device that can, NVSHMEM for several PEs; PEs that do not fit together.
+    /// [`GpuError::Unavailable`] if there is no driver or no suitable device, if several PEs have no NVSHMEM, or if the PEs'
+    /// devices differ.
     pub fn attach(bootstrap: impl Bootstrap + 'static, wait_limit: Duration) -> Result<Self, GpuError> {
         Self::attach_by(SymmetricBy::Nvshmem, bootstrap, wait_limit)
     }
 
-    /// As [`CudaGpu::attach`], with symmetric memory by this; NCCL gives it to one PE alone, too.
+    /// Like [`CudaGpu::attach`], with the given provider of symmetric memory. NCCL also serves a single PE.
     ///
     /// # Errors
-    /// As there; of NCCL a version that is too old, PEs of several hosts, devices that do not reach each other by loads and stores.
+    /// As for [`CudaGpu::attach`]; with NCCL also if its version is too old, the PEs run on several hosts, or the devices
+    /// cannot access each other's memory.
     pub fn attach_by(
         by: SymmetricBy,
         bootstrap: impl Bootstrap + 'static,
         wait_limit: Duration,
     ) -> Result<Self, GpuError> {
-        let way = match by {
-            SymmetricBy::Nvshmem => Way::Nvshmem,
-            SymmetricBy::Nccl => Way::Nccl,
+        let source = match by {
+            SymmetricBy::Nvshmem => SymmetricSource::Nvshmem,
+            SymmetricBy::Nccl => SymmetricSource::Nccl,
         };
-        Self::attach_over(way, Box::new(bootstrap), wait_limit)
+        Self::attach_over(source, Box::new(bootstrap), wait_limit)
     }
 
-    /// As [`CudaGpu::attach_by`] NCCL, with a communicator of the caller's, such as that of a process group of PyTorch's
-    /// (`ProcessGroupNCCL._comm_ptr()`), by its address. Its ranks are the PEs, in their order; the device is the communicator's. It stays the
-    /// caller's, also after [`CudaGpu::finish`].
+    /// Like [`CudaGpu::attach_by`] with NCCL, but uses the caller's communicator, given by its address, for example that of a
+    /// PyTorch process group (`ProcessGroupNCCL._comm_ptr()`). Its ranks must be the PEs in the same order; the device is the
+    /// communicator's. The caller keeps ownership, also after [`CudaGpu::finish`].
     ///
     /// # Safety
-    /// - `communicator` is an `ncclComm_t` of the NCCL that this process has loaded, and is not ended before this value has been dropped.
-    /// - While a function here is called that allocates or frees symmetric memory (or this one), no other thread uses the communicator, and what each
-    ///   process does with it before and after is in the same order everywhere: registering memory is one of its collective operations.
+    /// - `communicator` is an `ncclComm_t` of the NCCL library loaded in this process, and outlives the returned value.
+    /// - No other thread uses the communicator during this call or a call that allocates or frees symmetric memory. Since these
+    ///   calls register memory, which is collective, all processes must order them in the same way relative to their other uses
+    ///   of the communicator.
     ///
     /// # Errors
-    /// As of [`CudaGpu::attach_by`]; a communicator of other ranks.
+    /// As for [`CudaGpu::attach_by`]; [`GpuError::Unavailable`] if the communicator's ranks differ from the PEs.
     pub unsafe fn attach_communicator(
         communicator: usize,
         bootstrap: impl Bootstrap + 'static,
         wait_limit: Duration,
     ) -> Result<Self, GpuError> {
-        Self::attach_over(Way::Communicator(communicator), Box::new(bootstrap), wait_limit)
+        Self::attach_over(SymmetricSource::Communicator(communicator), Box::new(bootstrap), wait_limit)
     }
 
-    fn attach_over(way: Way, bootstrap: Box<dyn Bootstrap>, wait_limit: Duration) -> Result<Self, GpuError> {
+    fn attach_over(
+        source: SymmetricSource,
+        bootstrap: Box<dyn Bootstrap>,
+        wait_limit: Duration,
+    ) -> Result<Self, GpuError> {
         let driver = driver::driver()?;
         let network_alone = reached_by_network_alone()?;
-        if network_alone && !matches!(way, Way::Nvshmem) {
+        if network_alone && !matches!(source, SymmetricSource::Nvshmem) {
             return Err(GpuError::Unavailable(
                 "ARISTOS_REACH network needs `symmetric` nvshmem: NCCL's windows have no network".into(),
             ));
         }
-        let local = meeting::rank_on_host(&*bootstrap, wait_limit)?;
-        let (device, info) = match way {
-            Way::Communicator(communicator) => {
-                // SAFETY: by the contract of `attach_communicator`, which alone makes such a one.
+        let local = exchange::rank_on_host(&*bootstrap, wait_limit)?;
+        let (device, info) = match source {
+            SymmetricSource::Communicator(communicator) => {
+                // SAFETY: only `attach_communicator` passes a communicator, and its caller guarantees that it is valid.
                 let number = unsafe { nccl::windows::device_of(communicator) }?;
                 device::numbered(driver, number)?
             }
@@ -124,10 +132,13 @@ impl CudaGpu {
         };
         let percentage = std::env::var(device::MPS_SHARE).ok();
         let multiprocessors = device::share(info.multiprocessors, percentage.as_deref());
-        let agreed = meeting::agree(&*bootstrap, &info, multiprocessors, wait_limit)?;
+        let agreed = exchange::agree(&*bootstrap, &info, multiprocessors, wait_limit)?;
         let context = Context::new(driver, device, &info)?;
-        let symmetric =
-            Symmetric::start(way, &agreed, Meeting { context: &context, bootstrap: &*bootstrap, limit: wait_limit })?;
+        let symmetric = Symmetric::start(
+            source,
+            &agreed,
+            CollectiveContext { context: &context, bootstrap: &*bootstrap, limit: wait_limit },
+        )?;
 
         let mut gpu = CudaGpu {
             driver,
@@ -150,15 +161,16 @@ impl CudaGpu {
         Ok(gpu)
     }
 
-    /// What the driver says of the device.
+    /// The driver's description of the device.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
     }
 
-    /// Ends it (collective): to be called after a job that went well. Dropped without it, the process is to end.
+    /// Releases symmetric memory and modules (collective), after a successful job. A value dropped without it leaves them to
+    /// the process's exit.
     ///
     /// # Errors
-    /// [`GpuError::Barrier`]; the driver's.
+    /// [`GpuError::Barrier`] if a PE is missing; the driver's error.
     pub fn finish(mut self) -> Result<(), GpuError> {
         self.barrier(self.wait_limit)?;
         match std::mem::replace(&mut self.symmetric, Symmetric::Alone) {
@@ -167,7 +179,7 @@ impl CudaGpu {
             Symmetric::Nccl(windows) => windows.finish(),
         }
         for module in self.modules.drain(..) {
-            // SAFETY: loaded by `load`; nothing of it runs.
+            // SAFETY: loaded by `load`; after the barrier none of its kernels runs.
             self.driver.check(unsafe { call!(self.driver, cuModuleUnload(module)) }, || "unload the kernels".into())?;
         }
         Ok(())
@@ -175,7 +187,7 @@ impl CudaGpu {
 
     fn load(&mut self, module: &modules::Module) -> Result<(), GpuError> {
         let mut handle = ptr::null_mut();
-        // SAFETY: sets the handle; the image is a fat binary, which lives for ever.
+        // SAFETY: writes the handle; the image is a static fat binary.
         let code = unsafe { call!(self.driver, cuModuleLoadData(&raw mut handle, module.image.0.as_ptr().cast())) };
         let (major, minor) = self.info.capability;
         match code {
@@ -193,11 +205,11 @@ impl CudaGpu {
             code => self.driver.check(code, || format!("load the kernels ({})", module.name))?,
         }
         self.modules.push(handle);
-        // Where every peer is reached nothing of it is called, and its state in the module stays as it was loaded.
+        // Without NVSHMEM the kernels do not call it, so its uninitialised state in the module is unused.
         if module.nvshmem
             && let Symmetric::Nvshmem(nvshmem) = &self.symmetric
         {
-            // SAFETY: loaded into the current context just now, and unloaded after NVSHMEM's end.
+            // SAFETY: the module was just loaded into the current context, and `finish` finalises NVSHMEM before unloading it.
             unsafe { nvshmem.add_module(handle.cast(), module.name) }?;
         }
         Ok(())
@@ -210,7 +222,7 @@ impl CudaGpu {
         let name = CString::new(kernel).map_err(|error| GpuError::failed(format!("find kernel {kernel}"), error))?;
         for module in &self.modules {
             let mut function = ptr::null_mut();
-            // SAFETY: sets the function; the name ends with a zero.
+            // SAFETY: writes the function; the name is NUL-terminated.
             let code = unsafe { call!(self.driver, cuModuleGetFunction(&raw mut function, *module, name.as_ptr())) };
             if code != driver::NOT_FOUND {
                 self.driver.check(code, || format!("find kernel {kernel}"))?;
@@ -221,7 +233,7 @@ impl CudaGpu {
         Err(GpuError::failed(format!("find kernel {kernel}"), "no module contains it"))
     }
 
-    /// The function, allowed this much dynamic shared memory: above 48 KiB a function has to be told.
+    /// Looks up a function and raises its limit of dynamic shared memory if necessary (the default is 48 KiB).
     fn function_with_shared(&self, kernel: &str, shared_bytes: u32) -> Result<CUfunction, GpuError> {
         let function = self.function(kernel)?;
         let allowed = self.shared.borrow().get(kernel).copied().unwrap_or(48 << 10);
@@ -235,7 +247,7 @@ impl CudaGpu {
                     ),
                 ));
             }
-            // SAFETY: a function of a loaded module.
+            // SAFETY: `function` belongs to a loaded module.
             let code = unsafe {
                 call!(
                     self.driver,
@@ -256,15 +268,15 @@ impl CudaGpu {
         self.marks.get(number).ok_or_else(|| GpuError::failed(format!("mark {number}"), "there are 64 marks"))
     }
 
-    /// Waits for all that was launched, at most for `limit`. After that error nothing waits for it any more, and the
-    /// process must end.
+    /// Waits at most `limit` for all earlier launches. After a time-out later calls do not wait for the stream, and the process
+    /// must exit.
     ///
     /// # Errors
-    /// When it has not ended then; the driver's, of any of it.
+    /// [`GpuError::Failed`] after `limit`; the driver's error of any launch.
     pub fn synchronise_within(&self, limit: Duration) -> Result<(), GpuError> {
         let start = Instant::now();
         loop {
-            // SAFETY: the stream lives as long as this.
+            // SAFETY: the context owns the stream and lives as long as `self`.
             match unsafe { call!(self.driver, cuStreamQuery(self.context.stream)) } {
                 driver::NOT_READY => {}
                 code => return self.driver.check(code, || "wait for the kernels".into()),
@@ -290,15 +302,15 @@ impl Drop for CudaGpu {
     fn drop(&mut self) {
         for mark in &self.marks {
             if !mark.get().is_null() {
-                // SAFETY: made by `mark`, and not used any more.
+                // SAFETY: created by `mark`, destroyed only here.
                 unsafe { call!(self.driver, cuEventDestroy_v2(mark.get())) };
             }
         }
     }
 }
 
-// SAFETY: memory is the driver's, NVSHMEM's symmetric heap, or NCCL's; everything goes to one stream, or waits for it, so it takes effect in
-// the order of the calls.
+// SAFETY: memory comes from the driver, NVSHMEM's heap or NCCL. Every operation is issued to one stream or waits for it, so
+// operations take effect in call order.
 unsafe impl Gpu for CudaGpu {
     fn name(&self) -> String {
         self.info.name.clone()
@@ -330,7 +342,7 @@ unsafe impl Gpu for CudaGpu {
 
     fn alloc_raw(&self, bytes: u64) -> Result<u64, GpuError> {
         let mut address: CUdeviceptr = 0;
-        // SAFETY: sets the address.
+        // SAFETY: writes the address.
         match unsafe { call!(self.driver, cuMemAlloc_v2(&raw mut address, bytes as usize)) } {
             driver::OUT_OF_MEMORY => Err(self.out_of_memory("device", bytes)),
             code => self.driver.check(code, || format!("allocate {bytes} bytes on the device")).map(|()| address),
@@ -341,8 +353,8 @@ unsafe impl Gpu for CudaGpu {
         if self.context.stuck.get() {
             return;
         }
-        // SAFETY: by this function's contract. What was launched may still use it: that ends first. Errors of it are
-        // told by the next call.
+        // SAFETY: guaranteed by the caller. Earlier launches may still use the memory, so the stream is drained first; the next
+        // call reports their errors.
         unsafe {
             call!(self.driver, cuStreamSynchronize(self.context.stream));
             call!(self.driver, cuMemFree_v2(address));
@@ -354,7 +366,7 @@ unsafe impl Gpu for CudaGpu {
     }
 
     unsafe fn free_symmetric_raw(&self, address: u64) {
-        // SAFETY: by this function's contract.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.free_symmetric(address) }
     }
 
@@ -363,7 +375,7 @@ unsafe impl Gpu for CudaGpu {
     }
 
     fn all_reachable(&self) -> Result<bool, GpuError> {
-        self.reach_all()
+        self.query_all_reachable()
     }
 
     unsafe fn copy_in_raw(&self, to: u64, from: &[u8]) -> Result<(), GpuError> {
@@ -371,7 +383,7 @@ unsafe impl Gpu for CudaGpu {
             return Ok(());
         }
         let what = || format!("copy {} bytes to the device", from.len());
-        // SAFETY: by this function's contract; the bytes are read before it returns.
+        // SAFETY: the caller guarantees the destination; `from` has been read when the synchronisation returns.
         unsafe {
             let stream = self.context.stream;
             self.driver
@@ -385,7 +397,7 @@ unsafe impl Gpu for CudaGpu {
             return Ok(());
         }
         let what = || "copy from the device".to_string();
-        // SAFETY: by this function's contract; the bytes are written before it returns.
+        // SAFETY: the caller guarantees the source; `to` has been written when the synchronisation returns.
         unsafe {
             let stream = self.context.stream;
             self.driver.check(
@@ -400,7 +412,7 @@ unsafe impl Gpu for CudaGpu {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: by this function's contract.
+        // SAFETY: guaranteed by the caller.
         let code = unsafe { call!(self.driver, cuMemsetD8Async(to, 0, bytes as usize, self.context.stream)) };
         self.driver.check(code, || format!("set {bytes} bytes of the device to 0"))
     }
@@ -409,7 +421,7 @@ unsafe impl Gpu for CudaGpu {
         let Launch { block, shared_bytes, cluster, .. } = launch;
         let function = self.function_with_shared(kernel, shared_bytes)?;
         let mut per_multiprocessor = 0;
-        // SAFETY: sets the number; a function of a loaded module.
+        // SAFETY: writes the number; `function` belongs to a loaded module.
         let code = unsafe {
             call!(
                 self.driver,
@@ -427,15 +439,15 @@ unsafe impl Gpu for CudaGpu {
         if cluster <= 1 {
             return Ok(blocks);
         }
-        // Of the multiprocessors that can have a cluster together there may be some left over.
-        // SAFETY: a function of a loaded module.
+        // Clusters may not fill all multiprocessors, since each must fit into one group of them.
+        // SAFETY: `function` belongs to a loaded module.
         let clusters = unsafe { cluster::resident(self.driver, function, launch, self.context.stream) };
         let clusters = clusters.or_else(|code| self.driver.check(code, what).map(|()| 0))?;
         Ok(clusters.min(blocks / cluster) * cluster)
     }
 
     fn prepare(&self, kernel: &str, shared_bytes: u32) -> Result<(), GpuError> {
-        // Where modules load lazily, it is this look-up that loads the function.
+        // With lazy loading, the look-up loads the function.
         self.function_with_shared(kernel, shared_bytes).map(|_| ())
     }
 
@@ -455,14 +467,14 @@ unsafe impl Gpu for CudaGpu {
                 ));
             }
         }
-        // Copies aligned as any parameter may want to be.
+        // Copies with an alignment that suffices for any parameter.
         let mut copies: Vec<Vec<u128>> = args.iter().map(|arg| vec![0; arg.len().div_ceil(16)]).collect();
         for (copy, arg) in copies.iter_mut().zip(args) {
             bytemuck::cast_slice_mut(copy)[..arg.len()].copy_from_slice(arg);
         }
         let mut pointers: Vec<*mut c_void> = copies.iter_mut().map(|copy| copy.as_mut_ptr().cast()).collect();
         let (parameters, stream) = (pointers.as_mut_ptr(), self.context.stream);
-        // SAFETY: the parameters' types and addresses are the caller's promise; they are read before this returns.
+        // SAFETY: the caller guarantees the parameters; the driver copies them before the call returns.
         let code = unsafe {
             if cooperative != 0 && cluster > 1 {
                 cluster::launch(self.driver, function, launch, stream, parameters)
@@ -496,7 +508,7 @@ unsafe impl Gpu for CudaGpu {
     }
 
     fn synchronise(&self) -> Result<(), GpuError> {
-        // SAFETY: the stream lives as long as this.
+        // SAFETY: the context owns the stream and lives as long as `self`.
         let code = unsafe { call!(self.driver, cuStreamSynchronize(self.context.stream)) };
         self.driver.check(code, || "wait for the kernels".into())
     }
@@ -504,7 +516,7 @@ unsafe impl Gpu for CudaGpu {
     fn barrier(&self, limit: Duration) -> Result<(), GpuError> {
         let start = Instant::now();
         if let Symmetric::Nvshmem(nvshmem) = &self.symmetric {
-            // SAFETY: this PE's stream.
+            // SAFETY: the stream belongs to this PE's context.
             unsafe { nvshmem.quiet_on_stream(self.context.stream.cast()) }
         }
         self.synchronise_within(limit)?;
@@ -516,11 +528,11 @@ unsafe impl Gpu for CudaGpu {
         let what = || format!("note time {number}");
         if mark.get().is_null() {
             let mut event = ptr::null_mut();
-            // SAFETY: sets the event.
+            // SAFETY: writes the event.
             self.driver.check(unsafe { call!(self.driver, cuEventCreate(&raw mut event, 0)) }, what)?;
             mark.set(event);
         }
-        // SAFETY: event and stream live as long as this.
+        // SAFETY: event and stream are destroyed only when `self` is dropped.
         self.driver.check(unsafe { call!(self.driver, cuEventRecord(mark.get(), self.context.stream)) }, what)
     }
 
@@ -531,7 +543,7 @@ unsafe impl Gpu for CudaGpu {
             return Err(GpuError::failed(what(), "one was not made"));
         }
         let mut milliseconds = 0.0;
-        // SAFETY: sets the number; events of this context.
+        // SAFETY: writes the number; both events belong to this context.
         let code = unsafe { call!(self.driver, cuEventElapsedTime(&raw mut milliseconds, first, second)) };
         self.driver.check(code, what)?;
         Duration::try_from_secs_f64(f64::from(milliseconds) * 1e-3).map_err(|error| GpuError::failed(what(), error))

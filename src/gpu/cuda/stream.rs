@@ -1,4 +1,4 @@
-//! NVSHMEM's operations that the host asks for and the stream does, in the order of the calls.
+//! NVSHMEM operations that the host enqueues on the stream.
 
 use super::CudaGpu;
 use super::symmetric::Symmetric;
@@ -13,58 +13,60 @@ impl CudaGpu {
         }
     }
 
-    /// Whether the stream can wait for a signal: not where PEs share the device and NVSHMEM offers only a part.
+    /// Whether the stream can wait for a signal. It cannot if PEs share the device without equal MPS shares.
     pub fn can_wait_on_stream(&self) -> bool {
         self.nvshmem().is_ok_and(|nvshmem| !nvshmem.limited())
     }
 
-    /// Puts, complete at the other PE after [`CudaGpu::quiet_on_stream`]. Returns without waiting, as the others do.
+    /// Enqueues a put, which is complete after [`CudaGpu::quiet_on_stream`]. Returns without waiting, like the other functions
+    /// here.
     ///
     /// # Safety
-    /// The transfer's own place is memory of this device, and the other symmetric; both stay until it is done.
+    /// The local address is memory of this device, the remote one symmetric memory; both stay allocated until the put
+    /// completes.
     ///
     /// # Errors
-    /// Where there is no NVSHMEM, as with one PE alone.
+    /// [`GpuError::Failed`] without NVSHMEM, as with a single PE.
     pub unsafe fn put_on_stream(&self, transfer: Transfer) -> Result<(), GpuError> {
-        // SAFETY: by this function's contract; this PE's stream.
+        // SAFETY: the caller guarantees the transfer; the stream belongs to this PE's context.
         unsafe { self.nvshmem()?.put_on_stream(transfer, self.context.stream.cast()) };
         Ok(())
     }
 
-    /// Gets; what follows sees the bytes.
+    /// Enqueues a get; later operations of the stream see the bytes.
     ///
     /// # Safety
-    /// As of [`CudaGpu::put_on_stream`].
+    /// As for [`CudaGpu::put_on_stream`].
     ///
     /// # Errors
-    /// Where there is no NVSHMEM, as with one PE alone.
+    /// [`GpuError::Failed`] without NVSHMEM, as with a single PE.
     pub unsafe fn get_on_stream(&self, transfer: Transfer) -> Result<(), GpuError> {
-        // SAFETY: by this function's contract; this PE's stream.
+        // SAFETY: the caller guarantees the transfer; the stream belongs to this PE's context.
         unsafe { self.nvshmem()?.get_on_stream(transfer, self.context.stream.cast()) };
         Ok(())
     }
 
-    /// Puts, and sets the other PE's word at the symmetric `signal` when the bytes are there.
+    /// Enqueues a put followed by setting the peer's symmetric word `signal`.
     ///
     /// # Safety
-    /// As of [`CudaGpu::put_on_stream`]; `signal` is an aligned word of symmetric memory.
+    /// As for [`CudaGpu::put_on_stream`]; `signal` is an aligned word of symmetric memory.
     ///
     /// # Errors
-    /// Where there is no NVSHMEM, as with one PE alone.
+    /// [`GpuError::Failed`] without NVSHMEM, as with a single PE.
     pub unsafe fn put_signal_on_stream(&self, transfer: Transfer, signal: u64, value: u64) -> Result<(), GpuError> {
-        // SAFETY: by this function's contract; this PE's stream.
+        // SAFETY: the caller guarantees transfer and signal; the stream belongs to this PE's context.
         unsafe { self.nvshmem()?.put_signal_on_stream(transfer, signal, value, self.context.stream.cast()) };
         Ok(())
     }
 
-    /// Lets what follows wait until the own word at `signal` is `value` or more. NVSHMEM has no limit for that:
-    /// [`CudaGpu::synchronise_within`] has.
+    /// Makes later operations of the stream wait until this PE's word at `signal` is at least `value`. NVSHMEM has no time
+    /// limit for this; use [`CudaGpu::synchronise_within`].
     ///
     /// # Safety
-    /// An aligned word of symmetric memory, which stays until then.
+    /// `signal` is an aligned word of symmetric memory that stays allocated until then.
     ///
     /// # Errors
-    /// Where the stream cannot ([`CudaGpu::can_wait_on_stream`]).
+    /// [`GpuError::Failed`] if the stream cannot wait ([`CudaGpu::can_wait_on_stream`]).
     pub unsafe fn wait_signal_on_stream(&self, signal: u64, value: u64) -> Result<(), GpuError> {
         if !self.can_wait_on_stream() {
             return Err(GpuError::failed(
@@ -72,17 +74,17 @@ impl CudaGpu {
                 "NVSHMEM cannot, without MPS on a shared GPU",
             ));
         }
-        // SAFETY: by this function's contract; this PE's stream.
+        // SAFETY: the caller guarantees the signal; the stream belongs to this PE's context.
         unsafe { self.nvshmem()?.wait_signal_on_stream(signal, value, self.context.stream.cast()) };
         Ok(())
     }
 
-    /// Lets what follows wait until all that this PE has put is complete.
+    /// Makes later operations of the stream wait until all puts of this PE are complete.
     ///
     /// # Errors
-    /// Where there is no NVSHMEM, as with one PE alone.
+    /// [`GpuError::Failed`] without NVSHMEM, as with a single PE.
     pub fn quiet_on_stream(&self) -> Result<(), GpuError> {
-        // SAFETY: this PE's stream.
+        // SAFETY: the stream belongs to this PE's context.
         unsafe { self.nvshmem()?.quiet_on_stream(self.context.stream.cast()) };
         Ok(())
     }

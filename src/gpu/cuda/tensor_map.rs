@@ -1,4 +1,4 @@
-//! Matrices, as the tensor memory accelerator wants them described.
+//! Tensor maps for the tensor memory accelerator.
 
 use std::ffi::c_void;
 
@@ -10,22 +10,22 @@ use cudarc::driver::sys::{
 use super::driver::{Driver, call};
 use crate::gpu::{GpuError, TensorMap};
 
-/// The driver's description of a matrix; see [`Gpu::tensor_map`](crate::gpu::Gpu::tensor_map).
+/// Encodes a tensor map; see [`Gpu::tensor_map`](crate::gpu::Gpu::tensor_map).
 pub(super) fn encode(driver: &Driver, matrix: &TensorMap) -> Result<[u8; 128], GpuError> {
     let what = || format!("describe a matrix for the tensor memory accelerator: {matrix:?}");
     check(matrix).map_err(|wrong| GpuError::failed(what(), wrong))?;
     let mut map = CUtensorMap { opaque: [0; 16] };
-    // Copied, never computed with.
+    // Only the element size matters: elements are copied, not computed with.
     let element = match matrix.element_bytes {
         1 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
         2 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
         _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
     };
-    // Innermost first: columns, rows.
+    // Innermost dimension first: columns, rows.
     let size = [u64::from(matrix.cols), u64::from(matrix.rows)];
     let boxes = [matrix.box_cols, matrix.box_rows];
-    // SAFETY: writes the 128 bytes; the arrays have as many elements as there are dimensions, strides one fewer. The
-    // matrix itself is not read.
+    // SAFETY: writes the 128 bytes of `map`. The arrays have one element per dimension, the strides one less, and the matrix
+    // itself is not accessed.
     let code = unsafe {
         call!(
             driver,
@@ -48,7 +48,7 @@ pub(super) fn encode(driver: &Driver, matrix: &TensorMap) -> Result<[u8; 128], G
     driver.check(code, what).map(|()| bytemuck::cast(map.opaque))
 }
 
-/// What the driver would refuse with a number only.
+/// Checks the constraints of cuTensorMapEncodeTiled, which reports only a code.
 fn check(matrix: &TensorMap) -> Result<(), String> {
     let TensorMap { base, rows, cols, row_stride_bytes, box_rows, box_cols, element_bytes } = *matrix;
     if !matches!(element_bytes, 1 | 2 | 4) {
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_matrix_that_tma_cannot_copy_is_refused_with_the_reason() {
+    fn unsupported_matrices_are_refused_with_a_reason() {
         let good = TensorMap {
             base: 1 << 20,
             rows: 5,

@@ -17,7 +17,7 @@ use super::wire::{self, Inbox, Kind};
 use crate::job::messages::Messages;
 use crate::job::request::{DeviceKind, ProbeRequest, ProbedExpert, Request};
 use crate::moe::Dtype;
-use crate::plan::cluster::ProbeOptions;
+use crate::probe::ProbeOptions;
 
 const ROUNDS: u64 = 4000;
 

@@ -4,14 +4,14 @@
 //! MPI, where there is no supervisor, every process makes the same one of the same command line.
 
 mod bench;
+mod field;
 mod probe;
 mod run;
-
-use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 pub use bench::{Inject, MoeBench, Op, P2pBench, Scope, StragglerBench, StragglerMode};
+pub use field::FieldError;
 pub use probe::{ProbeRequest, ProbedExpert};
 pub use run::{DeviceKind, OnFailure, PlanSource, Replanning, RowsPer, RunRequest, Work};
 
@@ -96,33 +96,6 @@ impl Request {
         Ok(serde_json::from_slice::<Body>(bytes)?.request)
     }
 }
-
-/// An invalid field of a request: one line. Fields are named in backticks, here and in `expected`, so that the command can name
-/// its flags instead.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FieldError {
-    /// The field.
-    pub field: &'static str,
-    /// Its value, preceded by the part that it belongs to where the field has several: "is 0", "slow-pe: PE 4".
-    pub value: String,
-    /// What would be right.
-    pub expected: String,
-}
-
-impl FieldError {
-    /// The error of a field that has one value.
-    pub fn new(field: &'static str, value: impl fmt::Display, expected: impl Into<String>) -> FieldError {
-        FieldError { field, value: format!("is {value}"), expected: expected.into() }
-    }
-}
-
-impl fmt::Display for FieldError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` {}, expected {}", self.field, self.value, self.expected)
-    }
-}
-
-impl std::error::Error for FieldError {}
 
 /// Paths as bytes: they need not be UTF-8.
 mod path_bytes {

@@ -3,10 +3,10 @@
 use serde::{Deserialize, Serialize};
 
 use super::{DeviceKind, FieldError};
-use crate::cluster::ProbeOptions;
 #[cfg(feature = "device")]
 use crate::moe::device::GemmPath;
 use crate::moe::{Activation, Dtype, MlpConfig};
+use crate::probe::ProbeOptions;
 
 /// The expert that a cluster is probed for.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]

@@ -1,5 +1,5 @@
-//! An MLP over a batch of rows, tile by tile: forward, input gradients, weight gradients. Routed and shared experts
-//! alike: a row's weight is its routing weight, or the shared expert's gate.
+//! Tiled MLP over a batch of rows: forward, input gradients, weight gradients. Used for routed experts, whose row
+//! weights are routing weights, and for the shared expert, whose row weights are its gate.
 
 use std::mem::take;
 use std::ops::Range;
@@ -9,23 +9,24 @@ use std::thread;
 use super::kernels::{self, Element, Lent, Workspace};
 use crate::moe::spec::{MlpConfig, MlpGradients, MlpGradientsMut, MlpId, MoeError, Proj, WeightId, proj_index};
 
-/// The weights of one MLP, prepared for the GEMMs. Biases stay f32.
+/// The weights of one MLP, packed for the GEMMs. Biases stay f32.
 pub struct Mlp<E: Element> {
     config: MlpConfig,
     hidden: usize,
     gate: Option<E::Weight>,
     up: E::Weight,
     down: E::Weight,
-    /// Of gate, up, down; empty where there is none.
+    /// Of gate, up and down; empty if the projection has none.
     bias: [Vec<f32>; 3],
-    /// Whether a row's weight multiplies its input, rather than its output.
+    /// Whether row weights multiply the input instead of the output.
     weigh_input: bool,
 }
 
 impl<E: Element> Mlp<E> {
-    /// Loads and prepares one MLP of a layer of width `hidden`; `load` gives a weight of the shape asked for.
+    /// Loads and packs one MLP of a layer of width `hidden`. `load(id)` returns the row-major values of a weight.
     ///
     /// # Errors
+    ///
     /// Those of `load`.
     pub fn load<Error>(
         config: MlpConfig,
@@ -48,25 +49,26 @@ impl<E: Element> Mlp<E> {
         Ok(Mlp { config, hidden, gate, up, down, bias, weigh_input: false })
     }
 
-    /// One whose matrices are read where the caller has them: gate (where gated), up and down, each `[out, in]`; `bias` of the same, empty
-    /// where there is none.
+    /// Makes an MLP that reads the caller's matrices in place: gate (if gated), up and down, each `[out, in]`. `bias`
+    /// is in the same order, empty for a projection without one.
     ///
     /// # Errors
-    /// A projection that is missing or too many, or of another length.
+    ///
+    /// Returns `MoeError::Shape` if a projection is missing, superfluous or of another length.
     pub fn lent(
         config: MlpConfig,
         hidden: usize,
         [gate, up, down]: [Option<Lent<E>>; 3],
         bias: [Vec<f32>; 3],
     ) -> Result<Self, MoeError> {
-        let lend = |proj: Proj, lent: Option<Lent<E>>| {
+        let borrow = |proj: Proj, lent: Option<Lent<E>>| {
             let wanted = config.projections().contains(&proj);
             let [out, inp] = config.shape(proj, hidden);
             let (got, expected) =
                 (lent.as_ref().map_or(0, |w| w.as_ref().as_ref().len()), if wanted { out * inp } else { 0 });
             if got != expected {
                 return Err(MoeError::Shape {
-                    what: format!("the lent {proj:?}").into(),
+                    what: format!("the borrowed {proj:?}").into(),
                     got,
                     expected: expected.to_string(),
                 });
@@ -84,29 +86,29 @@ impl<E: Element> Mlp<E> {
                 });
             }
         }
-        let gate = lend(Proj::Gate, gate)?;
-        let (Some(up), Some(down)) = (lend(Proj::Up, up)?, lend(Proj::Down, down)?) else {
-            return Err(MoeError::Shape { what: "the lent expert".into(), got: 0, expected: "up and down".into() });
+        let gate = borrow(Proj::Gate, gate)?;
+        let (Some(up), Some(down)) = (borrow(Proj::Up, up)?, borrow(Proj::Down, down)?) else {
+            return Err(MoeError::Shape { what: "the borrowed expert".into(), got: 0, expected: "up and down".into() });
         };
         Ok(Mlp { config, hidden, gate, up, down, bias, weigh_input: false })
     }
 
-    /// The same, with the rows' weights on their inputs or on their outputs.
+    /// Sets whether row weights multiply the inputs instead of the outputs.
     pub fn weigh_input(self, weigh_input: bool) -> Self {
         Mlp { weigh_input, ..self }
     }
 
-    /// What it is.
+    /// The MLP's configuration.
     pub fn config(&self) -> &MlpConfig {
         &self.config
     }
 
-    /// The model's width.
+    /// The model's hidden size.
     pub fn hidden(&self) -> usize {
         self.hidden
     }
 
-    /// A projection's matrix.
+    /// A projection's matrix; `None` for the gate of an MLP without one.
     pub fn matrix(&self, proj: Proj) -> Option<&E::Weight> {
         match proj {
             Proj::Gate => self.gate.as_ref(),
@@ -115,7 +117,7 @@ impl<E: Element> Mlp<E> {
         }
     }
 
-    /// A projection's matrix, to be replaced.
+    /// Like [`matrix`](Self::matrix), mutable.
     pub fn matrix_mut(&mut self, proj: Proj) -> Option<&mut E::Weight> {
         match proj {
             Proj::Gate => self.gate.as_mut(),
@@ -124,18 +126,18 @@ impl<E: Element> Mlp<E> {
         }
     }
 
-    /// A projection's bias.
+    /// A projection's bias, `[out]`, if it has one.
     pub fn bias(&self, proj: Proj) -> Option<&[f32]> {
         Some(&self.bias[proj_index(proj)][..]).filter(|bias| !bias.is_empty())
     }
 
-    /// A projection's bias, to be replaced.
+    /// Like [`bias`](Self::bias), mutable.
     pub fn bias_mut(&mut self, proj: Proj) -> Option<&mut [f32]> {
         Some(&mut self.bias[proj_index(proj)][..]).filter(|bias| !bias.is_empty())
     }
 
-    /// Runs the bare GEMMs of a forward pass over `rows` rows, and of a backward pass when `backward`, with nothing
-    /// around them: the measure that the layer is compared with.
+    /// Runs only the GEMMs of a forward pass over `batch`, then those of a backward pass if `backward`. The benchmarks
+    /// use it as the reference for the layer's speed.
     pub fn bare_gemms(&self, batch: &mut Batch<E>, grads: &mut MlpGradients, scratch: &mut Scratch, backward: bool) {
         let (m, h, i) = (batch.rows, self.hidden, self.config.intermediate);
         scratch.reserve(m * i);
@@ -162,17 +164,17 @@ impl<E: Element> Mlp<E> {
     }
 }
 
-/// Memory that every tile reuses.
+/// Scratch memory of one thread, reused by every tile.
 #[derive(Default)]
 pub struct Scratch {
-    /// For the GEMMs.
+    /// Packing buffers of the GEMMs.
     pub workspace: Workspace,
     /// Two f32 blocks `[tile rows, intermediate]`.
     pub inner: [Vec<f32>; 2],
 }
 
 impl Scratch {
-    /// Makes room for tiles of `elements` inner values.
+    /// Grows both blocks to at least `elements`.
     pub fn reserve(&mut self, elements: usize) {
         for block in &mut self.inner {
             if block.len() < elements {
@@ -182,23 +184,23 @@ impl Scratch {
     }
 }
 
-/// The rows of one MLP in a step: what forward makes and backward needs.
+/// The rows of one MLP in a step: what forward computes and backward needs.
 ///
-/// Shapes: `[rows, hidden]` for `x`, `g`, `out`; `[rows, intermediate]` for the inner ones; `[rows]` for weights. A batch
-/// that is used again may have had more rows: then what is behind these is left over, and has no meaning.
+/// Shapes: `[rows, hidden]` for `x`, `g`, `out`; `[rows, intermediate]` for `gate` to `hw`; `[rows]` for weights.
+/// Buffers never shrink, so they may be longer; elements behind `rows` are stale.
 #[derive(Clone, Debug, Default)]
 pub struct Batch<E> {
     /// Number of rows.
     pub rows: usize,
-    /// Inputs, times the rows' weights once their tile is computed, where weights are on inputs.
+    /// Inputs. With `weigh_input`, computing a tile multiplies its inputs by the row weights in place.
     pub x: Vec<E>,
     /// Weight of each row.
     pub weight: Vec<f32>,
-    /// Whether the weights are in the inputs already.
+    /// Whether `x` includes the weights.
     pub weighed_input: bool,
     /// Forward: the unweighted outputs. Backward: the input gradients.
     pub out: Vec<f32>,
-    /// Gradients of the weighted outputs, before the weights.
+    /// Gradients of the weighted outputs, not multiplied by the weights.
     pub g: Vec<E>,
     /// Gradient of each row's weight.
     pub d_weight: Vec<f32>,
@@ -211,7 +213,7 @@ pub struct Batch<E> {
 }
 
 impl<E: Element> Batch<E> {
-    /// Makes room for `rows` rows in forward; rows already there keep their values.
+    /// Grows the buffers of forward to `rows` rows; existing rows keep their values.
     pub fn resize_forward(&mut self, config: &MlpConfig, hidden: usize, rows: usize) {
         let inner = rows * config.intermediate;
         self.rows = rows;
@@ -225,7 +227,7 @@ impl<E: Element> Batch<E> {
         grow(&mut self.h, inner);
     }
 
-    /// Makes room for the backward of the rows that are there.
+    /// Grows the buffers of backward to the batch's rows.
     pub fn resize_backward(&mut self, config: &MlpConfig, hidden: usize) {
         let inner = self.rows * config.intermediate;
         grow(&mut self.g, self.rows * hidden);
@@ -237,22 +239,21 @@ impl<E: Element> Batch<E> {
         grow(&mut self.hw, inner);
     }
 
-    /// Exchanges the memory that only one pass needs with another batch's, of which nothing else counts.
+    /// Swaps the buffers that only one pass needs with those of `other`.
     pub fn swap_pass_memory(&mut self, other: &mut Batch<E>) {
         std::mem::swap(&mut self.out, &mut other.out);
         std::mem::swap(&mut self.d_weight, &mut other.d_weight);
-        for (mine, others) in [
+        for (own, others) in [
             (&mut self.g, &mut other.g),
             (&mut self.d_gate, &mut other.d_gate),
             (&mut self.d_up, &mut other.d_up),
             (&mut self.hw, &mut other.hw),
         ] {
-            std::mem::swap(mine, others);
+            std::mem::swap(own, others);
         }
     }
 
-    /// A batch of `rows` rows with room for both passes, every input of a GEMM filled with small numbers: what
-    /// [`Mlp::bare_gemms`] runs on.
+    /// A batch of `rows` rows for [`Mlp::bare_gemms`], with every GEMM input filled with values in [-1, 1].
     pub fn filled(config: &MlpConfig, hidden: usize, rows: usize) -> Self {
         let mut batch = Batch::default();
         batch.resize_forward(config, hidden, rows);
@@ -266,18 +267,25 @@ impl<E: Element> Batch<E> {
         batch
     }
 
-    /// What `tiles` of a forward pass (`is_forward`) or a backward pass through `mlp` work on; they lie in the order of their rows.
+    /// Splits the batch's buffers into `tiles`, which ascend, for a forward (`is_forward`) or backward pass through
+    /// `mlp`.
     pub fn tiles(&mut self, mlp: &Mlp<E>, tiles: &[Range<usize>], is_forward: bool) -> Vec<BatchTile<'_, E>> {
         let (h, i) = (mlp.hidden, mlp.config.intermediate);
         if is_forward {
             self.weighed_input = mlp.weigh_input;
         }
-        let (mut x, mut out) = (cut(&mut self.x, h, tiles), cut(&mut self.out, h, tiles));
-        let (mut gate, mut up, mut act) =
-            (cut(&mut self.gate, i, tiles), cut(&mut self.up, i, tiles), cut(&mut self.h, i, tiles));
-        let (mut d_gate, mut d_up, mut hw) =
-            (cut(&mut self.d_gate, i, tiles), cut(&mut self.d_up, i, tiles), cut(&mut self.hw, i, tiles));
-        let mut d_weight = cut(&mut self.d_weight, 1, tiles);
+        let (mut x, mut out) = (split_tiles(&mut self.x, h, tiles), split_tiles(&mut self.out, h, tiles));
+        let (mut gate, mut up, mut act) = (
+            split_tiles(&mut self.gate, i, tiles),
+            split_tiles(&mut self.up, i, tiles),
+            split_tiles(&mut self.h, i, tiles),
+        );
+        let (mut d_gate, mut d_up, mut hw) = (
+            split_tiles(&mut self.d_gate, i, tiles),
+            split_tiles(&mut self.d_up, i, tiles),
+            split_tiles(&mut self.hw, i, tiles),
+        );
+        let mut d_weight = split_tiles(&mut self.d_weight, 1, tiles);
         let tile = |(k, tile): (usize, &Range<usize>)| BatchTile {
             rows: tile.len(),
             weight: &self.weight[tile.clone()],
@@ -295,7 +303,7 @@ impl<E: Element> Batch<E> {
         tiles.iter().enumerate().map(tile).collect()
     }
 
-    /// The gradients of the MLP's weights over all rows, in row order; after every tile's backward.
+    /// Computes the weight gradients over all rows, in row order. Call it after the backward of every tile.
     pub fn weight_gradients(&self, mlp: &Mlp<E>, scratch: &mut Scratch, grads: MlpGradientsMut<'_>) {
         let (m, h, i) = (self.rows, mlp.hidden, mlp.config.intermediate);
         let ws = &mut scratch.workspace;
@@ -321,7 +329,7 @@ impl<E: Element> Batch<E> {
     }
 }
 
-/// The rows of one tile of a [`Batch`], by its fields' names; empty those that it has not.
+/// Views of one tile's rows in a [`Batch`], under the same field names; empty for buffers that the pass does not use.
 pub struct BatchTile<'b, E> {
     rows: usize,
     weight: &'b [f32],
@@ -338,7 +346,7 @@ pub struct BatchTile<'b, E> {
 }
 
 impl<E: Element> BatchTile<'_, E> {
-    /// `out = MLP(x)`.
+    /// Computes `out = MLP(x)`.
     pub fn forward(self, mlp: &Mlp<E>, scratch: &mut Scratch) {
         let (m, h, i) = (self.rows, mlp.hidden, mlp.config.intermediate);
         scratch.reserve(m * i);
@@ -366,14 +374,14 @@ impl<E: Element> BatchTile<'_, E> {
         add_bias(m, self.out, &mlp.bias[2]);
     }
 
-    /// `out` = the gradient of `x`, and `d_weight`, from `g`.
+    /// Computes the gradient of `x` into `out`, and `d_weight`, from `g`.
     pub fn backward(self, mlp: &Mlp<E>, scratch: &mut Scratch) {
         let (m, h, i) = (self.rows, mlp.hidden, mlp.config.intermediate);
         scratch.reserve(m * i);
         let q = &mut scratch.inner[0][..m * i];
         let BatchTile { weight: input_weight, x, out, g, d_weight, gate, up, h: act, d_gate, d_up, hw, .. } = self;
         E::gemm_nn(&mut scratch.workspace, m, g, &mlp.down, q, false);
-        // With weights on the inputs the outputs' are 1.
+        // With weights on the inputs, outputs have weight 1.
         let ones = if mlp.weigh_input { vec![1.0; m] } else { Vec::new() };
         let weight = if mlp.weigh_input { &ones[..] } else { input_weight };
         let activation = mlp.config.activation;
@@ -406,7 +414,8 @@ impl<E: Element> BatchTile<'_, E> {
             }
         }
         if mlp.weigh_input {
-            // The input was x times the weight: d_weight = <x, gradient of the input>, and x is what is kept over the weight.
+            // The input was x * weight, and the stored x includes the weight: d_weight = <stored x, gradient of the
+            // input> / weight.
             let mut row = vec![0.0; h];
             let rows = x.chunks_exact(h).zip(out.chunks_exact_mut(h));
             for ((x, out), (d, &weight)) in rows.zip(d_weight.iter_mut().zip(input_weight)) {
@@ -418,8 +427,8 @@ impl<E: Element> BatchTile<'_, E> {
     }
 }
 
-/// The parts of `values`, rows of `width`, that hold `tiles`; where they have no rows, nothing.
-fn cut<'v, V>(values: &'v mut [V], width: usize, tiles: &[Range<usize>]) -> Vec<&'v mut [V]> {
+/// Splits `values`, rows of `width`, into the rows of `tiles`; an empty slice for a tile past the end.
+fn split_tiles<'v, V>(values: &'v mut [V], width: usize, tiles: &[Range<usize>]) -> Vec<&'v mut [V]> {
     let (mut rest, mut at) = (values, 0);
     let one = |tile: &Range<usize>| {
         let (before, rows) = ((tile.start - at) * width, tile.len() * width);
@@ -431,13 +440,13 @@ fn cut<'v, V>(values: &'v mut [V], width: usize, tiles: &[Range<usize>]) -> Vec<
     tiles.iter().map(one).map(Option::unwrap_or_default).collect()
 }
 
-/// Does all of `work`: on this thread and, where there is more than one piece, on one more for each further scratch, as far as the system has
-/// threads.
-pub fn in_parallel<W: Send>(scratch: &mut [Scratch], work: Vec<W>, each: impl Fn(&mut Scratch, W) + Sync) {
+/// Runs `each` on all items, on this thread and on one more thread for each further scratch. Threads that cannot be
+/// started are left out.
+pub fn par_for_each<W: Send>(scratch: &mut [Scratch], work: Vec<W>, each: impl Fn(&mut Scratch, W) + Sync) {
     let pieces = work.len();
     let queue = Mutex::new(work.into_iter());
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
-    let take_turns = &|scratch: &mut Scratch| {
+    let run_items = &|scratch: &mut Scratch| {
         while let Some(piece) = next() {
             each(scratch, piece);
         }
@@ -445,14 +454,14 @@ pub fn in_parallel<W: Send>(scratch: &mut [Scratch], work: Vec<W>, each: impl Fn
     let Some((own, others)) = scratch.split_first_mut() else { return };
     thread::scope(|scope| {
         for scratch in others.iter_mut().take(pieces.saturating_sub(1)) {
-            // Who cannot be started leaves its share to the others.
-            let _ = thread::Builder::new().spawn_scoped(scope, move || take_turns(scratch));
+            // If a thread cannot be started, the others take its share.
+            let _ = thread::Builder::new().spawn_scoped(scope, move || run_items(scratch));
         }
-        take_turns(own);
+        run_items(own);
     });
 }
 
-/// Makes a buffer at least this long. Never shorter, for what is cut off would have to be cleared when it grows again.
+/// Grows a buffer to at least `len`. Never shrinks it, because growing again would clear the elements.
 fn grow<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) {
     if buffer.len() < len {
         buffer.resize(len, T::default());
@@ -465,7 +474,7 @@ fn add_bias(m: usize, c: &mut [f32], bias: &[f32]) {
     }
 }
 
-/// The tiles of `rows`: as many as are nearest to `tile_rows` rows each, in equal parts.
+/// Splits `rows` into equal tiles; the number of tiles is such that their size is closest to `tile_rows`.
 pub fn tiles(rows: Range<usize>, tile_rows: usize) -> impl Iterator<Item = Range<usize>> {
     let n = rows.len();
     let count = if n == 0 { 0 } else { ((n + tile_rows / 2) / tile_rows).max(1) };
@@ -477,7 +486,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_are_even_and_cover() {
+    fn tiles_are_even_and_cover_all_rows() {
         for n in [0, 1, 255, 512, 530, 767, 769, 5000] {
             let all: Vec<_> = tiles(7..7 + n, 512).collect();
             assert_eq!(all.iter().map(|t| t.len()).sum::<usize>(), n);

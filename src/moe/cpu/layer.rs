@@ -1,4 +1,4 @@
-//! The layer on a CPU: how it is made and freed; its passes are in `pass.rs`.
+//! Construction and teardown of the CPU layer; its passes are in `pass.rs`.
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,14 +9,14 @@ use super::kernels::Element;
 use super::memory::LayerMemory;
 use super::replicas::{Exchange, OneGroup};
 use super::weights::Weights;
-use crate::moe::spec::metrics::{Observer, Phase, Recorder, Unobserved};
+use crate::moe::spec::metrics::{NoObserver, Observer, Phase, Recorder};
 use crate::moe::spec::{ConfigError, Gradients, LayerSpec, Layout, MoeError, WeightSource};
 use crate::shmem::{AsShmem, Shmem};
 
-/// One PE's part of a MoE layer on the CPU, over the one-sided layer that `S` holds, with elements `E`.
+/// One PE's part of a MoE layer on the CPU, with elements `E`. `S` holds the PE's shmem handle.
 ///
-/// Used through [`MoeLayer`](crate::moe::MoeLayer). `X` is the exchange with other EP groups, where there are any. A layer may be used from another
-/// thread than the one that made it: it is `Send` where `S` is.
+/// Used through [`MoeLayer`](crate::moe::MoeLayer). `X` is the exchange with other EP groups. A layer is `Send` if `S`
+/// is, so another thread than the one that made it may use it.
 ///
 /// ```
 /// use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
@@ -43,42 +43,42 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) memory: LayerMemory,
     pub(super) weights: Weights<E>,
     pub(super) gradients: Option<LayerGradients>,
-    /// One for each thread.
+    /// One per thread.
     pub(super) scratch: Vec<Scratch>,
     pub(super) recorder: Recorder,
-    /// Which layer a [`Saved`] belongs to.
+    /// Unique in this process; a [`Saved`] stores the id of its layer.
     pub(super) id: u64,
     pub(super) passes: u64,
     pub(super) forwards: u64,
     pub(super) credits_used: Vec<u64>,
     pub(super) stream_credits: Vec<u64>,
-    pub(super) spare: Vec<Saved<E>>,
-    /// By local expert, the memory that a batch needs during a pass only: all passes share it.
+    pub(super) pool: Vec<Saved<E>>,
+    /// By local expert: buffers that a batch needs only during a pass, shared by all passes.
     pub(super) pass_memory: Vec<Batch<E>>,
     pub(super) exchange: Option<X>,
-    /// What passes since the last outcome put to other PEs, the sums of gradients included.
+    /// Bytes put (all, over the network) since the last outcome, including gradient sums.
     pub(super) pass_bytes: [u64; 2],
-    /// The experts of the next passes' tokens, where the router is not to choose them.
+    /// Experts of the next passes' tokens that replace the router's choices, `[tokens, top_k]`.
     pub(super) choices: Option<Vec<u32>>,
-    /// Pieces of experts that have moved, on all PEs alike.
+    /// Number of pieces of moved experts sent since the start, equal on all PEs.
     pub(super) pieces: u64,
 }
 
-/// No other layer of this process has it.
+/// An id that no other layer of this process has.
 pub(super) fn new_id() -> u64 {
     static LAYERS: AtomicU64 = AtomicU64::new(1);
     LAYERS.fetch_add(1, Ordering::Relaxed)
 }
 
-/// What backward passes leave.
+/// Gradients that backward passes compute.
 pub(super) struct LayerGradients {
     pub(super) all: Gradients,
-    /// Where a backward computes while `accumulate` is on; made when it is first turned on.
+    /// With `accumulate`: the gradients of one backward, which are then added to `all`.
     pub(super) last: Option<Gradients>,
     pub(super) accumulate: bool,
 }
 
-/// Makes a [`Layer`].
+/// Builder of a [`Layer`].
 pub struct LayerBuilder<S, E, X = OneGroup> {
     spec: LayerSpec,
     observer: Box<dyn Observer>,
@@ -87,41 +87,44 @@ pub struct LayerBuilder<S, E, X = OneGroup> {
 }
 
 impl<S: AsShmem, E: Element> Layer<S, E> {
-    /// Begins to make a layer by `spec`; [`LayerBuilder::build`] makes it.
+    /// Starts a layer of `spec`; [`LayerBuilder::build`] completes it.
     pub fn builder(spec: LayerSpec) -> LayerBuilder<S, E> {
-        LayerBuilder { spec, observer: Box::new(Unobserved), exchange: None, types: PhantomData }
+        LayerBuilder { spec, observer: Box::new(NoObserver), exchange: None, types: PhantomData }
     }
 }
 
 impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
-    /// Tells `observer` of each phase that the layer enters.
+    /// Reports each phase that the layer enters to `observer`.
     pub fn observer(self, observer: impl Observer + 'static) -> Self {
         LayerBuilder { observer: Box::new(observer), ..self }
     }
 
-    /// Makes it one with the layers of other EP groups, which hold the same experts, where `spec` is of one of several groups
-    /// of a world: gradients of weights are then sums over all groups, losses and capacity over all groups' tokens. A placement with
-    /// replicas needs it for training, if there is one group only.
+    /// Connects the layer to those of the other EP groups that hold the same experts; `spec` is the spec of one group.
+    /// Weight gradients are then summed over all groups, and losses and capacity cover the tokens of all groups.
+    /// Training with replicas needs an exchange even in a single group.
     pub fn exchange<Y: Exchange>(self, exchange: Y) -> LayerBuilder<S, E, Y> {
         let LayerBuilder { spec, observer, types, .. } = self;
         LayerBuilder { spec, observer, exchange: Some(exchange), types }
     }
 
-    /// Loads the weights that this PE owns or shares from `source` and allocates the symmetric memory in the heap of `shmem`
-    /// (collective), which needs [`LayerSpec::heap_bytes`].
+    /// Loads the weights that this PE owns or shares from `source`, and allocates symmetric memory in the heap of
+    /// `shmem` (collective): [`LayerSpec::heap_bytes`].
     ///
     /// # Errors
-    /// A `spec` that is not consistent or not of as many PEs as there are, or of another element type than `E`; weights that
-    /// cannot be loaded; a heap that is too small; a peer that does not come.
+    ///
+    /// Returns an error if `spec` is inconsistent, does not match the number of PEs or `E`, if weights cannot be
+    /// loaded, if the heap is too small, or if a peer does not join.
     pub fn build(self, shmem: S, source: &dyn WeightSource) -> Result<Layer<S, E, X>, MoeError> {
         self.build_with(shmem, |spec, me| Weights::load(source, spec, me))
     }
 
-    /// As [`build`](Self::build), of a layer without weights of its own: the caller routes, brings the experts to each pass
-    /// ([`Layer::experts_lent`]) and takes their gradients. One such layer may serve all of a model's that are alike.
+    /// Like [`build`](Self::build), for a layer without weights of its own: the caller routes, passes the experts to
+    /// each pass ([`Layer::experts_borrowed`]) and receives their gradients. One such layer can serve all layers of a
+    /// model that have the same configuration.
     ///
     /// # Errors
-    /// As for `build`; a `spec` with a router or a shared expert.
+    ///
+    /// Those of `build`, and an error if `spec` has a router or a shared expert.
     pub fn build_without_weights(self, shmem: S) -> Result<Layer<S, E, X>, MoeError> {
         let config = &self.spec.config;
         if !config.replicated_weights().is_empty() || !config.router.external {
@@ -162,7 +165,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         });
         let memory = LayerMemory::new(pe, spec.layout()?)?;
         let stream_credits = vec![0; memory.layout.served * memory.layout.siblings];
-        // Nobody may signal before every PE's signal words are zero.
+        // No PE may signal before the signal words of all PEs are zero.
         memory.clear_signals(pe);
         pe.barrier_all(spec.options.deadline())
             .map_err(|timeout| MoeError::wait(pe, timeout.index, "to make the layer", Phase::Idle, timeout))?;
@@ -179,7 +182,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             forwards: 0,
             credits_used: vec![0; n],
             stream_credits,
-            spare: Vec::new(),
+            pool: Vec::new(),
             pass_memory: Vec::new(),
             exchange,
             pass_bytes: [0; 2],
@@ -194,7 +197,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         self.shmem.as_shmem()
     }
 
-    /// The sizes of the symmetric memory.
+    /// Sizes of the symmetric memory.
     pub fn layout(&self) -> &Layout {
         &self.memory.layout
     }
@@ -204,37 +207,38 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         &self.weights.experts
     }
 
-    /// Frees the symmetric memory (collective), and gives the one-sided layer back. Dropped without it, the layer leaves its
-    /// memory to the heap's owner.
+    /// Frees the symmetric memory (collective), and returns the shmem handle. A layer that is dropped instead leaves
+    /// its memory allocated until the heap is freed.
     ///
     /// # Errors
-    /// When a peer does not come.
+    ///
+    /// Returns an error if a peer does not join.
     pub fn free(self) -> Result<S, MoeError> {
-        self.meet("to free the layer")?;
+        self.group_barrier("to free the layer")?;
         self.memory.free(self.pe());
         Ok(self.shmem)
     }
 
-    /// A barrier of the group; `what` those who wait say that they wait for.
-    pub(super) fn meet(&self, what: &'static str) -> Result<(), MoeError> {
+    /// A barrier of the group. `what` completes the message of a timeout.
+    pub(super) fn group_barrier(&self, what: &'static str) -> Result<(), MoeError> {
         let shmem = self.pe();
         shmem
             .barrier_all(self.spec.options.deadline())
             .map_err(|timeout| MoeError::wait(shmem, timeout.index, what, self.recorder.phase(), timeout))
     }
 
-    /// Bytes put to other PEs so far, the sums of gradients included.
+    /// Bytes put to other PEs since the start, including gradient sums.
     pub fn bytes_put(&self) -> u64 {
         self.all_bytes_put()[0]
     }
 
-    /// The same, and those of them that a network took.
+    /// Like [`bytes_put`](Self::bytes_put), and the bytes of them that went over a network.
     pub(super) fn all_bytes_put(&self) -> [u64; 2] {
         let [all, network] = self.exchange.as_ref().map_or([0; 2], Exchange::bytes_put);
         [all + self.pe().bytes_put(), network + self.pe().network_bytes_put()]
     }
 
-    /// Counts what was put since as a pass's.
+    /// Adds the bytes put since `before` to the pass.
     pub(super) fn count_bytes_since(&mut self, before: [u64; 2]) {
         let now = self.all_bytes_put();
         self.pass_bytes = [0, 1].map(|kind| self.pass_bytes[kind] + now[kind] - before[kind]);

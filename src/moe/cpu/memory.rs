@@ -1,11 +1,10 @@
-//! The layer's symmetric objects, of the sizes that a [`Layout`] gives.
+//! The layer's symmetric memory; [`Layout`] gives the sizes.
 
 use crate::moe::spec::Layout;
 use crate::shmem::{Shmem, ShmemError, Sym, Transport};
 
-/// The layer's symmetric objects. A peer's index is its number, less one if it is above ours.
+/// The layer's symmetric objects. Peers are indexed by PE number, skipping the PE that owns the memory.
 pub struct LayerMemory {
-    /// The sizes.
     pub layout: Layout,
     windows: Sym<u8>,
     returns: Sym<u8>,
@@ -14,14 +13,15 @@ pub struct LayerMemory {
     signals: Sym<u64>,
     moved: Sym<f32>,
     moved_signal: Sym<u64>,
-    parts: Sym<u8>,
+    partials: Sym<u8>,
 }
 
 impl LayerMemory {
-    /// Allocates on every PE (collective).
+    /// Allocates the objects (collective).
     ///
     /// # Errors
-    /// When the heap is too small.
+    ///
+    /// Returns `ShmemError` if the heap is too small.
     pub fn new<T: Transport>(shmem: &Shmem<T>, layout: Layout) -> Result<Self, ShmemError> {
         Ok(LayerMemory {
             windows: shmem.alloc(layout.window_bytes())?,
@@ -31,20 +31,20 @@ impl LayerMemory {
             signals: shmem.alloc(layout.signal_words())?,
             moved: shmem.alloc(layout.move_len)?,
             moved_signal: shmem.alloc(1)?,
-            parts: shmem.alloc(layout.all_part_bytes())?,
+            partials: shmem.alloc(layout.all_partial_bytes())?,
             layout,
         })
     }
 
-    /// Sets this PE's signal words to zero; a barrier must follow before a peer signals.
+    /// Clears this PE's signal words; a barrier must follow before a peer signals.
     pub fn clear_signals<T: Transport>(&self, shmem: &Shmem<T>) {
         shmem.put(self.signals, &vec![0u64; self.signals.len()], shmem.my_pe());
         shmem.put(self.moved_signal, &[0], shmem.my_pe());
     }
 
-    /// Gives the memory back (collective).
+    /// Frees the objects (collective).
     pub fn free<T: Transport>(&self, shmem: &Shmem<T>) {
-        shmem.free(self.parts);
+        shmem.free(self.partials);
         shmem.free(self.moved_signal);
         shmem.free(self.moved);
         shmem.free(self.signals);
@@ -54,40 +54,40 @@ impl LayerMemory {
         shmem.free(self.windows);
     }
 
-    /// The index of `pe` at `at`.
+    /// Index of peer `pe` in the memory of PE `at`.
     fn index(pe: usize, at: usize) -> usize {
         debug_assert_ne!(pe, at);
         pe - usize::from(pe > at)
     }
 
-    /// Where `from` writes chunk `chunk` at `at`.
+    /// Buffer at `at` for chunk `chunk` from `from`.
     pub fn chunk(&self, from: usize, at: usize, chunk: usize) -> Sym<u8> {
         let slot = Self::index(from, at) * self.layout.window_chunks + chunk % self.layout.window_chunks;
         let bytes = self.layout.chunk_bytes();
         self.windows.slice(slot * bytes..(slot + 1) * bytes)
     }
 
-    /// The return area.
     pub fn returns(&self) -> Sym<u8> {
         self.returns
     }
 
-    /// Where `from` writes its header of forward pass `forward` at `at`.
+    /// Buffer at `at` for the header of forward pass `forward` from `from`.
     pub fn header(&self, from: usize, at: usize, forward: u64) -> Sym<u32> {
         let slot = (forward % 2) as usize * self.layout.peers + Self::index(from, at);
         let words = self.layout.header_words;
         self.headers.slice(slot * words..(slot + 1) * words)
     }
 
-    /// Where `from` writes its capacity counts at `at`. One place is enough: the next counts follow the header that `at`
-    /// sends after it has read these.
+    /// Buffer at `at` for the capacity counts from `from`. It needs no double buffer: `from` sends the next counts only
+    /// after it has the header that `at` sends after reading these.
     pub fn capacity_counts(&self, from: usize, at: usize) -> Sym<u32> {
         let slot = Self::index(from, at);
         let words = self.layout.capacity_words;
         self.capacity.slice(slot * words..(slot + 1) * words)
     }
 
-    /// Where a PE gets `elements` of an expert that moves to it, and the number of the last piece that has arrived.
+    /// Buffer for `elements` elements of an expert that moves to this PE, and the signal with the number of the last
+    /// piece that has arrived.
     pub fn moved(&self, elements: usize) -> (Sym<f32>, Sym<u64>) {
         (self.moved.slice(0..elements), self.moved_signal)
     }
@@ -96,31 +96,32 @@ impl LayerMemory {
         self.signals.at(group * self.layout.peers + Self::index(from, at) * of + index)
     }
 
-    /// At `at`: the number of the last forward pass, of those even or odd as `forward` is, whose header from `from` has
-    /// arrived. One word for both would go backwards when the header of a PE that runs ahead overtakes its last one.
+    /// At `at`: number of the last forward pass, among those of the parity of `forward`, whose header from `from` has
+    /// arrived. A single word for both parities could decrease, if the header of a PE that runs ahead overtakes its
+    /// previous one.
     pub fn header_signal(&self, from: usize, at: usize, forward: u64) -> Sym<u64> {
         self.word(0, from, at, (forward % 2) as usize, 2)
     }
 
-    /// At `at`: the number of the last forward pass whose capacity counts from `from` have arrived.
+    /// At `at`: number of the last forward pass whose capacity counts from `from` have arrived.
     pub fn capacity_signal(&self, from: usize, at: usize) -> Sym<u64> {
         self.word(2, from, at, 0, 1)
     }
 
-    /// At `at`: how many chunks of `at`'s window at `from` have ever been emptied for reuse.
+    /// At `at`: number of slots of `at`'s window at `from` that have been freed for reuse, over all passes.
     pub fn credit_signal(&self, from: usize, at: usize) -> Sym<u64> {
         self.word(3, from, at, 0, 1)
     }
 
-    /// At `at`: the stamp of the chunk that `from` last wrote into this place of its window.
+    /// At `at`: stamp of the chunk that `from` last wrote to this window slot.
     pub fn chunk_signal(&self, from: usize, at: usize, chunk: usize) -> Sym<u64> {
         self.word(4, from, at, chunk % self.layout.window_chunks, self.layout.window_chunks)
     }
 
-    /// At the home of PE number `served` of those that it serves: the results of its other PE number `sibling` for that PE's rows.
-    pub fn parts(&self, served: usize, sibling: usize) -> Sym<u8> {
-        let at = (served * self.layout.siblings + sibling) * self.layout.part_bytes;
-        self.parts.slice(at..at + self.layout.part_bytes)
+    /// At a relay: buffer for the partial results of sibling number `sibling` for the rows of source number `served`.
+    pub fn partials(&self, served: usize, sibling: usize) -> Sym<u8> {
+        let at = (served * self.layout.siblings + sibling) * self.layout.partial_bytes;
+        self.partials.slice(at..at + self.layout.partial_bytes)
     }
 
     fn stream_word(&self, served: usize, sibling: usize, index: usize) -> Sym<u64> {
@@ -129,17 +130,17 @@ impl LayerMemory {
         self.signals.at(first + stream * (1 + self.layout.max_chunks) + index)
     }
 
-    /// There: how many chunks of such rows that PE has ever emptied for reuse.
+    /// At a relay: number of window slots of this stream that the sibling has freed for reuse, over all passes.
     pub fn stream_credit(&self, served: usize, sibling: usize) -> Sym<u64> {
         self.stream_word(served, sibling, 0)
     }
 
-    /// There: the number of the pass whose results for chunk `chunk` of such rows have arrived.
+    /// At a relay: number of the pass whose partial results for chunk `chunk` of this stream have arrived.
     pub fn stream_result(&self, served: usize, sibling: usize, chunk: usize) -> Sym<u64> {
         self.stream_word(served, sibling, 1 + chunk)
     }
 
-    /// At `at`: the number of the pass whose results for `at`'s chunk `chunk` have arrived from `from`.
+    /// At `at`: number of the pass whose results for `at`'s chunk `chunk` have arrived from `from`.
     pub fn result_signal(&self, from: usize, at: usize, chunk: usize) -> Sym<u64> {
         self.word(4 + self.layout.window_chunks, from, at, chunk, self.layout.max_chunks)
     }

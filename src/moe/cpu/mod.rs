@@ -1,6 +1,6 @@
 //! The layer on a CPU: router, dispatch, experts, combine; forward and backward, over one-sided communication.
 //!
-//! [`Layer`] is the entry. `docs/protocol.md` describes what its PEs say to each other.
+//! The entry point is [`Layer`]. `docs/protocol.md` describes the messages between PEs.
 
 mod capacity;
 mod engine;

@@ -1,7 +1,7 @@
-//! Experts that change PEs between passes: their weights, and what a caller keeps beside them, one-sided.
+//! Moves experts between PEs, between passes: their weights and the caller's per-expert state, one-sided.
 //!
-//! Every PE knows the old placement and the new one, and so who gives what to whom. A PE gets one piece at a time, in a place that is kept for it; after
-//! each piece all PEs of the group meet, so that the place is free again.
+//! Every PE knows the old and the new placement, and derives the transfers from them. A PE receives one piece at a time
+//! in a reserved buffer; a barrier of the group after each piece frees the buffer.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::moe::spec::metrics::Phase;
 use crate::moe::spec::{ConfigError, ExpertState, Gradients, Groups, LayerSpec, MlpId, MoeError, Placement, WeightId};
 use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
 
-/// One expert on its way.
+/// Transfer of one expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Transfer {
     expert: usize,
@@ -21,16 +21,16 @@ struct Transfer {
     to: usize,
 }
 
-/// Who gives what to whom: in each round a PE gets one expert at most, from whichever of those that hold it gives fewest.
-fn rounds(old: &Placement, new: &Placement) -> Vec<Vec<Transfer>> {
+/// Schedules the transfers. In each round a PE receives at most one expert, from the holder that sends the fewest.
+fn transfer_rounds(old: &Placement, new: &Placement) -> Vec<Vec<Transfer>> {
     let mut rounds: Vec<Vec<Transfer>> = Vec::new();
-    let (mut gives, mut gets) = (vec![0usize; old.n_pes()], vec![0usize; old.n_pes()]);
+    let (mut sends, mut receives) = (vec![0usize; old.n_pes()], vec![0usize; old.n_pes()]);
     for expert in 0..old.n_experts() {
         for to in new.holders(expert).into_iter().filter(|&to| old.local_on(expert, to).is_none()) {
-            let Some(from) = old.holders(expert).into_iter().min_by_key(|&from| (gives[from], from)) else { continue };
-            let round = gets[to];
-            gives[from] += 1;
-            gets[to] += 1;
+            let Some(from) = old.holders(expert).into_iter().min_by_key(|&from| (sends[from], from)) else { continue };
+            let round = receives[to];
+            sends[from] += 1;
+            receives[to] += 1;
             if rounds.len() == round {
                 rounds.push(Vec::new());
             }
@@ -46,47 +46,40 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let (group, me) = groups.place(self.pe().world_pe(self.pe().my_pe()));
         let new = groups.placement(group).clone();
         self.check_move(&new, me)?;
-        let rounds = rounds(&self.spec.placement, &new);
+        let rounds = transfer_rounds(&self.spec.placement, &new);
         let (weights, piece) = (self.spec.config.expert_elements(), self.memory.layout.move_len);
         let len = weights + state.len();
         let mut received: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
         self.recorder.enter(Phase::Move);
         for round in &rounds {
-            let gives: Vec<(Transfer, Vec<f32>)> = round
+            let sends: Vec<(Transfer, Vec<f32>)> = round
                 .iter()
                 .filter(|transfer| transfer.from == me)
                 .map(|&transfer| Ok((transfer, self.pack(transfer.expert, weights, state)?)))
                 .collect::<Result<_, MoeError>>()?;
-            let get = round.iter().find(|transfer| transfer.to == me);
-            let mut got = vec![0.0; if get.is_some() { len } else { 0 }];
+            let incoming = round.iter().find(|transfer| transfer.to == me);
+            let mut received_values = vec![0.0; if incoming.is_some() { len } else { 0 }];
             for start in (0..len).step_by(piece) {
                 let piece = start..len.min(start + piece);
                 self.pieces += 1;
-                for (transfer, values) in &gives {
-                    let (place, signal) = self.memory.moved(piece.len());
-                    self.pe().put_signal(
-                        place,
-                        &values[piece.clone()],
-                        signal,
-                        self.pieces,
-                        SignalOp::Set,
-                        transfer.to,
-                    );
+                for (transfer, values) in &sends {
+                    let (slot, signal) = self.memory.moved(piece.len());
+                    self.pe().put_signal(slot, &values[piece.clone()], signal, self.pieces, SignalOp::Set, transfer.to);
                 }
-                if let Some(transfer) = get {
-                    let (place, signal) = self.memory.moved(piece.len());
+                if let Some(transfer) = incoming {
+                    let (slot, signal) = self.memory.moved(piece.len());
                     let wait = Wait { signal, cmp: Cmp::Ge, value: self.pieces };
                     let deadline = self.spec.options.deadline();
                     self.pe().wait_until(wait, deadline).map_err(|timeout| {
                         MoeError::wait(self.pe(), transfer.from, "an expert that moves to it", Phase::Move, timeout)
                     })?;
-                    self.pe().get(&mut got[piece], place, me);
+                    self.pe().get(&mut received_values[piece], slot, me);
                 }
-                self.meet("that its experts have moved")?;
+                self.group_barrier("that its experts have moved")?;
             }
-            received.extend(get.map(|transfer| (transfer.expert, got)));
+            received.extend(incoming.map(|transfer| (transfer.expert, received_values)));
         }
-        self.take_over(new, me, received, weights, state)?;
+        self.switch_placement(new, me, received, weights, state)?;
         if let Some(exchange) = &mut self.exchange {
             exchange.regroup(groups, self.spec.options.deadline())?;
         }
@@ -94,7 +87,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(rounds.iter().map(Vec::len).sum())
     }
 
-    /// Refuses a placement that this layer has no room for.
+    /// Returns an error if this layer cannot change to placement `new`.
     fn check_move(&self, new: &Placement, me: usize) -> Result<(), MoeError> {
         let refuse = |why: String| Err(MoeError::Usage { what: "move experts", why });
         let old = &self.spec.placement;
@@ -116,7 +109,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(())
     }
 
-    /// An expert's weights, and the caller's state of it.
+    /// An expert's weights, followed by the caller's state of it.
     fn pack(&self, expert: usize, weights: usize, state: &mut dyn ExpertState) -> Result<Vec<f32>, MoeError> {
         let mut values = vec![0.0; weights + state.len()];
         for (id, part) in self.spec.config.expert_parts(expert) {
@@ -126,8 +119,8 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(values)
     }
 
-    /// Goes on with the new placement: experts that stay keep their weights as they are.
-    fn take_over(
+    /// Switches to the new placement. Experts that stay keep their weights.
+    fn switch_placement(
         &mut self,
         new: Placement,
         me: usize,
@@ -136,10 +129,10 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         state: &mut dyn ExpertState,
     ) -> Result<(), MoeError> {
         let LayerSpec { config, placement: old, .. } = &self.spec;
-        let mut had: BTreeMap<usize, Mlp<E>> =
+        let mut previous: BTreeMap<usize, Mlp<E>> =
             old.experts(me).iter().copied().zip(self.weights.experts.drain(..)).collect();
         for &expert in new.experts(me) {
-            let mlp = match (received.get(&expert), had.remove(&expert)) {
+            let mlp = match (received.get(&expert), previous.remove(&expert)) {
                 (Some(values), _) => {
                     state.take(expert, &values[weights..]);
                     let parts: BTreeMap<_, _> = config.expert_parts(expert).into_iter().collect();
@@ -155,14 +148,14 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             };
             self.weights.experts.push(mlp);
         }
-        had.into_keys().for_each(|expert| state.forget(expert));
+        previous.into_keys().for_each(|expert| state.forget(expert));
         self.spec.placement = new;
         let LayerSpec { config, placement, .. } = &self.spec;
         if let Some(gradients) = &mut self.gradients {
             gradients.all = Gradients::zeros(config, placement, me);
             gradients.last = None;
         }
-        // Forward passes of before are no longer this layer's.
+        // Invalidates the forward passes before the move.
         self.id = new_id();
         Ok(())
     }
@@ -174,14 +167,14 @@ mod tests {
     use crate::moe::placement::Split;
 
     #[test]
-    fn every_expert_that_is_missing_comes_once_from_who_has_it() {
+    fn each_missing_expert_is_sent_once_by_a_holder() {
         let old = Placement::from_owners(vec![0, 0, 0, 0, 1, 2], 3);
         let even = |holders: usize| vec![vec![1.0 / holders as f64; holders]; 3];
         let split = Split { expert: 4, holders: vec![0, 1, 2], shares: even(3) };
         let new = Placement::from_owners(vec![0, 1, 1, 2, 1, 2], 3).with_replicas(&[split]).unwrap();
-        let there = rounds(&old, &new);
-        assert_eq!(there.iter().map(Vec::len).collect::<Vec<_>>(), [3, 2]);
-        for round in &there {
+        let rounds = transfer_rounds(&old, &new);
+        assert_eq!(rounds.iter().map(Vec::len).collect::<Vec<_>>(), [3, 2]);
+        for round in &rounds {
             let to: std::collections::BTreeSet<usize> = round.iter().map(|transfer| transfer.to).collect();
             assert_eq!(to.len(), round.len(), "one for each PE");
             assert!(
@@ -190,9 +183,9 @@ mod tests {
                     .all(|t| old.local_on(t.expert, t.from).is_some() && new.local_on(t.expert, t.to).is_some())
             );
         }
-        assert!(rounds(&new, &new).is_empty());
-        // Of several that have it, not always the same one gives.
-        let all = rounds(&new, &Placement::from_owners(vec![1, 0, 0, 0, 1, 0], 3));
+        assert!(transfer_rounds(&new, &new).is_empty());
+        // Sends are spread over the holders.
+        let all = transfer_rounds(&new, &Placement::from_owners(vec![1, 0, 0, 0, 1, 0], 3));
         assert!(all.iter().flatten().all(|t| new.local_on(t.expert, t.from).is_some()));
     }
 }

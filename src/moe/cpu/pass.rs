@@ -1,4 +1,4 @@
-//! The layer on a CPU behind the contract: its passes, what comes before and after the engine's part, and its weights and gradients.
+//! [`MoeLayer`] on a CPU: the passes around the engine, weights and gradients.
 
 use std::borrow::Cow;
 
@@ -6,17 +6,17 @@ use super::engine::{Direction, Engine, ExpertGradients, PassProgress, Saved, Sav
 use super::experts::{Batch, Mlp};
 use super::kernels::{self, Element};
 use super::layer::{Layer, LayerGradients};
-use super::relay::Relay;
+use super::relay::RelayMap;
 use super::replicas::Exchange;
 use super::router::{self, Routing};
 use crate::moe::spec::metrics::{PassOutcome, Phase};
 use crate::moe::spec::{
-    ExpertState, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Options, Routed,
-    TakeGradients, WeightId,
+    ExpertState, GradientSink, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Options,
+    Routed, WeightId,
 };
 use crate::shmem::AsShmem;
 
-/// Which pass a [`Saved`] is for, by the way its tokens were routed.
+/// The call that a [`Saved`] is for, by whether the layer or the caller routed the tokens.
 const OWN_ROUTER: &str = "run backward";
 const EXTERNAL: &str = "run the backward of experts";
 
@@ -94,7 +94,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
         grad_weights: &mut [f32],
     ) -> Result<(), MoeError> {
         self.with_own_experts(|layer, experts| {
-            layer.check_lent(experts)?;
+            layer.check_borrowed(experts)?;
             layer.backward_pass(experts, saved, x, grad_output, grad_input, Some(grad_weights), None)
         })
     }
@@ -102,10 +102,10 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     fn finish(&mut self, saved: &Saved<E>) -> Result<PassOutcome, MoeError> {
         let (times_ns, mut traffic) = self.recorder.take();
         let mut phases_s = times_ns.map(|ns| ns as f64 * 1e-9);
-        // Time between passes is no pass's.
+        // Time between passes belongs to no pass.
         phases_s[Phase::Idle.code()] = 0.0;
         phases_s[Phase::Move.code()] = 0.0;
-        // What was put beyond the layer's own protocol are the sums of gradients.
+        // Bytes put outside of the layer protocol are gradient sums.
         let [all, network] = std::mem::take(&mut self.pass_bytes);
         let all_reduce_bytes = all.saturating_sub(traffic.total_bytes());
         traffic.network_bytes = network;
@@ -137,7 +137,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
 
     fn recycle(&mut self, saved: Saved<E>) {
         if saved.layer == self.id {
-            self.spare.push(saved);
+            self.pool.push(saved);
         }
     }
 
@@ -201,25 +201,27 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     }
 
     fn barrier(&mut self) -> Result<(), MoeError> {
-        self.meet("at a barrier")
+        self.group_barrier("at a barrier")
     }
 }
 
-/// Where [`Layer::experts_lent_backward`] puts the gradients of what its caller brought.
+/// Destination of the gradients that [`Layer::experts_borrowed_backward`] computes.
 pub struct LentGradients<'a> {
-    /// Of the tokens, `[T, hidden]`.
+    /// Gradients of the tokens, `[T, hidden]`.
     pub input: &'a mut [f32],
-    /// Of their experts' weights, `[T, K]`.
+    /// Gradients of the routing weights, `[T, K]`.
     pub weights: &'a mut [f32],
-    /// Of the experts.
-    pub experts: &'a mut TakeGradients<'a>,
+    /// Receives the gradients of each expert.
+    pub experts: &'a mut GradientSink<'a>,
 }
 
 impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
-    /// As [`MoeLayer::experts`], with the caller's `experts`: this PE's, in the order of its placement. The layer keeps nothing of them.
+    /// Like [`MoeLayer::experts`], with the caller's `experts`: those of this PE, in the order of its placement. The
+    /// layer keeps no reference to them.
     ///
     /// # Errors
-    /// As for `experts`; experts that are not this layer's in number or shape.
+    ///
+    /// Those of `experts`, and an error if number or shape of `experts` differs from the layer's.
     pub fn experts_lent(
         &mut self,
         experts: &[Mlp<E>],
@@ -228,7 +230,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         weights: &[f32],
         output: &mut [f32],
     ) -> Result<Saved<E>, MoeError> {
-        self.check_lent(experts)?;
+        self.check_borrowed(experts)?;
         let pairs = self.tokens(x, output)? * self.spec.config.router.top_k;
         expect_len("ids", ids.len(), pairs)?;
         expect_len("weights", weights.len(), pairs)?;
@@ -236,11 +238,12 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         self.forward_pass(experts, x, Some(routing), output)
     }
 
-    /// The backward of [`Layer::experts_lent`], with the same experts. Their gradients are the caller's, who is told of each expert once, as
-    /// soon as it has had all its rows; the layer keeps none.
+    /// Backward of [`Layer::experts_borrowed`], with the same experts. `gradients.experts` is called once per expert,
+    /// as soon as all rows of the expert are done; the layer stores no gradients.
     ///
     /// # Errors
-    /// As for [`MoeLayer::experts_backward`]; experts that are not this layer's in number or shape.
+    ///
+    /// Those of [`MoeLayer::experts_backward`], and an error if number or shape of `experts` differs from the layer's.
     pub fn experts_lent_backward(
         &mut self,
         experts: &[Mlp<E>],
@@ -249,12 +252,12 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_output: &[E],
         gradients: LentGradients<'_>,
     ) -> Result<(), MoeError> {
-        self.check_lent(experts)?;
-        let LentGradients { input, weights, experts: take } = gradients;
-        self.backward_pass(experts, saved, x, grad_output, input, Some(weights), Some(take))
+        self.check_borrowed(experts)?;
+        let LentGradients { input, weights, experts: sink } = gradients;
+        self.backward_pass(experts, saved, x, grad_output, input, Some(weights), Some(sink))
     }
 
-    fn check_lent(&self, experts: &[Mlp<E>]) -> Result<(), MoeError> {
+    fn check_borrowed(&self, experts: &[Mlp<E>]) -> Result<(), MoeError> {
         expect_len("the local experts", experts.len(), self.spec.placement.experts(self.pe().my_pe()).len())?;
         let LayerConfig { hidden, expert, .. } = &self.spec.config;
         if experts.iter().any(|mlp| mlp.config() != expert || mlp.hidden() != *hidden) {
@@ -264,7 +267,6 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(())
     }
 
-    /// Runs a pass with the layer's own experts.
     fn with_own_experts<T>(
         &mut self,
         pass: impl FnOnce(&mut Self, &[Mlp<E>]) -> Result<T, MoeError>,
@@ -275,7 +277,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         done
     }
 
-    /// The tokens of `x`, where it and `output` fit.
+    /// Checks the lengths of `x` and `output`, and returns the number of tokens.
     fn tokens(&self, x: &[E], output: &[f32]) -> Result<usize, MoeError> {
         let h = self.spec.config.hidden;
         let max = self.memory.layout.max_tokens * h;
@@ -287,7 +289,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(x.len() / h)
     }
 
-    /// A forward pass by `external`, the caller's routing, or by the layer's own router and with its shared expert.
+    /// A forward pass with the caller's routing `external`, or with the layer's own router and shared expert.
     fn forward_pass(
         &mut self,
         experts: &[Mlp<E>],
@@ -301,7 +303,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let bytes_before = self.all_bytes_put();
         self.passes += 1;
         self.forwards += 1;
-        let mut saved = self.spare.pop().unwrap_or_default();
+        let mut saved = self.pool.pop().unwrap_or_default();
         saved.layer = self.id;
         saved.stage = SavedStage::Forward;
         saved.external = external.is_some();
@@ -317,13 +319,13 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if config.has_losses() {
             saved.loads[me] = match saved.external {
                 false => saved.routing.load(config),
-                // The losses are of the layer's own router; the header has their words all the same.
+                // Losses concern the layer's own router, but the header has words for them anyway.
                 true => Load { tokens: tokens as u64, ..Load::zeros(config.n_experts) },
             };
         }
         saved.routes = router::routes(&saved.routing, &self.spec.placement, me, config.router.top_k);
-        let relay = self.relay();
-        saved.announced = relay.map_or(Vec::new(), |relay| relay.merge(&mut saved.routes, &self.spec.placement));
+        let relay_map = self.relay_map();
+        saved.announced = relay_map.map_or(Vec::new(), |relay| relay.merge(&mut saved.routes, &self.spec.placement));
 
         output.fill(0.0);
         self.run_pass(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default(), None)?;
@@ -349,7 +351,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(saved)
     }
 
-    /// Routes by the layer's own router, and readies the shared expert's rows.
+    /// Routes with the layer's own router, and prepares the shared expert's input.
     fn route(&mut self, x: &[E], saved: &mut Saved<E>) -> Routing {
         let (h, e) = (self.spec.config.hidden, self.spec.config.choices());
         let tokens = x.len() / h;
@@ -379,7 +381,8 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         router::route(&self.spec.config, self.weights.router_bias.as_deref(), logits, self.choices.as_deref())
     }
 
-    /// Refuses a backward that cannot be: `what` is the call, for passes routed by the caller where `external`.
+    /// Returns an error unless `saved` can have its backward. `what` is the call, and `external` whether it is for
+    /// passes that the caller routed.
     fn check_saved(&self, saved: &Saved<E>, what: &'static str, external: bool) -> Result<(), MoeError> {
         let why = if saved.layer != self.id {
             "the forward pass was another layer's"
@@ -408,7 +411,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_output: &[E],
         grad_input: &mut [f32],
         grad_weights: Option<&mut [f32]>,
-        take: Option<&mut TakeGradients<'_>>,
+        sink: Option<&mut GradientSink<'_>>,
     ) -> Result<(), MoeError> {
         let what = if grad_weights.is_some() { EXTERNAL } else { OWN_ROUTER };
         self.check_saved(saved, what, grad_weights.is_some())?;
@@ -429,7 +432,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             _ => (&mut *all, false),
         };
         let bytes_before = self.all_bytes_put();
-        let done = self.backward_into(experts, saved, x, grad_output, grad_input, grad_weights, into, take);
+        let done = self.backward_into(experts, saved, x, grad_output, grad_input, grad_weights, into, sink);
         if let (Some(last), true) = (last, add && done.is_ok()) {
             all.add(last);
         }
@@ -449,7 +452,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_input: &mut [f32],
         grad_weights: Option<&mut [f32]>,
         grads: &mut Gradients,
-        take: Option<&mut TakeGradients<'_>>,
+        sink: Option<&mut GradientSink<'_>>,
     ) -> Result<(), MoeError> {
         self.recorder.enter(Phase::Router);
         self.passes += 1;
@@ -458,7 +461,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             grad_weights.fill(0.0);
             grads.replicated().for_each(|grad| grad.fill(0.0));
             let direction = Direction::Backward;
-            return self.run_pass(direction, experts, saved, grad_output, grad_input, grad_weights, grads, take);
+            return self.run_pass(direction, experts, saved, grad_output, grad_input, grad_weights, grads, sink);
         }
         if self.weights.shared.is_some() {
             saved.shared.g.clear();
@@ -497,7 +500,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if let Some(gate) = &self.weights.shared_gate {
             grads.shared_gate.fill(0.0);
             for t in 0..tokens {
-                // The row's weight is scale times the gate, and the scale is in the gradient once.
+                // The row's weight is scale * gate; the scale must enter the gradient only once.
                 let scale = config.shared.map_or(1.0, |s| s.scale);
                 let s = saved.shared.weight[t];
                 let d = saved.shared.d_weight[t] * s * (1.0 - s / scale);
@@ -518,18 +521,18 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         output: &mut [f32],
         d_weights: &mut [f32],
         grads: &mut Gradients,
-        take: Option<&mut TakeGradients<'_>>,
+        sink: Option<&mut GradientSink<'_>>,
     ) -> Result<(), MoeError> {
         self.pass_memory.resize_with(experts.len(), Batch::default);
         let batches = saved.batches.iter_mut().zip(&mut self.pass_memory);
         batches.for_each(|(batch, memory)| batch.swap_pass_memory(memory));
-        let relay = self.relay();
+        let relay_map = self.relay_map();
         let mut exchange = self.exchange.as_mut().filter(|_| direction == Direction::Backward);
         if let Some(exchange) = &mut exchange {
             exchange.begin();
         }
         let done = Engine {
-            relay,
+            relay_map,
             stream_credits: &mut self.stream_credits,
             shmem: self.shmem.as_shmem(),
             memory: &self.memory,
@@ -548,9 +551,9 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             input,
             output,
             d_weights,
-            expert_grads: match take {
-                Some(take) => ExpertGradients::Taken(take),
-                None => ExpertGradients::Kept(&mut grads.experts),
+            expert_grads: match sink {
+                Some(sink) => ExpertGradients::Sink(sink),
+                None => ExpertGradients::Own(&mut grads.experts),
             },
             shared_grads: &mut grads.shared,
             exchange: exchange.map(|exchange| exchange as _),
@@ -569,13 +572,12 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(())
     }
 
-    /// Who passes rows on, where they cross to another host once.
-    fn relay(&self) -> Option<Relay> {
+    /// The relays, if rows cross to another host once.
+    fn relay_map(&self) -> Option<RelayMap> {
         let LayerSpec { options, placement, .. } = &self.spec;
-        options.hosts.relays().then(|| Relay::new(&options.hosts, placement, self.pe().my_pe()))
+        options.hosts.relays().then(|| RelayMap::new(&options.hosts, placement, self.pe().my_pe()))
     }
 
-    /// Sums the gradients of replicated weights over all PEs.
     fn reduce(&mut self, grads: &mut Gradients) -> Result<(), MoeError> {
         if self.pe().n_pes() == 1 && self.exchange.is_none() {
             return Ok(());
@@ -600,7 +602,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     }
 }
 
-/// The choices of identity experts: token, weight, and index into [`Routing::chosen`].
+/// The choices that are identity experts, as (token, weight, index into [`Routing::chosen`]).
 fn identities<'r>(routing: &'r Routing, config: &LayerConfig) -> impl Iterator<Item = (usize, f32, usize)> + 'r {
     let (first, end, top_k) = (config.n_experts, config.choices(), config.router.top_k);
     let choices = routing.chosen.iter().enumerate().filter(move |(_, c)| (first..end).contains(&(**c as usize)));
@@ -619,7 +621,7 @@ fn expect_len(what: &'static str, got: usize, expected: usize) -> Result<(), Moe
     }
 }
 
-/// The values as f32, without a copy where they are f32.
+/// The values as f32; borrows them if they are f32 already.
 fn as_f32<E: Element>(x: &[E]) -> Cow<'_, [f32]> {
     if E::NAME == <f32 as Element>::NAME {
         return Cow::Borrowed(bytemuck::cast_slice(x));

@@ -1,37 +1,38 @@
-//! Rows that cross to another host once, for all of its PEs: `docs/protocol.md`, "A row once per host".
+//! Rows that cross to another host once, for all of its PEs; see `docs/protocol.md`, "A row once per host".
 
 use std::ops::Range;
 
 use super::router::{RouteSlot, Routes};
 use crate::moe::spec::{Hosts, Placement};
 
-/// What this PE sends one PE, or has its home send it.
+/// The rows of this PE that one PE finally receives, directly or through a relay.
 #[derive(Clone, Debug, Default)]
 pub struct Announced {
     pub rows: usize,
     pub slots: usize,
-    /// Pairs of each of that PE's experts.
+    /// Slots for each of that PE's experts.
     pub counts: Vec<u32>,
 }
 
-/// Who passes rows on to whom, as one PE sees it.
-pub struct Relay {
+/// Which PE relays whose rows to whom, from one PE's point of view.
+pub struct RelayMap {
     me: usize,
-    /// By target: where this PE's rows for it go first.
-    pub home: Vec<usize>,
-    /// By source: its home on this host where that is another PE, the source's number among those whose home that is, and this PE's there.
+    /// By target: the PE that receives this PE's rows for it first.
+    pub relay: Vec<usize>,
+    /// By source: set if another PE of this host relays the source's rows to this PE, as (relay, index of the source
+    /// among the relay's sources, index of this PE among the relay's siblings).
     pub via: Vec<Option<(usize, usize, usize)>>,
-    /// By source: its number among those whose home this PE is, where others here get rows from it.
+    /// By source: its index among the sources for which this PE is the relay, if other PEs of this host get rows from
+    /// it.
     pub served: Vec<Option<usize>>,
-    /// The PEs of this host, ascending.
     pub members: Vec<usize>,
-    /// By member, and then the end of the last's: the number of its first expert, where the experts of this host are numbered by PE.
-    pub firsts: Vec<u32>,
+    /// Experts of this host are numbered by PE. Member `i` has `firsts[i]..firsts[i + 1]`.
+    pub first_experts: Vec<u32>,
 }
 
-impl Relay {
-    /// As PE `me` sees it.
-    pub fn new(hosts: &Hosts, placement: &Placement, me: usize) -> Relay {
+impl RelayMap {
+    /// The point of view of PE `me`.
+    pub fn new(hosts: &Hosts, placement: &Placement, me: usize) -> RelayMap {
         let n = hosts.n_pes();
         let members: Vec<usize> = hosts.members(me).collect();
         let mut served = vec![None; n];
@@ -39,42 +40,42 @@ impl Relay {
             hosts.served(me).into_iter().enumerate().for_each(|(number, source)| served[source] = Some(number));
         }
         let via = (0..n).map(|source| {
-            let home = Some(hosts.home(source, me)).filter(|home| *home != me)?;
-            let number = hosts.served(home).iter().position(|served| *served == source)?;
-            Some((home, number, sibling(&members, home, me)))
+            let relay = Some(hosts.relay(source, me)).filter(|relay| *relay != me)?;
+            let number = hosts.served(relay).iter().position(|served| *served == source)?;
+            Some((relay, number, sibling(&members, relay, me)))
         });
-        Relay {
+        RelayMap {
             me,
-            home: (0..n).map(|target| hosts.home(me, target)).collect(),
+            relay: (0..n).map(|target| hosts.relay(me, target)).collect(),
             via: via.collect(),
             served,
-            firsts: firsts(&members, placement),
+            first_experts: first_experts(&members, placement),
             members,
         }
     }
 
-    /// This PE's number among the members.
+    /// This PE's index in `members`.
     pub fn own_member(&self) -> usize {
         self.members.iter().position(|member| *member == self.me).unwrap_or(0)
     }
 
-    /// The numbers of a member's experts.
+    /// Numbers of a member's experts on this host.
     pub fn experts(&self, member: usize) -> Range<u32> {
-        self.firsts[member]..self.firsts[member + 1]
+        self.first_experts[member]..self.first_experts[member + 1]
     }
 
-    /// Those of this PE's.
+    /// Numbers of this PE's experts on this host.
     pub fn own_experts(&self) -> Range<u32> {
         self.experts(self.own_member())
     }
 
-    /// The number of another PE of this host among those that are not this one.
+    /// Index of `pe` among the members of this host other than this PE.
     pub fn sibling(&self, pe: usize) -> usize {
         sibling(&self.members, self.me, pe)
     }
 
-    /// Takes the routes to each PE, and leaves those of other hosts' PEs at their homes, as one: with every row once, and experts numbered as on
-    /// that host. Returns what each PE gets in the end.
+    /// Merges the routes to the PEs of each other host at the relay's index, with every row once and experts numbered
+    /// as on that host. Returns the rows that each PE finally receives.
     pub fn merge(&self, routes: &mut [Routes], placement: &Placement) -> Vec<Announced> {
         let announced = routes.iter().enumerate().map(|(pe, routes)| Announced {
             rows: routes.tokens.len(),
@@ -82,37 +83,37 @@ impl Relay {
             counts: routes.counts(placement.experts(pe).len()),
         });
         let announced = announced.collect();
-        for home in 0..routes.len() {
-            let targets: Vec<usize> = (0..routes.len()).filter(|target| self.home[*target] == home).collect();
+        for relay in 0..routes.len() {
+            let targets: Vec<usize> = (0..routes.len()).filter(|target| self.relay[*target] == relay).collect();
             if targets.len() > 1 {
-                let firsts = firsts(&targets, placement);
+                let first_experts = first_experts(&targets, placement);
                 let of: Vec<Routes> = targets.iter().map(|target| std::mem::take(&mut routes[*target])).collect();
                 targets.iter().for_each(|target| routes[*target].slot_start.push(0));
-                routes[home] = merged(&of, &firsts);
+                routes[relay] = merged(&of, &first_experts);
             }
         }
         announced
     }
 }
 
-/// The number of `pe` among the members of a host that are not `home`.
-fn sibling(members: &[usize], home: usize, pe: usize) -> usize {
-    members.iter().filter(|member| **member != home).position(|member| *member == pe).unwrap_or(0)
+/// Index of `pe` among the members other than `relay`.
+fn sibling(members: &[usize], relay: usize, pe: usize) -> usize {
+    members.iter().filter(|member| **member != relay).position(|member| *member == pe).unwrap_or(0)
 }
 
-/// By PE, and then the end of the last's: the number of its first expert, where theirs are numbered by PE.
-fn firsts(pes: &[usize], placement: &Placement) -> Vec<u32> {
+/// Numbers the experts of `pes` consecutively; `pes[i]` has `firsts[i]..firsts[i + 1]`.
+fn first_experts(pes: &[usize], placement: &Placement) -> Vec<u32> {
     let mut first = 0;
-    let mut firsts = vec![0];
+    let mut first_experts = vec![0];
     for &pe in pes {
         first += placement.experts(pe).len() as u32;
-        firsts.push(first);
+        first_experts.push(first);
     }
-    firsts
+    first_experts
 }
 
-/// The routes to several PEs as those to one that has all their experts.
-fn merged(of: &[Routes], firsts: &[u32]) -> Routes {
+/// Merges the routes to several PEs, as if one PE had all their experts.
+fn merged(of: &[Routes], first_experts: &[u32]) -> Routes {
     let mut rows: Vec<(u32, usize, usize)> = Vec::new();
     for (k, routes) in of.iter().enumerate() {
         rows.extend(routes.tokens.iter().enumerate().map(|(row, token)| (*token, k, row)));
@@ -125,7 +126,8 @@ fn merged(of: &[Routes], firsts: &[u32]) -> Routes {
             all.slot_start.push(all.slots.len() as u32);
         }
         let begin = all.slots.len();
-        all.slots.extend(of[k].row(row).iter().map(|slot| RouteSlot { expert: firsts[k] + slot.expert, ..*slot }));
+        all.slots
+            .extend(of[k].row(row).iter().map(|slot| RouteSlot { expert: first_experts[k] + slot.expert, ..*slot }));
         all.slots[begin..].sort_unstable_by_key(|slot| slot.expert);
         if let Some(end) = all.slot_start.last_mut() {
             *end = all.slots.len() as u32;
@@ -135,21 +137,20 @@ fn merged(of: &[Routes], firsts: &[u32]) -> Routes {
     all
 }
 
-/// The slots of one source's rows for all PEs of this host, of which its home knows.
+/// Slots of one source's rows on all PEs of this host, as their relay stores them.
 #[derive(Debug, Default)]
-pub struct Passed {
-    /// Row `j`'s are `slots[slot_start[j]..slot_start[j + 1]]`: (expert by its number on this host, weight), ascending.
+pub struct RelayedSlots {
+    /// Row `j` has `slots[slot_start[j]..slot_start[j + 1]]`: (expert's number on this host, weight), ascending.
     pub slot_start: Vec<u32>,
     pub slots: Vec<(u32, f32)>,
 }
 
-impl Passed {
-    /// The slots of a row.
+impl RelayedSlots {
     pub fn row(&self, j: usize) -> &[(u32, f32)] {
         &self.slots[self.slot_start[j] as usize..self.slot_start[j + 1] as usize]
     }
 
-    /// The slots of a row whose experts one PE has.
+    /// The slots of row `j` whose expert is one of `experts`.
     pub fn slots_of(&self, j: usize, experts: Range<u32>) -> &[(u32, f32)] {
         let row = self.row(j);
         let start = row.partition_point(|slot| slot.0 < experts.start);
@@ -157,54 +158,55 @@ impl Passed {
     }
 }
 
-/// The rows of one source for another PE of this host.
+/// Rows of one source that are relayed to one other PE of this host.
 #[derive(Debug, Default)]
 pub struct Stream {
-    /// How many there are to be.
+    /// Number of rows according to the header.
     pub announced: usize,
-    /// Which of the source's rows, in the order in which they are passed on: of the PE's first expert, then of rows; as far as it is known.
+    /// Rows in the order in which they are forwarded: by the PE's first expert, then by number; a prefix until all rows
+    /// have arrived.
     pub rows: Vec<u32>,
-    /// Whose first expert there is below this one.
+    /// `rows` covers the rows whose first expert is below this one.
     until: u32,
-    /// The same in the order of results, that of the PE's last expert. Empty until all rows have come.
+    /// Rows in the order of their results: by the PE's last expert. Empty until all rows have arrived.
     pub returns: Vec<u32>,
-    /// By row of the source: its place among the results; `NONE` where the PE has no part of it. Empty until all rows have come.
-    pub place: Vec<u32>,
-    /// Slots of the results before each, and of all.
+    /// By row of the source: its index in `returns`, or `NONE` if the PE has no slot of the row. Empty until all rows
+    /// have arrived.
+    pub position: Vec<u32>,
+    /// `slots_before[i]`: slots of the first `i` rows of `returns`.
     pub slots_before: Vec<u32>,
 }
 
-/// No place.
+/// The row has no slot at the PE.
 pub const NONE: u32 = u32::MAX;
 
 impl Stream {
-    /// Of so many rows.
     pub fn new(announced: usize) -> Stream {
         Stream { announced, ..Stream::default() }
     }
 
-    /// After `come` rows of the source have come, the next of which can have no expert below `until`: adds those whose place is known by it, at
-    /// the end (`u32::MAX`) all of them, and then their order as results.
-    pub fn extend(&mut self, passed: &Passed, experts: Range<u32>, come: usize, until: u32) {
+    /// Called once the first `arrived` rows of the source have arrived, if no later row has an expert below `until`:
+    /// appends the rows whose position is final. `u32::MAX` marks the end; it also fills `returns`.
+    pub fn extend(&mut self, relayed: &RelayedSlots, experts: Range<u32>, arrived: usize, until: u32) {
         if until == self.until {
             return;
         }
-        let first = |row: u32| passed.slots_of(row as usize, experts.clone()).first().map(|slot| slot.0);
-        let mut new: Vec<(u32, u32)> = (0..come as u32).filter_map(|row| Some((first(row)?, row))).collect();
+        let first = |row: u32| relayed.slots_of(row as usize, experts.clone()).first().map(|slot| slot.0);
+        let mut new: Vec<(u32, u32)> = (0..arrived as u32).filter_map(|row| Some((first(row)?, row))).collect();
         new.retain(|(first, _)| (self.until..until).contains(first));
         new.sort_unstable();
         self.rows.extend(new.into_iter().map(|(_, row)| row));
         self.until = until;
         if until == u32::MAX {
-            let last = |row: u32| passed.slots_of(row as usize, experts.clone()).last().map_or(0, |slot| slot.0);
+            let last = |row: u32| relayed.slots_of(row as usize, experts.clone()).last().map_or(0, |slot| slot.0);
             self.returns = self.rows.clone();
             self.returns.sort_by_key(|row| last(*row));
-            self.place = vec![NONE; come];
+            self.position = vec![NONE; arrived];
             self.slots_before = vec![0];
             let mut before = 0;
-            for (place, &row) in self.returns.iter().enumerate() {
-                self.place[row as usize] = place as u32;
-                before += passed.slots_of(row as usize, experts.clone()).len() as u32;
+            for (position, &row) in self.returns.iter().enumerate() {
+                self.position[row as usize] = position as u32;
+                before += relayed.slots_of(row as usize, experts.clone()).len() as u32;
                 self.slots_before.push(before);
             }
         }

@@ -1,8 +1,8 @@
-//! Expert-parallel (EP) groups: each holds all experts, each has its own tokens, and together they make one layer.
+//! Expert-parallel (EP) groups: each group holds all experts and has its own tokens; together they form one layer.
 //!
-//! Within a group, rows go to experts as in any layer. Gradients are summed: those of an expert by all PEs that hold it, in any
-//! group and several in one, one-sided and while backward still computes others ([`Replicas`]); those of the router and the
-//! shared expert over all PEs. Where experts live may differ from group to group.
+//! Dispatch stays within a group. Gradients of an expert are summed over all PEs that hold it, in any group, one-sided
+//! and overlapped with backward ([`Replicas`]); gradients of the router and the shared expert are summed over all PEs.
+//! Placements may differ from group to group.
 
 use std::time::Instant;
 
@@ -10,29 +10,34 @@ use crate::moe::spec::metrics::Phase;
 use crate::moe::spec::{Groups, LayerConfig, Load, MlpGradients, MoeError};
 use crate::shmem::{AsShmem, Cmp, Shmem, ShmemError, SignalOp, Sym, Wait, WaitTimeout};
 
-/// What a layer asks of the other PEs that hold the same experts: [`Replicas`], or [`OneGroup`] where there are none.
+/// A layer's communication with the other PEs that hold the same experts: [`Replicas`], or [`OneGroup`] for a layer
+/// without replicas.
 pub trait Exchange {
-    /// A backward pass begins.
+    /// Starts a backward pass.
     fn begin(&mut self);
-    /// The gradients of local expert `local` are computed: they go out.
+    /// Sends the gradients of local expert `local`, which are complete.
     fn ready(&mut self, local: usize, grads: &MlpGradients);
-    /// Takes what has come; says whether there was anything. `grads` are those of the local experts.
+    /// Processes what has arrived; `grads` are the gradients of the local experts. Returns false if nothing had.
     fn poll(&mut self, grads: &mut [MlpGradients]) -> bool;
-    /// Waits until `grads` are sums over all replicas.
+    /// Waits until `grads` are the sums over all replicas.
+    ///
+    /// # Errors
+    ///
+    /// Returns a wait error if a peer is lost or `deadline` passes; likewise for the methods below.
     fn finish(&mut self, grads: &mut [MlpGradients], deadline: Instant) -> Result<(), MoeError>;
-    /// Adds up `data` over all PEs, in their order.
+    /// Sums `data` over all PEs, in the order of PEs.
     fn sum(&self, data: &mut [f32], deadline: Instant) -> Result<(), MoeError>;
-    /// The loads of all PEs' tokens, in their order.
-    fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError>;
-    /// The counts of all PEs, in their order, and which are this PE's.
-    fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
-    /// Experts are where `groups` has them from now on (collective over all PEs).
+    /// The loads of all PEs' tokens, by PE.
+    fn loads(&self, own: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError>;
+    /// The counts of all PEs, by PE, and this PE's index among them.
+    fn counts(&self, own: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
+    /// Switches to the placement of `groups` (collective over all PEs).
     fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError>;
-    /// Bytes put to other PEs so far, and those of them that a network took.
+    /// Bytes put to other PEs since the start, and those of them that went over a network.
     fn bytes_put(&self) -> [u64; 2];
 }
 
-/// The exchange of a layer whose group is the only one, and no expert has replicas.
+/// The exchange of a layer with a single group and no replicas. It has no values.
 #[derive(Clone, Copy, Debug)]
 pub enum OneGroup {}
 
@@ -74,65 +79,65 @@ impl Exchange for OneGroup {
     }
 }
 
-/// How far the sum of an expert's gradients has come.
+/// Progress of the sum of one expert's gradients.
 #[derive(Clone, Default)]
-struct Sum {
+struct SumState {
     ready: bool,
     summed: bool,
-    /// By other holder: its part has been taken.
-    taken: Vec<bool>,
+    /// By other holder: whether its sum has been copied.
+    received: Vec<bool>,
 }
 
-/// The sums over replicas of expert gradients, at one PE.
+/// Sums expert gradients over replicas; one PE's part.
 ///
-/// The gradients of an expert that K PEs hold (all its matrices and biases, one after another) have K parts. Part j is summed by the
-/// j-th holder: the others put theirs to it, each to a place of its own; it adds them in the order of holders, and
-/// puts the sum to all. (Reduce-scatter and all-gather: each PE sends and receives 2 (K - 1) / K of the gradients.) Signals hold
-/// the number of the backward pass. A place is written again in the next pass, when what was there has been read: a
-/// contribution before its sum is sent, and who sends the next contribution has that sum; a sum before its receiver sends the
-/// next contribution, without which there is no next sum.
+/// The gradients of an expert with K holders (its matrices and biases, one after another) are split into K parts.
+/// Holder j sums part j: the others put their contribution into separate slots of its memory; it adds them in the order
+/// of holders and puts the sum to all. (Reduce-scatter and all-gather: each PE sends and receives 2 (K - 1) / K of the
+/// gradients.) Signals hold the number of the backward pass. A slot is overwritten in the next pass, after its reader
+/// is done: a contribution is read before its sum is sent, and the sender waits for that sum before its next
+/// contribution; a sum is read before its receiver sends the next contribution, which the next sum needs.
 pub struct Replicas<W> {
     world: W,
-    experts: Vec<Summed>,
-    /// Elements of an expert's gradients.
+    experts: Vec<ReplicatedExpert>,
+    /// Elements of one expert's gradients.
     len: usize,
-    /// Parts of ours that other holders have put here; sums that they have. Of each local expert K - 1 places.
+    /// By local expert, K - 1 slots each: contributions to this PE's part, and the sums of the other parts.
     contributions: Sym<f32>,
     sums: Sym<f32>,
-    /// The pass whose contributions, and then whose sums are here, of each local expert.
+    /// By local expert and slot: the pass whose contribution, or whose sum, has arrived.
     signals: Sym<u64>,
     pass: u64,
-    state: Vec<Sum>,
+    state: Vec<SumState>,
     buffer: Vec<f32>,
     part: Vec<f32>,
 }
 
 /// A local expert and its replicas.
-struct Summed {
-    /// The PEs that hold it, this one included, in the order of groups.
+struct ReplicatedExpert {
+    /// The PEs that hold it, including this one, in the order of groups.
     holders: Vec<usize>,
-    /// Which of them this PE is.
+    /// This PE's index in `holders`.
     me: usize,
-    /// By holder, where its places for this expert begin.
-    rooms: Vec<Room>,
+    /// By holder: its first slot for this expert.
+    slot_offsets: Vec<SlotOffset>,
 }
 
-impl Summed {
-    /// The other holders, beginning after this PE.
+impl ReplicatedExpert {
+    /// Indices of the other holders, starting after this PE.
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (k, me) = (self.holders.len(), self.me);
         (1..k).map(move |distance| (me + distance) % k)
     }
 }
 
-/// Where a PE has its places for an expert: from this element of `contributions` and of `sums` on, and from this word of `signals`.
+/// Position of a PE's slots for one expert: the first element in `contributions` and `sums`, and the first word in
+/// `signals`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Room {
+struct SlotOffset {
     element: usize,
     word: usize,
 }
 
-/// Which of the two kinds of messages.
 #[derive(Clone, Copy)]
 enum MessageKind {
     Contribution = 0,
@@ -140,18 +145,21 @@ enum MessageKind {
 }
 
 impl<W: AsShmem> Replicas<W> {
-    /// The exchange at this PE of `world` (collective). Its memory must be zero, as it is before anything was freed.
+    /// Allocates the exchange of this PE of `world` (collective). The heap memory must be zero, as it is before the
+    /// first free.
     ///
     /// # Errors
-    /// When the heap is too small.
+    ///
+    /// Returns `ShmemError` if the heap is too small.
     pub fn new(world: W, config: &LayerConfig, groups: Groups) -> Result<Self, ShmemError> {
         Self::with_slots(world, config, groups, None)
     }
 
-    /// The same where experts may move, as many to a PE as `slots`.
+    /// Like [`new`](Self::new), with memory for any placement of at most `slots` experts per PE.
     ///
     /// # Errors
-    /// When the heap is too small.
+    ///
+    /// Returns `ShmemError` if the heap is too small.
     pub fn with_slots(
         world: W,
         config: &LayerConfig,
@@ -160,7 +168,7 @@ impl<W: AsShmem> Replicas<W> {
     ) -> Result<Self, ShmemError> {
         let shmem = world.as_shmem();
         let len = config.expert_elements();
-        let (experts, size) = summed(shmem.my_pe(), len, &groups);
+        let (experts, size) = replicated_experts(shmem.my_pe(), len, &groups);
         let size = size_for(len, size, &groups, slots);
         Ok(Replicas {
             len,
@@ -168,7 +176,7 @@ impl<W: AsShmem> Replicas<W> {
             sums: shmem.alloc(size.element)?,
             signals: shmem.alloc(size.word)?,
             pass: 0,
-            state: vec![Sum::default(); experts.len()],
+            state: vec![SumState::default(); experts.len()],
             experts,
             buffer: Vec::new(),
             part: Vec::new(),
@@ -180,44 +188,44 @@ impl<W: AsShmem> Replicas<W> {
         self.world.as_shmem()
     }
 
-    /// Where `part` of local expert `local`'s gradients begins and ends.
+    /// Element range of part `part` of local expert `local`'s gradients.
     fn part(&self, local: usize, part: usize) -> std::ops::Range<usize> {
         let k = self.experts[local].holders.len();
         self.len * part / k..self.len * (part + 1) / k
     }
 
-    /// At holder `at` of local expert `local`: the place and the signal of messages from holder `from`.
-    fn place(&self, kind: MessageKind, local: usize, from: usize, at: usize) -> (Sym<f32>, Sym<u64>) {
-        let Summed { holders, rooms, .. } = &self.experts[local];
+    /// Slot and signal, at holder `at` of local expert `local`, of messages from holder `from`.
+    fn slot(&self, kind: MessageKind, local: usize, from: usize, at: usize) -> (Sym<f32>, Sym<u64>) {
+        let ReplicatedExpert { holders, slot_offsets, .. } = &self.experts[local];
         let others = holders.len() - 1;
         let index = from - usize::from(from > at);
-        let places = match kind {
+        let buffer = match kind {
             MessageKind::Contribution => self.contributions,
             MessageKind::Sum => self.sums,
         };
         let part_len = part_len(self.len, holders.len());
-        let element = rooms[at].element + index * part_len;
-        let word = rooms[at].word + kind as usize * others + index;
-        (places.slice(element..element + part_len), self.signals.at(word))
+        let element = slot_offsets[at].element + index * part_len;
+        let word = slot_offsets[at].word + kind as usize * others + index;
+        (buffer.slice(element..element + part_len), self.signals.at(word))
     }
 
     /// Puts `data` to holder `to` of local expert `local`.
     fn send(&mut self, kind: MessageKind, local: usize, data: &[f32], to: usize) {
-        let Summed { me, holders, .. } = &self.experts[local];
-        let (place, signal) = self.place(kind, local, *me, to);
-        self.shmem().put_signal(place, data, signal, self.pass, SignalOp::Set, holders[to]);
+        let ReplicatedExpert { me, holders, .. } = &self.experts[local];
+        let (slot, signal) = self.slot(kind, local, *me, to);
+        self.shmem().put_signal(slot, data, signal, self.pass, SignalOp::Set, holders[to]);
     }
 
-    /// What would let expert `local` go on, and the PE it is from.
-    fn awaited(&self, local: usize) -> impl Iterator<Item = (Wait, usize)> + '_ {
+    /// Waits that would let expert `local` make progress, each with the PE it depends on.
+    fn pending_waits(&self, local: usize) -> impl Iterator<Item = (Wait, usize)> + '_ {
         let (state, expert) = (&self.state[local], &self.experts[local]);
         expert.others().enumerate().filter_map(move |(i, from)| {
-            let kind = match (state.summed, state.taken[i]) {
+            let kind = match (state.summed, state.received[i]) {
                 (_, true) => None,
                 (false, _) => Some(MessageKind::Contribution),
                 (true, false) => Some(MessageKind::Sum),
             }?;
-            let (_, signal) = self.place(kind, local, from, expert.me);
+            let (_, signal) = self.slot(kind, local, from, expert.me);
             Some((Wait { signal, cmp: Cmp::Ge, value: self.pass }, expert.holders[from]))
         })
     }
@@ -226,29 +234,29 @@ impl<W: AsShmem> Replicas<W> {
         MoeError::wait(self.shmem(), timeout.index, what, Phase::AllReduce, timeout)
     }
 
-    /// Sums this PE's part of expert `local` if all contributions are here, and sends the sum. Says whether.
-    fn add_up(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
-        let here = |wait: (Wait, usize)| self.shmem().test(wait.0);
-        if !self.state[local].ready || self.state[local].summed || !self.awaited(local).all(here) {
+    /// Once all contributions have arrived: sums this PE's part of expert `local`, sends the sum and returns true.
+    fn reduce(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
+        let arrived = |wait: (Wait, usize)| self.shmem().test(wait.0);
+        if !self.state[local].ready || self.state[local].summed || !self.pending_waits(local).all(arrived) {
             return false;
         }
         let pe = self.shmem().my_pe();
         let (k, me) = (self.experts[local].holders.len(), self.experts[local].me);
-        let mine = self.part(local, me);
+        let own = self.part(local, me);
         let mut sum = std::mem::take(&mut self.buffer);
         let mut part = std::mem::take(&mut self.part);
         sum.clear();
-        sum.resize(mine.len(), 0.0);
-        part.resize(mine.len(), 0.0);
+        sum.resize(own.len(), 0.0);
+        part.resize(own.len(), 0.0);
         for holder in 0..k {
             if holder == me {
-                copy_out(grads, mine.start, &mut part);
+                copy_out(grads, own.start, &mut part);
             } else {
-                self.shmem().get(&mut part, self.place(MessageKind::Contribution, local, holder, me).0, pe);
+                self.shmem().get(&mut part, self.slot(MessageKind::Contribution, local, holder, me).0, pe);
             }
             sum.iter_mut().zip(&part).for_each(|(sum, x)| *sum += x);
         }
-        copy_in(grads, mine.start, &sum);
+        copy_in(grads, own.start, &sum);
         self.state[local].summed = true;
         for to in self.experts[local].others() {
             self.send(MessageKind::Sum, local, &sum, to);
@@ -257,23 +265,23 @@ impl<W: AsShmem> Replicas<W> {
         true
     }
 
-    /// Takes the sums of expert `local` that are here. Says whether there were any.
-    fn take(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
+    /// Copies the sums of expert `local` that have arrived. Returns false if there were none.
+    fn receive_sums(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
         let mut any = false;
         if !self.state[local].summed {
             return any;
         }
         let mut part = std::mem::take(&mut self.part);
         for (i, from) in self.experts[local].others().enumerate() {
-            let (place, signal) = self.place(MessageKind::Sum, local, from, self.experts[local].me);
-            if self.state[local].taken[i] || !self.shmem().test(Wait { signal, cmp: Cmp::Ge, value: self.pass }) {
+            let (slot, signal) = self.slot(MessageKind::Sum, local, from, self.experts[local].me);
+            if self.state[local].received[i] || !self.shmem().test(Wait { signal, cmp: Cmp::Ge, value: self.pass }) {
                 continue;
             }
             let range = self.part(local, from);
             part.resize(range.len(), 0.0);
-            self.shmem().get(&mut part, place, self.shmem().my_pe());
+            self.shmem().get(&mut part, slot, self.shmem().my_pe());
             copy_in(grads, range.start, &part);
-            self.state[local].taken[i] = true;
+            self.state[local].received[i] = true;
             any = true;
         }
         self.part = part;
@@ -281,7 +289,7 @@ impl<W: AsShmem> Replicas<W> {
     }
 
     fn is_done(&self) -> bool {
-        self.state.iter().all(|state| state.summed && state.taken.iter().all(|&taken| taken))
+        self.state.iter().all(|state| state.summed && state.received.iter().all(|&received| received))
     }
 }
 
@@ -289,9 +297,9 @@ impl<W: AsShmem> Exchange for Replicas<W> {
     fn begin(&mut self) {
         self.pass += 1;
         for (state, expert) in self.state.iter_mut().zip(&self.experts) {
-            // An expert that nobody else holds has its sum at once.
-            let alone = expert.holders.len() == 1;
-            *state = Sum { ready: alone, summed: alone, taken: vec![false; expert.holders.len() - 1] };
+            // An expert with a single holder needs no sum.
+            let single = expert.holders.len() == 1;
+            *state = SumState { ready: single, summed: single, received: vec![false; expert.holders.len() - 1] };
         }
     }
 
@@ -310,8 +318,8 @@ impl<W: AsShmem> Exchange for Replicas<W> {
     fn poll(&mut self, grads: &mut [MlpGradients]) -> bool {
         let mut any = false;
         for (local, grads) in grads.iter_mut().enumerate() {
-            any |= self.add_up(local, grads);
-            any |= self.take(local, grads);
+            any |= self.reduce(local, grads);
+            any |= self.receive_sums(local, grads);
         }
         any
     }
@@ -321,10 +329,11 @@ impl<W: AsShmem> Exchange for Replicas<W> {
             if self.poll(grads) {
                 continue;
             }
-            let awaited = (0..self.experts.len()).flat_map(|local| self.awaited(local));
-            let (waits, holders): (Vec<_>, Vec<_>) = awaited.filter(|(wait, _)| !self.shmem().test(*wait)).unzip();
+            let pending_waits = (0..self.experts.len()).flat_map(|local| self.pending_waits(local));
+            let (waits, holders): (Vec<_>, Vec<_>) =
+                pending_waits.filter(|(wait, _)| !self.shmem().test(*wait)).unzip();
             if waits.is_empty() {
-                continue; // came meanwhile
+                continue; // arrived in the meantime
             }
             self.shmem().wait_until_any(&waits, deadline).map_err(|mut timeout| {
                 timeout.index = holders[timeout.index];
@@ -339,11 +348,11 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         sum.map_err(|timeout| self.error("its gradients of replicated weights", timeout))
     }
 
-    fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError> {
-        let e = mine.routed.len();
-        let mut words = vec![mine.tokens, mine.z_sum.to_bits()];
-        words.extend(&mine.routed);
-        words.extend(mine.prob_sums.iter().map(|sum| sum.to_bits()));
+    fn loads(&self, own: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError> {
+        let e = own.routed.len();
+        let mut words = vec![own.tokens, own.z_sum.to_bits()];
+        words.extend(&own.routed);
+        words.extend(own.prob_sums.iter().map(|sum| sum.to_bits()));
         let mut all = vec![0; words.len() * self.shmem().n_pes()];
         let gathered = self.shmem().all_gather(self.shmem().world(), &words, &mut all, deadline);
         gathered.map_err(|timeout| self.error("its sums for the losses", timeout))?;
@@ -356,22 +365,23 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         Ok(all.chunks_exact(words.len()).map(load).collect())
     }
 
-    fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError> {
-        let mut all = vec![0; mine.len() * self.shmem().n_pes()];
-        let gathered = self.shmem().all_gather(self.shmem().world(), mine, &mut all, deadline);
+    fn counts(&self, own: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError> {
+        let mut all = vec![0; own.len() * self.shmem().n_pes()];
+        let gathered = self.shmem().all_gather(self.shmem().world(), own, &mut all, deadline);
         gathered.map_err(|timeout| self.error("its counts for the capacity", timeout))?;
-        Ok((all.chunks_exact(mine.len()).map(<[u32]>::to_vec).collect(), self.shmem().my_pe()))
+        Ok((all.chunks_exact(own.len()).map(<[u32]>::to_vec).collect(), self.shmem().my_pe()))
     }
 
     fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError> {
-        let (experts, size) = summed(self.shmem().my_pe(), self.len, groups);
+        let (experts, size) = replicated_experts(self.shmem().my_pe(), self.len, groups);
         if size.element > self.sums.len() || size.word > self.signals.len() {
             let why = "the exchange between replicas was made without room for it (`Replicas::with_slots`)".into();
             return Err(MoeError::Usage { what: "move experts", why });
         }
-        self.state = vec![Sum::default(); experts.len()];
+        self.state = vec![SumState::default(); experts.len()];
         self.experts = experts;
-        // Places now belong to others, so nobody may still read what was there. Signals go on: they hold numbers of passes that were.
+        // Slots now belong to other experts, so all PEs synchronise first. Signal words keep their pass numbers, which
+        // only increase.
         let shmem = self.shmem();
         let error = |timeout: WaitTimeout| {
             MoeError::wait(shmem, timeout.index, "that its experts have moved", Phase::Move, timeout)
@@ -384,66 +394,68 @@ impl<W: AsShmem> Exchange for Replicas<W> {
     }
 }
 
-/// Bytes of the world's heap that [`Replicas::with_slots`] takes.
+/// Heap bytes that [`Replicas::with_slots`] allocates.
 pub fn replica_bytes(config: &LayerConfig, groups: &Groups, slots: Option<usize>) -> usize {
     let len = config.expert_elements();
-    let (_, size) = rooms(len, groups, &groups.holders());
-    let Room { element, word } = size_for(len, size, groups, slots);
+    let (_, size) = slot_offsets(len, groups, &groups.holders());
+    let SlotOffset { element, word } = size_for(len, size, groups, slots);
     2 * (element * size_of::<f32>()).next_multiple_of(64) + (word * size_of::<u64>()).next_multiple_of(64)
 }
 
-/// The experts of PE `me` and where their places are; and where places end on the PE that has most of them.
-fn summed(me: usize, len: usize, groups: &Groups) -> (Vec<Summed>, Room) {
+/// The experts of PE `me` with their slots, and the end of the slots on the PE that has most of them.
+fn replicated_experts(me: usize, len: usize, groups: &Groups) -> (Vec<ReplicatedExpert>, SlotOffset) {
     let all = groups.holders();
-    let (rooms, size) = rooms(len, groups, &all);
+    let (slot_offsets, size) = slot_offsets(len, groups, &all);
     let of = |&expert: &usize| {
         let holders = all[expert].clone();
-        let room = |pe: &usize| rooms[*pe][groups.experts(*pe).binary_search(&expert).expect("a holder has it")];
-        let place = holders.iter().position(|pe| *pe == me).expect("this PE holds its experts");
-        Summed { rooms: holders.iter().map(room).collect(), me: place, holders }
+        let offset =
+            |pe: &usize| slot_offsets[*pe][groups.experts(*pe).binary_search(&expert).expect("a holder has it")];
+        let index = holders.iter().position(|pe| *pe == me).expect("this PE holds its experts");
+        ReplicatedExpert { slot_offsets: holders.iter().map(offset).collect(), me: index, holders }
     };
     (groups.experts(me).iter().map(of).collect(), size)
 }
 
-/// Room for these groups, or with `slots` for any placement of so many experts on a PE: K holders have K - 1 places each of a K-th, rounded up.
-fn size_for(len: usize, now: Room, groups: &Groups, slots: Option<usize>) -> Room {
+/// Slots for these groups, or with `slots`, for any placement of that many experts per PE: K holders have K - 1 slots
+/// each of a K-th, rounded up.
+fn size_for(len: usize, now: SlotOffset, groups: &Groups, slots: Option<usize>) -> SlotOffset {
     let Some(slots) = slots else { return now };
     let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
-    Room { element: slots * (len + pes), word: 2 * slots * (pes - 1) }
+    SlotOffset { element: slots * (len + pes), word: 2 * slots * (pes - 1) }
 }
 
-/// Most elements of a part of gradients that `holders` PEs sum.
+/// Elements of the largest of the `holders` parts of a gradient.
 fn part_len(len: usize, holders: usize) -> usize {
     len.div_ceil(holders)
 }
 
-/// By PE and local expert, where its places begin; and where they end on the PE that has most of them.
-fn rooms(len: usize, groups: &Groups, holders: &[Vec<usize>]) -> (Vec<Vec<Room>>, Room) {
-    let mut most = Room::default();
+/// By PE and local expert, the first slot; and the end of the slots on the PE that has most of them.
+fn slot_offsets(len: usize, groups: &Groups, holders: &[Vec<usize>]) -> (Vec<Vec<SlotOffset>>, SlotOffset) {
+    let mut largest = SlotOffset::default();
     let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
     let of_pe = |pe: usize| {
-        let mut next = Room::default();
-        let mut rooms = Vec::new();
+        let mut next = SlotOffset::default();
+        let mut slot_offsets = Vec::new();
         for &expert in groups.experts(pe) {
-            rooms.push(next);
+            slot_offsets.push(next);
             let k = holders[expert].len();
             next.element += (k - 1) * part_len(len, k);
             next.word += 2 * (k - 1);
         }
-        most = Room { element: most.element.max(next.element), word: most.word.max(next.word) };
-        rooms
+        largest = SlotOffset { element: largest.element.max(next.element), word: largest.word.max(next.word) };
+        slot_offsets
     };
-    let rooms = (0..pes).map(of_pe).collect();
-    (rooms, most)
+    let slot_offsets = (0..pes).map(of_pe).collect();
+    (slot_offsets, largest)
 }
 
-/// The gradients' elements from `start` on, as if they lay one after another: matrices, then biases.
+/// Copies the gradients' elements from `start` on, numbered through matrices and then biases, to `to`.
 fn copy_out(grads: &MlpGradients, mut start: usize, mut to: &mut [f32]) {
     for values in grads.matrix.iter().chain(&grads.bias) {
-        let here = values.get(start..).unwrap_or_default();
-        let n = here.len().min(to.len());
+        let part = values.get(start..).unwrap_or_default();
+        let n = part.len().min(to.len());
         let (head, tail) = to.split_at_mut(n);
-        head.copy_from_slice(&here[..n]);
+        head.copy_from_slice(&part[..n]);
         to = tail;
         start = start.saturating_sub(values.len());
     }
@@ -454,10 +466,10 @@ fn copy_out(grads: &MlpGradients, mut start: usize, mut to: &mut [f32]) {
 fn copy_in(grads: &mut MlpGradients, mut start: usize, mut from: &[f32]) {
     for values in grads.matrix.iter_mut().chain(&mut grads.bias) {
         let len = values.len();
-        let here = values.get_mut(start..).unwrap_or_default();
-        let n = here.len().min(from.len());
+        let part = values.get_mut(start..).unwrap_or_default();
+        let n = part.len().min(from.len());
         let (head, tail) = from.split_at(n);
-        here[..n].copy_from_slice(head);
+        part[..n].copy_from_slice(head);
         from = tail;
         start = start.saturating_sub(len);
     }
@@ -469,7 +481,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_of_gradients_go_out_and_in() {
+    fn gradient_slices_round_trip() {
         let numbered = |first: usize, n: usize| (first..first + n).map(|i| i as f32).collect::<Vec<_>>();
         let grads = MlpGradients {
             matrix: [numbered(0, 4), numbered(4, 3), numbered(7, 5)],

@@ -1,34 +1,34 @@
-//! The router: scores, selection, routing weights, the losses that balance it, and their backward.
+//! The router: scores, selection, routing weights, auxiliary losses, and their backward.
 //!
-//! Everything here is f32 whatever the layer's element type: the router is a sliver of the work, and a
-//! rounding there moves tokens to other experts.
+//! All computed in f32 whatever the layer's element type: the router is a small share of the work, and rounding here
+//! would move tokens to other experts.
 
 use crate::moe::spec::{
     GroupLimit, GroupScore, LayerConfig, Load, MoeError, NO_EXPERT, Norm, Placement, Scoring, SparseMixer,
 };
 
-/// What the router decided for one PE's tokens.
+/// Routing decisions for one PE's tokens.
 #[derive(Clone, Debug, Default)]
 pub struct Routing {
     /// Number of tokens.
     pub tokens: usize,
-    /// The chosen experts, `[tokens, top_k]`: ascending within a token where the layer's router chose them, and as the caller has
-    /// them, [`NO_EXPERT`] among them, where it did.
+    /// The chosen experts, `[tokens, top_k]`. Ascending within a token if the layer's router chose them; in the
+    /// caller's order, with [`NO_EXPERT`] possible, if the caller did.
     pub chosen: Vec<u32>,
-    /// Their weights, `[tokens, top_k]`.
+    /// Routing weights, `[tokens, top_k]`.
     pub weights: Vec<f32>,
-    /// Whether each choice is kept under the capacity limit, `[tokens, top_k]`; empty when dropless.
+    /// Whether each choice is within capacity, `[tokens, top_k]`; empty without a capacity factor.
     pub kept: Vec<bool>,
-    /// With their bias, and capped, `[tokens, choices]`.
+    /// After bias and softcap, `[tokens, choices]`.
     logits: Vec<f32>,
-    /// What the scoring makes of the logits, `[tokens, choices]`.
+    /// Scores of the logits, `[tokens, choices]`.
     scores: Vec<f32>,
     /// logsumexp of each token's logits, `[tokens]`.
     lse: Vec<f32>,
 }
 
-/// Scores, selects and weighs, from logits `[tokens, choices]`. `given` are experts to take in place of the best ones, `[tokens, top_k]`: their
-/// weights are what the scores make of them.
+/// Computes scores, choices and routing weights from logits `[tokens, choices]`. `given`, `[tokens, top_k]`, replaces
+/// the choice of the best experts; their weights still follow from the scores.
 pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>, given: Option<&[u32]>) -> Routing {
     let (e, k) = (config.choices(), config.router.top_k);
     let cap = config.router.softcap;
@@ -84,7 +84,7 @@ pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>, g
                 for slot in chosen.iter_mut() {
                     let best = argmax(&selection);
                     *slot = best as u32;
-                    selection[best] = TAKEN;
+                    selection[best] = EXCLUDED;
                 }
             }
         }
@@ -97,15 +97,15 @@ pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>, g
     r
 }
 
-/// Below every score in the total order of f32, so that a taken or masked expert is never chosen twice.
-const TAKEN: f32 = f32::from_bits(u32::MAX);
+/// Below every score in the total order of f32, so that a chosen or masked expert is not chosen again.
+const EXCLUDED: f32 = f32::from_bits(u32::MAX);
 
-/// The largest in the total order (so that NaN cannot panic), ties to the smaller index.
+/// Index of the largest element in the total order (defined for NaN), ties to the smaller index.
 fn argmax(x: &[f32]) -> usize {
     (1..x.len()).fold(0, |best, i| if x[i].total_cmp(&x[best]).is_gt() { i } else { best })
 }
 
-/// Leaves only the experts of the best groups selectable.
+/// Masks all experts outside the best groups.
 fn mask_groups(selection: &mut [f32], limit: GroupLimit, score: GroupScore, scores: &mut Vec<f32>) {
     let size = selection.len() / limit.n_groups;
     scores.clear();
@@ -120,22 +120,22 @@ fn mask_groups(selection: &mut [f32], limit: GroupLimit, score: GroupScore, scor
     let mut eligible = vec![false; limit.n_groups];
     for _ in 0..limit.top_groups {
         let best = argmax(scores);
-        scores[best] = TAKEN;
+        scores[best] = EXCLUDED;
         eligible[best] = true;
     }
     for (group, _) in selection.chunks_exact_mut(size).zip(eligible).filter(|(_, eligible)| !eligible) {
-        group.fill(TAKEN);
+        group.fill(EXCLUDED);
     }
 }
 
-/// What renormalised weights are divided by.
+/// The divisor of renormalised weights.
 fn normaliser(norm: Norm, chosen_scores: &[f32]) -> f32 {
     let divisor = order_norm(norm, chosen_scores) + norm.epsilon;
-    // Not by `max`, which would make a number of NaN.
+    // Not `max`, which would discard a NaN.
     if divisor < norm.floor { norm.floor } else { divisor }
 }
 
-/// The norm itself, without epsilon and floor.
+/// The norm without epsilon and floor.
 fn order_norm(norm: Norm, chosen_scores: &[f32]) -> f32 {
     if norm.order == 1.0 {
         return chosen_scores.iter().sum();
@@ -143,7 +143,7 @@ fn order_norm(norm: Norm, chosen_scores: &[f32]) -> f32 {
     chosen_scores.iter().map(|s| s.powf(norm.order)).sum::<f32>().powf(1.0 / norm.order)
 }
 
-/// The derivative of [`normaliser`] by a chosen score.
+/// Derivative of [`normaliser`] with respect to a chosen score.
 fn norm_slope(norm: Norm, chosen_scores: &[f32], score: f32) -> f32 {
     let value = order_norm(norm, chosen_scores);
     if value + norm.epsilon < norm.floor {
@@ -160,7 +160,8 @@ fn softplus(x: f32) -> f32 {
     x.max(0.0) + (-x.abs()).exp().ln_1p()
 }
 
-/// One of the two choices of [`SparseMixer`]: the expert, its weight, and the shares of all experts, which it is one of.
+/// One of the two choices of [`SparseMixer`]: the expert, its weight, and the softmax over all experts that the weight
+/// is from.
 struct Mixed {
     expert: usize,
     weight: f32,
@@ -174,27 +175,29 @@ fn mix(mixer: SparseMixer, logits: &[f32]) -> [Mixed; 2] {
     [first, second]
 }
 
-fn mix_one(mixer: SparseMixer, logits: &[f32], taken: Option<usize>) -> Mixed {
+fn mix_one(mixer: SparseMixer, logits: &[f32], excluded: Option<usize>) -> Mixed {
     let mut left = logits.to_vec();
-    if let Some(taken) = taken {
-        left[taken] = TAKEN;
+    if let Some(excluded) = excluded {
+        left[excluded] = EXCLUDED;
     }
     let expert = argmax(&left);
     let best = logits[expert];
-    let far = |l: f32| (best - l) / l.abs().max(best) > 2.0 * mixer.jitter;
-    let near = |e: usize, l: f32| Some(e) != taken && !far(l);
+    let is_outside = |l: f32| (best - l) / l.abs().max(best) > 2.0 * mixer.jitter;
+    let is_inside = |e: usize, l: f32| Some(e) != excluded && !is_outside(l);
     let mut shares: Vec<f32> =
-        logits.iter().enumerate().map(|(e, &l)| if near(e, l) { (l - best).exp() } else { 0.0 }).collect();
+        logits.iter().enumerate().map(|(e, &l)| if is_inside(e, l) { (l - best).exp() } else { 0.0 }).collect();
     let sum: f32 = shares.iter().sum();
     shares.iter_mut().for_each(|s| *s /= sum);
     Mixed { expert, weight: shares[expert], shares }
 }
 
 impl Routing {
-    /// The caller's routing: `ids` and `weights` are `[tokens, top_k]`, in any order within a token, -1 for no expert.
+    /// The caller's routing: `ids` and `weights` are `[tokens, top_k]`, in any order within a token; id -1 means no
+    /// expert.
     ///
     /// # Errors
-    /// An id out of range, or twice in one token.
+    ///
+    /// Returns `MoeError::Usage` if an id is out of range or occurs twice in a token.
     pub fn given(config: &LayerConfig, ids: &[i32], weights: &[f32]) -> Result<Routing, MoeError> {
         let k = config.router.top_k;
         let mut chosen = Vec::with_capacity(ids.len());
@@ -224,18 +227,18 @@ impl Routing {
         self.count(n_experts, |_| true)
     }
 
-    fn count(&self, n_experts: usize, counts_too: impl Fn(usize) -> bool) -> Vec<u32> {
+    fn count(&self, n_experts: usize, is_counted: impl Fn(usize) -> bool) -> Vec<u32> {
         let mut counts = vec![0; n_experts];
         for (choice, &c) in self.chosen.iter().enumerate() {
-            // Neither no expert nor an identity expert.
-            if let (Some(count), true) = (counts.get_mut(c as usize), counts_too(choice)) {
+            // Skips `NO_EXPERT` and identity experts.
+            if let (Some(count), true) = (counts.get_mut(c as usize), is_counted(choice)) {
                 *count += 1;
             }
         }
         counts
     }
 
-    /// Keeps at most `capacity[e]` more pairs of each expert, the earliest tokens' first; the rest are dropped.
+    /// Keeps the first `capacity[e]` pairs of each expert `e`, in token order, and drops the rest.
     pub fn apply_capacity(&mut self, mut capacity: Vec<u64>) {
         self.kept = self
             .chosen
@@ -254,7 +257,7 @@ impl Routing {
         self.kept.is_empty() || self.kept[choice]
     }
 
-    /// This PE's sums for the losses.
+    /// This PE's load sums for the losses.
     pub fn load(&self, config: &LayerConfig) -> Load {
         let e = config.n_experts;
         let mut prob_sums = vec![0.0f64; e];
@@ -270,8 +273,8 @@ impl Routing {
         }
     }
 
-    /// The gradient of the logits before they are capped, `[tokens, choices]`, from the gradient of the routing weights, `[tokens, top_k]`,
-    /// and, where the configuration has coefficients, of the losses over `load`, which is of all PEs' tokens.
+    /// Gradient of the logits before the softcap, `[tokens, choices]`, from the gradient of the routing weights,
+    /// `[tokens, top_k]`, and from the losses that have a coefficient. `load` covers the tokens of all PEs.
     pub fn backward(&self, config: &LayerConfig, load: &Load, d_weights: &[f32]) -> Vec<f32> {
         let (e, k, router) = (config.choices(), config.router.top_k, &config.router);
         let all_tokens = load.tokens.max(1) as f64;
@@ -312,7 +315,7 @@ impl Routing {
                 d_scores[c as usize] = (router.scaling * d - mean * slope) / norm;
             }
             if !aux.is_empty() {
-                // p = s / norm; for softmax norm is 1 and stays out of the derivative (the softmax below has it).
+                // p = s / norm; for softmax norm is 1, and its derivative is in the softmax below.
                 let norm = prob_norm(config, scores) as f32;
                 let mean = match router.scoring {
                     Scoring::Softmax => 0.0,
@@ -331,7 +334,7 @@ impl Routing {
                 Scoring::SqrtSoftplus => {
                     let logits = &self.logits[t * e..(t + 1) * e];
                     for (((o, d), &s), l) in out.iter_mut().zip(&d_scores).zip(scores).zip(logits) {
-                        // Where the score is 0 in f32, so is its slope.
+                        // A score that underflows to 0 has slope 0.
                         *o = if s > 0.0 { d / (1.0 + (-l).exp()) / (2.0 * s) } else { 0.0 };
                     }
                 }
@@ -351,7 +354,7 @@ impl Routing {
     }
 }
 
-/// What a token's scores are divided by to become probabilities.
+/// The divisor that turns a token's scores into probabilities.
 fn prob_norm(config: &LayerConfig, scores: &[f32]) -> f64 {
     match config.router.scoring {
         Scoring::Softmax => 1.0,
@@ -372,28 +375,28 @@ pub struct RouteSlot {
     pub choice: u32,
 }
 
-/// The rows that go to one PE: each token at most once, with the experts it has there, ascending. Rows are in the order of their first local
-/// expert, then of tokens: so that the rows of the first experts are there first, all of them.
+/// The rows for one PE: each token at most once, with its experts there, ascending. Rows are ordered by first local
+/// expert, then by token, so that all rows of the first experts arrive first.
 #[derive(Clone, Debug, Default)]
 pub struct Routes {
     /// Token of each row.
     pub tokens: Vec<u32>,
-    /// Row `j`'s slots are `slots[slot_start[j]..slot_start[j + 1]]`.
+    /// Row `j` has the slots `slots[slot_start[j]..slot_start[j + 1]]`.
     pub slot_start: Vec<u32>,
-    /// All slots.
+    /// Slots of all rows.
     pub slots: Vec<RouteSlot>,
-    /// The rows in the order in which their results come back: of their last local expert, then of rows. So what the first experts have finished
-    /// need not wait for the last.
+    /// The rows in the order in which results return: by last local expert, then by row, so that results of the first
+    /// experts do not wait for the last.
     pub returns: Vec<u32>,
 }
 
 impl Routes {
-    /// The slots of a row.
+    /// The slots of row `j`.
     pub fn row(&self, j: usize) -> &[RouteSlot] {
         &self.slots[self.slot_start[j] as usize..self.slot_start[j + 1] as usize]
     }
 
-    /// Puts the rows, which are in the order of tokens, into that of their experts.
+    /// Sorts the rows, which are ordered by token, by expert.
     pub(super) fn sort(&mut self) {
         let rows = 0..self.tokens.len();
         let mut order: Vec<usize> = rows.clone().collect();
@@ -426,17 +429,17 @@ pub fn routes(routing: &Routing, placement: &Placement, source: usize, top_k: us
         true => routing.count(placement.n_experts(), |choice| routing.is_kept(choice)),
         false => Vec::new(),
     };
-    let mut deal = placement.deal(source, |e| u64::from(pairs[e]));
+    let mut assigner = placement.replica_assigner(source, |e| u64::from(pairs[e]));
     for (token, chosen) in routing.chosen.chunks_exact(top_k).enumerate() {
-        // A row's slots are summed in the order of experts, however the caller had them.
+        // Slots of a row are in expert order, whatever the caller's order, because that is the order of summation.
         columns.sort_unstable_by_key(|&column| chosen[column]);
         for &column in &columns {
             let (expert, choice) = (chosen[column], token * top_k + column);
-            // What is no routed expert goes nowhere: nothing is to be computed, or only an identity.
+            // Neither `NO_EXPERT` nor identity experts are sent.
             if expert as usize >= placement.n_experts() || !routing.is_kept(choice) {
                 continue;
             }
-            let (pe, local) = deal.next(expert as usize);
+            let (pe, local) = assigner.next(expert as usize);
             let to = &mut all[pe];
             if to.tokens.last() != Some(&(token as u32)) {
                 to.tokens.push(token as u32);

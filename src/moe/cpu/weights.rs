@@ -1,12 +1,12 @@
-//! The weights that a PE holds, by their names in the layer.
+//! The weights that a PE holds, by [`WeightId`].
 
 use super::experts::Mlp;
 use super::kernels::{Element, F32Weight, WeightShape, Workspace};
 use crate::moe::spec::{LayerSpec, MlpId, MoeError, Placement, WeightId, WeightSource};
 
-/// The router, the local experts, and the shared expert, prepared for the GEMMs.
+/// Router, local experts and shared expert, packed for the GEMMs.
 pub struct Weights<E: Element> {
-    /// `[n_experts + identity_experts, hidden]`; `None` where the caller routes.
+    /// `[n_experts + identity_experts, hidden]`; `None` if the caller routes.
     pub router: Option<F32Weight>,
     pub logit_bias: Option<Vec<f32>>,
     pub router_bias: Option<Vec<f32>>,
@@ -16,7 +16,7 @@ pub struct Weights<E: Element> {
     pub shared_gate: Option<Vec<f32>>,
 }
 
-/// One of them: as the GEMMs have it, or plain numbers.
+/// A weight: packed for the GEMMs, or plain values.
 enum Weight<'w, E: Element> {
     Matrix(&'w E::Weight),
     Router(&'w F32Weight),
@@ -30,7 +30,7 @@ enum WeightMut<'w, E: Element> {
 }
 
 impl<E: Element> Weights<E> {
-    /// None but the experts that each pass brings.
+    /// For a layer whose experts are passed to each pass.
     pub fn none() -> Self {
         Weights {
             router: None,
@@ -42,7 +42,11 @@ impl<E: Element> Weights<E> {
         }
     }
 
-    /// Loads what `pe` holds.
+    /// Loads the weights that `pe` holds.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if `source` fails or returns a wrong number of values.
     pub fn load(source: &dyn WeightSource, spec: &LayerSpec, pe: usize) -> Result<Self, MoeError> {
         let LayerSpec { config, placement, .. } = spec;
         let load = |id: WeightId| -> Result<Vec<f32>, MoeError> {
@@ -71,7 +75,7 @@ impl<E: Element> Weights<E> {
         })
     }
 
-    /// Copies a weight, widened.
+    /// Copies a weight to `into` as f32.
     pub fn get(&self, id: WeightId, placement: &Placement, pe: usize, into: &mut [f32]) -> Result<(), MoeError> {
         let weight = self.find(id, placement, pe).ok_or_else(|| not_held(id, pe))?;
         match weight {

@@ -1,7 +1,7 @@
 //! The layer on a device: the same protocol, run by the kernels of `kernels/` (`docs/kernels.md`).
 //!
-//! A pass launches kernels and returns at once; nothing between passes waits for the device, and no count comes to the host.
-//! [`MoeLayer::finish`](super::MoeLayer::finish) waits, and says how the last pass went.
+//! A pass launches kernels and returns at once. The host neither waits for the device between passes nor reads counts
+//! from it; [`MoeLayer::finish`](super::MoeLayer::finish) waits and returns the outcome of the last pass.
 
 mod pass;
 mod record;
@@ -9,6 +9,7 @@ mod relays;
 mod report;
 mod saved;
 mod shape;
+mod states;
 mod sums;
 mod tiles;
 mod weights;
@@ -18,12 +19,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use record::{RecordedLayer, RecordedPass};
 pub use saved::DeviceSaved;
-pub use shape::{DeviceOptions, GemmPath, check, symmetric_bytes};
-pub use tiles::Tile;
+pub use shape::{DeviceOptions, check, symmetric_bytes};
+pub use tiles::{GemmPath, Tile};
 pub use weights::to_elements;
 
 use relays::Relays;
-use shape::{MAX_ROUTER_PARTS, ShapeOf, place};
+use shape::{MAX_ROUTER_PARTS, ShapeOf, lay_out};
 use sums::sums;
 use weights::DeviceWeights;
 
@@ -31,7 +32,7 @@ use super::spec::{Groups, LayerSpec, MoeError, WeightSource};
 use crate::gpu::params::{KERNELS, Kernel, LayerInfo, LayerShape};
 use crate::gpu::{Gpu, GpuError, SymmetricBuffer};
 
-/// The kernels of a layer that only training launches.
+/// Kernels that only training launches.
 const BACKWARD_ONLY: [Kernel; 5] =
     [Kernel::Backward, Kernel::RouteBackward, Kernel::RouterGradients, Kernel::AllReduce, Kernel::Accumulate];
 
@@ -42,29 +43,32 @@ pub struct DeviceLayer<'g> {
     gpu: &'g dyn Gpu,
     spec: LayerSpec,
     groups: Groups,
-    /// This PE's number in its group.
+    /// This PE's index in its group.
     me: usize,
-    /// No other layer of this process has it.
+    /// Unique in this process.
     id: u64,
     shape: LayerShape,
-    /// Counts the changes of what the kernels are told of the layer, which each forward pass's state has a copy of.
+    /// Incremented when `shape` changes. Each forward pass's state has a copy of the layer's description, made from one
+    /// version.
     version: u64,
     path: GemmPath,
-    /// Of its kernels, in the order of [`Kernel::ALL`].
+    /// Names of its kernels, in the order of [`Kernel::ALL`].
     names: [String; KERNELS],
-    /// With addresses relative to the blocks' beginnings.
+    /// Sizes, and addresses relative to the start of each memory block.
     sizes: LayerInfo,
     weights: DeviceWeights<'g>,
     symmetric: SymmetricBuffer<'g>,
     trace: bool,
-    spare: Vec<DeviceSaved<'g>>,
+    pool: Vec<DeviceSaved<'g>>,
 }
 
 impl<'g> DeviceLayer<'g> {
-    /// Loads the weights that this PE holds to its device and allocates the symmetric memory (collective).
+    /// Loads the weights that this PE holds to its device, and allocates the symmetric memory (collective).
     ///
     /// # Errors
-    /// What no device runs, or not this one; weights that cannot be loaded; too little memory; a peer that does not come.
+    ///
+    /// Returns an error if devices, or this device, do not support the configuration, if weights cannot be loaded, if
+    /// allocation fails, or if a peer does not join.
     pub fn new(
         gpu: &'g dyn Gpu,
         spec: LayerSpec,
@@ -87,11 +91,11 @@ impl<'g> DeviceLayer<'g> {
                 GpuError::Unavailable(format!("this device, of capability {major}.{minor}, is no Hopper")).into()
             );
         }
-        // How much shared memory a block takes does not depend on how many there are; how many run at once depends on it. It is
-        // most with as many planes of the router's weights as they may ever need.
+        // The number of resident blocks depends on the shared memory per block, which is independent of the number of
+        // blocks, and largest with the maximum number of planes of the router's weights.
         let probe = shape_of.shape(&limits, 2)?;
         let mut weights = DeviceWeights::new(gpu, &spec, me, source, path)?;
-        let (probed, _) = place(&probe, &weights.tables, 0, 0)?;
+        let (probed, _) = lay_out(&probe, &weights.tables, 0, 0)?;
         let infix = shape_of.tile(&limits)?.infix();
         let names = Kernel::ALL.map(|kernel| kernel.on(infix, probe.dtype));
         let mut blocks = u32::MAX;
@@ -115,7 +119,7 @@ impl<'g> DeviceLayer<'g> {
         }
         shape_of.router_parts = weights.router_parts;
         let shape = shape_of.shape(&limits, blocks)?;
-        let (sizes, _) = place(&shape, &weights.tables, 0, 0)?;
+        let (sizes, _) = lay_out(&shape, &weights.tables, 0, 0)?;
 
         let symmetric = SymmetricBuffer::new(gpu, shape_of.symmetric_bytes(&limits, blocks)?)?;
         symmetric.zero(sizes.signals, sizes.signal_bytes)?;
@@ -125,7 +129,7 @@ impl<'g> DeviceLayer<'g> {
             weights.set_sums(gpu, &sums(&shape, &groups))?;
         }
         let id = LAYERS.fetch_add(1, Ordering::Relaxed);
-        let (version, trace, spare) = (0, false, Vec::new());
+        let (version, trace, pool) = (0, false, Vec::new());
         let mut layer = DeviceLayer {
             gpu,
             spec,
@@ -140,37 +144,39 @@ impl<'g> DeviceLayer<'g> {
             weights,
             symmetric,
             trace,
-            spare,
+            pool,
         };
         layer.reserve(1)?;
-        // Nobody may signal before every PE's signal words are zero.
+        // No PE may signal before the signal words of all PEs are zero.
         gpu.barrier(layer.spec.options.wait_limit)?;
         Ok(layer)
     }
 
-    /// Sees to it that `forwards` forward passes can wait for their backward without an allocation in a step.
+    /// Allocates the state of `forwards` forward passes, so that this many can await their backward without an
+    /// allocation in a step.
     ///
     /// # Errors
-    /// Too little memory.
+    ///
+    /// Returns an error if allocation fails.
     pub fn reserve(&mut self, forwards: usize) -> Result<(), MoeError> {
-        while self.spare.len() < forwards {
+        while self.pool.len() < forwards {
             let state = DeviceSaved::new(self)?;
-            self.spare.push(state);
+            self.pool.push(state);
         }
         Ok(())
     }
 
-    /// What the layer is to the kernels.
+    /// The layer's shape as passed to the kernels.
     pub fn shape(&self) -> &LayerShape {
         &self.shape
     }
 
-    /// The matrix products that run.
+    /// The GEMM path in use.
     pub fn path(&self) -> GemmPath {
         self.path
     }
 
-    /// The tiles that they are cut into.
+    /// The GEMM tile in use.
     pub fn tile(&self) -> Tile {
         Tile { rows: self.shape.tile_m, columns: self.shape.tile_n }
     }
@@ -180,15 +186,16 @@ impl<'g> DeviceLayer<'g> {
         self.symmetric.bytes()
     }
 
-    /// Device memory of weights, gradients and tables, and of one forward pass, bytes.
+    /// Device memory in bytes: of weights, gradients and tables, and of one forward pass.
     pub fn device_bytes(&self) -> (u64, u64) {
         (self.weights.bytes, self.sizes.local_bytes + self.sizes.layer_bytes)
     }
 
-    /// Frees the symmetric memory (collective); dropped without it, the layer leaves that to the end of the PE.
+    /// Frees the symmetric memory (collective). A layer that is dropped instead leaves it allocated until the PE ends.
     ///
     /// # Errors
-    /// A peer that does not come.
+    ///
+    /// Returns an error if a peer does not join.
     pub fn free(self) -> Result<(), MoeError> {
         let DeviceLayer { symmetric, spec, .. } = self;
         Ok(symmetric.free(spec.options.wait_limit)?)

@@ -1,4 +1,4 @@
-//! The passes of a layer on a device: what is checked, what is launched, what is read afterwards.
+//! Passes of a layer on a device: argument checks, launches, and reading the outcome.
 
 use bytemuck::Zeroable;
 
@@ -10,57 +10,57 @@ use crate::gpu::{Buffer, GpuError};
 use crate::moe::metrics::PassOutcome;
 use crate::moe::spec::{Gradients, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId};
 
-/// The kernels of a pass, in order, by the phases that their time counts as.
-pub(super) struct Stages {
+/// The kernels of a pass in launch order, grouped by the phase that their time counts towards.
+pub(super) struct PassKernels {
     /// Router and plan.
     before: &'static [Kernel],
     /// The persistent kernel.
     layer: Kernel,
     /// The router's backward.
     after: &'static [Kernel],
-    /// The sums over PEs of what several hold.
+    /// Sums over PEs.
     reduce: &'static [Kernel],
 }
 
-const FORWARD: Stages =
-    Stages { before: &[Kernel::Route, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
-/// Of one of several groups, with losses.
-const FORWARD_WITH_LOSSES: Stages = Stages { reduce: &[Kernel::SumLosses], ..FORWARD };
-const BACKWARD: Stages = Stages {
+const FORWARD: PassKernels =
+    PassKernels { before: &[Kernel::Route, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
+/// With losses and several groups.
+const FORWARD_WITH_LOSSES: PassKernels = PassKernels { reduce: &[Kernel::SumLosses], ..FORWARD };
+const BACKWARD: PassKernels = PassKernels {
     before: &[],
     layer: Kernel::Backward,
     after: &[Kernel::RouteBackward, Kernel::RouterGradients],
     reduce: &[Kernel::AllReduce],
 };
 
-/// By the caller's routing: the layer's router and shared expert have no part in it, and so only gradients of experts are to be summed over PEs.
-const EXPERTS: Stages =
-    Stages { before: &[Kernel::TakeRouting, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
-const EXPERTS_BACKWARD: Stages = Stages { before: &[], layer: Kernel::Backward, after: &[], reduce: &[] };
-const EXPERTS_BACKWARD_SUMMED: Stages = Stages { reduce: &[Kernel::AllReduce], ..EXPERTS_BACKWARD };
+/// With the caller's routing, router and shared expert are not used, so only gradients of experts are summed over PEs.
+const EXPERTS: PassKernels =
+    PassKernels { before: &[Kernel::TakeRouting, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
+const EXPERTS_BACKWARD: PassKernels = PassKernels { before: &[], layer: Kernel::Backward, after: &[], reduce: &[] };
+const EXPERTS_BACKWARD_SUMMED: PassKernels = PassKernels { reduce: &[Kernel::AllReduce], ..EXPERTS_BACKWARD };
 
-/// The marks of a pass: its begin, the persistent kernel's, the persistent kernel's end, the begin of the sums over PEs, the end.
+/// Events of a pass: its start, start and end of the persistent kernel, start of the sums over PEs, and its end.
 const MARKS: [usize; 5] = [0, 1, 2, 3, 4];
 
-/// What a pass is launched with, checked against the layer.
-pub(super) struct Checked {
+/// A pass whose arguments are checked against the layer.
+pub(super) struct CheckedPass {
     pub(super) pass: Pass,
-    pub(super) stages: &'static Stages,
+    pub(super) stages: &'static PassKernels,
     pub(super) by: RoutedBy,
 }
 
-/// Elements that an argument should have.
+/// Expected length of an argument.
 #[derive(Clone, Copy)]
 struct Expect {
     what: &'static str,
     elements: usize,
-    /// Bytes of each.
+    /// Bytes per element.
     bytes: usize,
 }
 
 impl<'g> DeviceLayer<'g> {
-    /// The arguments of a forward pass.
-    pub(super) fn check_forward(&self, x: &Buffer<'g>, output: &Buffer<'g>) -> Result<Checked, MoeError> {
+    /// Checks the arguments of a forward pass.
+    pub(super) fn check_forward(&self, x: &Buffer<'g>, output: &Buffer<'g>) -> Result<CheckedPass, MoeError> {
         if self.spec.config.router.external {
             let why = "the layer has no router: the caller routes, by experts".into();
             return Err(MoeError::Usage { what: "run forward", why });
@@ -70,44 +70,44 @@ impl<'g> DeviceLayer<'g> {
         let pass = Pass { x: x.address(), output: output.address(), ..self.pass(tokens) };
         let gathers_losses = self.spec.config.has_losses() && self.groups.len() > 1;
         let stages = if gathers_losses { &FORWARD_WITH_LOSSES } else { &FORWARD };
-        Ok(Checked { pass, stages, by: RoutedBy::Layer })
+        Ok(CheckedPass { pass, stages, by: RoutedBy::Layer })
     }
 
-    /// The arguments of the backward of a forward pass of `tokens` tokens.
+    /// Checks the arguments of the backward of a forward pass with `tokens` tokens.
     pub(super) fn check_backward(
         &self,
         tokens: usize,
         x: &Buffer<'g>,
         grad_output: &Buffer<'g>,
         grad_input: &Buffer<'g>,
-    ) -> Result<Checked, MoeError> {
+    ) -> Result<CheckedPass, MoeError> {
         self.check_training("run backward")?;
         self.check_rows("hidden_states", x, tokens, self.spec.dtype.bytes())?;
         self.check_rows("grad_output", grad_output, tokens, self.spec.dtype.bytes())?;
         self.check_rows("grad_hidden_states", grad_input, tokens, size_of::<f32>())?;
         let (x, grad_output, output) = (x.address(), grad_output.address(), grad_input.address());
         let pass = Pass { x, grad_output, output, ..self.pass(tokens) };
-        Ok(Checked { pass, stages: &BACKWARD, by: RoutedBy::Layer })
+        Ok(CheckedPass { pass, stages: &BACKWARD, by: RoutedBy::Layer })
     }
 
-    /// The arguments of a forward pass by the caller's routing.
+    /// Checks the arguments of a forward pass with the caller's routing.
     pub(super) fn check_experts(
         &self,
         x: &Buffer<'g>,
         ids: &Buffer<'g>,
         weights: &Buffer<'g>,
         output: &Buffer<'g>,
-    ) -> Result<Checked, MoeError> {
+    ) -> Result<CheckedPass, MoeError> {
         let tokens = self.check_tokens(x)?;
         self.check_choices("ids", ids, tokens)?;
         self.check_choices("weights", weights, tokens)?;
         self.check_rows("output", output, tokens, size_of::<f32>())?;
         let (x, ids, weights, output) = (x.address(), ids.address(), weights.address(), output.address());
         let pass = Pass { x, ids, weights, output, ..self.pass(tokens) };
-        Ok(Checked { pass, stages: &EXPERTS, by: RoutedBy::Caller })
+        Ok(CheckedPass { pass, stages: &EXPERTS, by: RoutedBy::Caller })
     }
 
-    /// The arguments of its backward.
+    /// Checks the arguments of the backward of such a pass.
     pub(super) fn check_experts_backward(
         &self,
         tokens: usize,
@@ -115,12 +115,12 @@ impl<'g> DeviceLayer<'g> {
         grad_output: &Buffer<'g>,
         grad_input: &Buffer<'g>,
         grad_weights: &Buffer<'g>,
-    ) -> Result<Checked, MoeError> {
+    ) -> Result<CheckedPass, MoeError> {
         self.check_choices("grad_weights", grad_weights, tokens)?;
-        let Checked { pass, .. } = self.check_backward(tokens, x, grad_output, grad_input)?;
+        let CheckedPass { pass, .. } = self.check_backward(tokens, x, grad_output, grad_input)?;
         let pass = Pass { grad_weights: grad_weights.address(), ..pass };
         let stages = if self.shape.summed == 1 { &EXPERTS_BACKWARD_SUMMED } else { &EXPERTS_BACKWARD };
-        Ok(Checked { pass, stages, by: RoutedBy::Caller })
+        Ok(CheckedPass { pass, stages, by: RoutedBy::Caller })
     }
 
     fn check_training(&self, what: &'static str) -> Result<(), MoeError> {
@@ -130,7 +130,7 @@ impl<'g> DeviceLayer<'g> {
         }
     }
 
-    /// Tokens of an input.
+    /// Checks the length of an input, and returns its number of tokens.
     fn check_tokens(&self, x: &Buffer<'g>) -> Result<usize, MoeError> {
         let (hidden, bytes) = (self.spec.config.hidden, self.spec.dtype.bytes());
         let (tokens, max) = (x.bytes() as usize / bytes / hidden, self.spec.max_tokens * hidden);
@@ -152,7 +152,7 @@ impl<'g> DeviceLayer<'g> {
         self.check_buffer(rows, Expect { what, elements: tokens * self.spec.config.hidden, bytes })
     }
 
-    /// That a buffer is memory of this device, and as long as it should be.
+    /// Checks that a buffer is on this device and has the expected length.
     fn check_buffer(&self, buffer: &Buffer<'g>, expect: Expect) -> Result<(), MoeError> {
         let Expect { what, elements, bytes } = expect;
         if !buffer.is_on(self.gpu) {
@@ -169,13 +169,13 @@ impl<'g> DeviceLayer<'g> {
         Pass { tokens: tokens as u32, trace: self.trace.into(), ..Pass::zeroed() }
     }
 
-    /// Memory for a forward pass.
-    pub(super) fn take_state(&mut self) -> Result<DeviceSaved<'g>, MoeError> {
-        self.spare.pop().map_or_else(|| DeviceSaved::new(self), Ok)
+    /// Returns the state for a forward pass: a spare one, or a new one.
+    pub(super) fn acquire_state(&mut self) -> Result<DeviceSaved<'g>, MoeError> {
+        self.pool.pop().map_or_else(|| DeviceSaved::new(self), Ok)
     }
 
-    /// Launches a pass, kernel by kernel.
-    fn run(&self, saved: &DeviceSaved<'g>, Checked { pass, stages, .. }: &Checked) -> Result<(), MoeError> {
+    /// Launches the kernels of a pass, with events between the phases.
+    fn run(&self, saved: &DeviceSaved<'g>, CheckedPass { pass, stages, .. }: &CheckedPass) -> Result<(), MoeError> {
         self.gpu.mark(MARKS[0])?;
         self.launch(saved, pass, stages.before)?;
         self.gpu.mark(MARKS[1])?;
@@ -187,17 +187,17 @@ impl<'g> DeviceLayer<'g> {
         Ok(self.gpu.mark(MARKS[4])?)
     }
 
-    /// Launches all kernels of a pass and nothing else.
-    pub(super) fn launch_all(&self, saved: &DeviceSaved<'g>, checked: &Checked) -> Result<(), GpuError> {
-        let Checked { pass, stages, .. } = checked;
+    /// Launches the kernels of a pass without events.
+    pub(super) fn launch_all(&self, saved: &DeviceSaved<'g>, checked: &CheckedPass) -> Result<(), GpuError> {
+        let CheckedPass { pass, stages, .. } = checked;
         self.launch(saved, pass, stages.before)?;
         self.launch(saved, pass, &[stages.layer])?;
         self.launch(saved, pass, stages.after)?;
         self.launch(saved, pass, stages.reduce)
     }
 
-    /// Marks a pass that `launch` launches as one: all its time counts as the persistent kernel's.
-    pub(super) fn run_as_one(&self, launch: impl FnOnce() -> Result<(), GpuError>) -> Result<(), MoeError> {
+    /// Runs `launch`, which launches a whole pass. Its time counts as the persistent kernel's.
+    pub(super) fn run_single_launch(&self, launch: impl FnOnce() -> Result<(), GpuError>) -> Result<(), MoeError> {
         self.gpu.mark(MARKS[0])?;
         self.gpu.mark(MARKS[1])?;
         launch()?;
@@ -212,13 +212,13 @@ impl<'g> DeviceLayer<'g> {
         kernels.iter().try_for_each(|kernel| {
             let (name, launch) = (&self.names[*kernel as usize], saved.info().launch(*kernel));
             // SAFETY: every kernel of a layer takes the address of a `Layer` and a `Pass`.
-            // - The `Layer` is `place`'s, over the state's memory and this layer's tables, weights and symmetric memory: the
-            //   state was checked to be of this layer (`DeviceSaved::check`, or it is one of the layer's own), which holds all
-            //   the rest; the state's memory has the size that `place` asked for.
-            // - The addresses of the `Pass` are those of buffers that the caller of this pass lent it, of this device and as long as
-            //   the pass reads and writes (`check_buffer`). What is freed, written or read after the launch waits for it, by
-            //   the contract of `Gpu`; no kernel follows an address of an earlier pass's buffers.
-            // - Kernels check what they read of peers before they use it as an index.
+            // - `place` made the `Layer`, over the state's memory and this layer's tables, weights and symmetric
+            //   memory. The state was checked to be of this layer (`DeviceSaved::check`, or it is one of the layer's
+            //   own), which holds the rest; the state's memory has the size that `place` required.
+            // - The addresses in the `Pass` are of buffers that the caller of this pass borrows to it, on this device
+            //   and as long as the pass reads and writes (`check_buffer`). By the contract of `Gpu`, freeing, writing
+            //   or reading after the launch waits for it; no kernel accesses buffers of an earlier pass.
+            // - Kernels validate data from peers before they use it as an index.
             unsafe { self.gpu.launch(name, launch, &[&args[0], &args[1]]) }
         })
     }
@@ -226,16 +226,16 @@ impl<'g> DeviceLayer<'g> {
 
 impl<'g> DeviceLayer<'g> {
     /// Runs a forward pass on a state of the layer's own.
-    fn run_forward(&mut self, checked: &Checked) -> Result<DeviceSaved<'g>, MoeError> {
-        let mut saved = self.take_state()?;
+    fn run_forward(&mut self, checked: &CheckedPass) -> Result<DeviceSaved<'g>, MoeError> {
+        let mut saved = self.acquire_state()?;
         saved.refresh(self)?;
         saved.begin(checked.pass.tokens as usize, checked.by);
         self.run(&saved, checked)?;
         Ok(saved)
     }
 
-    /// Runs a backward whose `saved` and arguments are checked.
-    fn run_backward(&mut self, saved: &mut DeviceSaved<'g>, checked: &Checked) -> Result<(), MoeError> {
+    /// Runs a backward after `saved` and the arguments have been checked.
+    fn run_backward(&mut self, saved: &mut DeviceSaved<'g>, checked: &CheckedPass) -> Result<(), MoeError> {
         saved.refresh(self)?;
         saved.begin_backward();
         self.before_backward(checked.by)?;
@@ -243,26 +243,26 @@ impl<'g> DeviceLayer<'g> {
         self.after_backward()
     }
 
-    /// Readies the gradients for a backward that is launched next.
+    /// Prepares the gradients for the next backward, before it is launched.
     pub(super) fn before_backward(&mut self, by: RoutedBy) -> Result<(), MoeError> {
         let (gpu, add) = (self.gpu, self.sizes.launch(Kernel::Accumulate));
         let by_caller = by == RoutedBy::Caller;
         Ok(self.weights.gradients.as_mut().map_or(Ok(()), |gradients| gradients.begin(gpu, add, by_caller))?)
     }
 
-    /// Adds the gradients of the backward that was launched to those before it, where the layer accumulates.
+    /// If the layer accumulates gradients: adds those of the launched backward to the sums.
     pub(super) fn after_backward(&mut self) -> Result<(), MoeError> {
         let (gpu, add) = (self.gpu, self.sizes.launch(Kernel::Accumulate));
         Ok(self.weights.gradients.as_mut().map_or(Ok(()), |gradients| gradients.end(gpu, add))?)
     }
 
-    /// What the kernels are told of the layer has changed.
-    fn change(&mut self) -> Result<(), MoeError> {
+    /// Call after a change of `shape`: updates the layer's description in all spare states.
+    fn update_descriptions(&mut self) -> Result<(), MoeError> {
         self.version += 1;
-        // Now and not in the next pass, which other PEs may wait for.
-        let mut spare = std::mem::take(&mut self.spare);
-        let done = spare.iter_mut().try_for_each(|saved| saved.refresh(self));
-        self.spare = spare;
+        // Updating now keeps the next pass, which other PEs may wait for, short.
+        let mut pool = std::mem::take(&mut self.pool);
+        let done = pool.iter_mut().try_for_each(|saved| saved.refresh(self));
+        self.pool = pool;
         done
     }
 }
@@ -397,7 +397,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
         }
         let (mut chosen, mut weights) = (local.read_vec(chosen, choices)?, local.read_vec(weights, choices)?);
         if saved.routed_by() == RoutedBy::Caller {
-            // As the caller has them.
+            // In the caller's order.
             let (_, at) = saved.at(info.columns);
             let columns: Vec<u32> = local.read_vec(at, choices)?;
             let (by_expert, by_expert_weights) = (chosen.clone(), weights.clone());
@@ -410,9 +410,9 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
     }
 
     fn recycle(&mut self, saved: DeviceSaved<'g>) {
-        // Of another layer it is only freed.
-        if saved.is_of(self) {
-            self.spare.push(saved);
+        // A state of another layer is only freed.
+        if saved.belongs_to(self) {
+            self.pool.push(saved);
         }
     }
 
@@ -438,11 +438,10 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
 
     fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
         self.weights.write(&self.spec, self.me, id, values)?;
-        // As many planes as any router had that the layer was given: those that the present one does not need are zeros, which add
-        // nothing to any bit.
+        // `router_parts` never decreases. Unneeded planes are zeros, which do not change any bit of the results.
         if self.weights.router_parts > self.shape.router_parts {
             self.shape.router_parts = self.weights.router_parts;
-            self.change()?;
+            self.update_descriptions()?;
         }
         Ok(())
     }
@@ -451,7 +450,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
         if mode != self.spec.options.mode {
             self.spec.options.mode = mode;
             self.shape.bulk = (mode == Mode::Bulk).into();
-            self.change()?;
+            self.update_descriptions()?;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
-//! Passes that are recorded once and repeated: on a CUDA device, graphs.
+//! Passes that are recorded once and replayed; on a CUDA device, as graphs.
 
-use super::pass::Checked;
+use super::pass::CheckedPass;
 use super::saved::RoutedBy;
 use super::{DeviceLayer, DeviceSaved};
 use crate::gpu::params::Pass;
@@ -8,28 +8,29 @@ use crate::gpu::{Buffer, Recording};
 use crate::moe::metrics::PassOutcome;
 use crate::moe::spec::{Gradients, LayerSpec, Mode, MoeError, MoeLayer, Routed, WeightId};
 
-/// A layer whose passes are recorded when they are first called, and repeated with one launch each from then on: the same forward
-/// pass, and the same backward, over the same buffers with the same number of tokens. What the buffers hold may change between
-/// passes, and so may the routing and the weights. Every PE runs its passes in the same order, recorded or not.
+/// A layer whose passes are recorded on their first call, and replayed with a single launch from then on. A pass must
+/// use the same buffers and number of tokens each time; contents of the buffers, routing and weights may change. PEs
+/// may record or not, but must run their passes in the same order.
 ///
-/// It has memory for one forward pass: the next one takes it, and what was not followed by its backward until then never is.
+/// It has memory for one forward pass. The next forward overwrites it, and a backward of the previous one is then an
+/// error.
 pub struct RecordedLayer<'a, 'g> {
     layer: &'a mut DeviceLayer<'g>,
     saved: DeviceSaved<'g>,
-    /// Forward passes so far.
+    /// Number of forward passes started.
     forwards: u64,
     forward: Option<PassRecording<'g>>,
     backward: Option<PassRecording<'g>>,
 }
 
-/// One pass, and what its launches depend on.
+/// The recording of one pass, and the values that its launches depend on.
 struct PassRecording<'g> {
     pass: Pass,
     version: u64,
     recording: Box<dyn Recording + 'g>,
 }
 
-/// What a forward pass of a [`RecordedLayer`] leaves: the pass's number. Only the last one's backward can be run.
+/// Identifies a forward pass of a [`RecordedLayer`]. Only the last one can have a backward.
 #[derive(Debug)]
 pub struct RecordedPass {
     layer: u64,
@@ -40,18 +41,19 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
     /// Records this layer's passes from now on.
     ///
     /// # Errors
-    /// Too little memory.
+    ///
+    /// Returns an error if allocation fails.
     pub fn new(layer: &'a mut DeviceLayer<'g>) -> Result<Self, MoeError> {
-        let saved = layer.take_state()?;
+        let saved = layer.acquire_state()?;
         Ok(RecordedLayer { layer, saved, forwards: 0, forward: None, backward: None })
     }
 
-    /// Sees to it that a pass is recorded, and is the one that was.
-    fn record(&mut self, checked: &Checked, backward: bool) -> Result<(), MoeError> {
+    /// Records a pass if needed, and checks that it equals the recorded one.
+    fn record(&mut self, checked: &CheckedPass, backward: bool) -> Result<(), MoeError> {
         self.saved.refresh(self.layer)?;
         let (layer, saved) = (&*self.layer, &self.saved);
         let recorded = if backward { &mut self.backward } else { &mut self.forward };
-        // What the layer's description says, and with it how kernels are launched, may have changed.
+        // Record again if the layer's description, which the launch parameters depend on, has changed.
         let current = recorded.take().filter(|r| r.version == layer.version && r.pass.trace == checked.pass.trace);
         let current = match current {
             Some(current) => current,
@@ -65,16 +67,16 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
         same.then_some(()).ok_or_else(|| MoeError::Usage { what: "repeat a recorded pass", why: why() })
     }
 
-    /// Repeats the recording of the pass that [`RecordedLayer::record`] has just checked.
+    /// Replays a pass that [`RecordedLayer::record`] has just checked.
     fn replay(&self, recorded: &Option<PassRecording<'g>>) -> Result<(), MoeError> {
         let Some(recorded) = recorded else { return Ok(()) };
-        // SAFETY: the recording is of launches of this layer's kernels on `self.saved`, which lives as long as it and is of
-        // the version that was recorded; the addresses in the recorded pass equal those of the pass that was checked, whose
-        // buffers the caller lends this call.
-        self.layer.run_as_one(|| unsafe { recorded.recording.replay() })
+        // SAFETY: the recording has launches of this layer's kernels on `self.saved`, which lives as long as the
+        // recording and has the recorded version. The addresses in the recorded pass equal those of the checked pass,
+        // whose buffers the caller borrows to this call.
+        self.layer.run_single_launch(|| unsafe { recorded.recording.replay() })
     }
 
-    /// Refuses a pass that is not the last.
+    /// Returns an error unless `saved` is the last forward pass.
     fn check(&self, saved: &RecordedPass, what: &'static str) -> Result<(), MoeError> {
         let why = match (saved.layer == self.layer.id, saved.forward == self.forwards) {
             (true, true) => return Ok(()),
@@ -84,7 +86,7 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
         Err(MoeError::Usage { what, why: why.into() })
     }
 
-    fn run_forward(&mut self, checked: Checked) -> Result<RecordedPass, MoeError> {
+    fn run_forward(&mut self, checked: CheckedPass) -> Result<RecordedPass, MoeError> {
         self.record(&checked, false)?;
         self.saved.begin(checked.pass.tokens as usize, checked.by);
         self.forwards += 1;
@@ -92,7 +94,7 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
         Ok(RecordedPass { layer: self.layer.id, forward: self.forwards })
     }
 
-    fn run_backward(&mut self, checked: &Checked) -> Result<(), MoeError> {
+    fn run_backward(&mut self, checked: &CheckedPass) -> Result<(), MoeError> {
         self.record(checked, true)?;
         self.saved.begin_backward();
         self.layer.before_backward(checked.by)?;

@@ -1,122 +1,128 @@
-//! Who stands for whom where a row crosses to another host once (`kernels/relay.h`): the kernels' tables of it, and of the places of experts.
+//! Relay roles for rows that cross to another host once (`kernels/relay.h`), and the kernels' tables of them and of
+//! physical experts.
+//!
+//! A physical expert is an expert on a PE, as this PE numbers them in its tables. A relay on another host has
+//! physical experts for all PEs of its host.
 
 use crate::gpu::params;
 use crate::moe::spec::{Hosts, Placement};
 
-/// What the tables of [n_pes] say of a PE that they have nothing to say of.
+/// In tables over PEs: no entry for this PE.
 const NONE: u32 = u32::MAX;
 
-/// A group's PEs on their hosts; without relays every PE stands for itself.
+/// The PEs of a group on their hosts. Without relays every PE receives its rows directly.
 pub(super) struct Relays<'a> {
     placement: &'a Placement,
     relays: bool,
     /// The PEs of each host, ascending.
     hosts: Vec<Vec<usize>>,
-    /// Of each PE, the number of its host among these, and its own there.
-    seat: Vec<(usize, usize)>,
+    /// By PE: the index of its host in `hosts`, and its index on the host.
+    host_index: Vec<(usize, usize)>,
 }
 
 impl<'a> Relays<'a> {
     pub fn new(placement: &'a Placement, of: &Hosts) -> Relays<'a> {
-        let (mut hosts, mut seat) = (Vec::<Vec<usize>>::new(), vec![(0, 0); placement.n_pes()]);
+        let (mut hosts, mut host_index) = (Vec::<Vec<usize>>::new(), vec![(0, 0); placement.n_pes()]);
         let relays = of.relays() && of.n_pes() == placement.n_pes();
         for pe in (0..placement.n_pes()).filter(|_| relays) {
             let members: Vec<usize> = of.members(pe).collect();
             if members.first() == Some(&pe) {
                 for (rank, &member) in members.iter().enumerate() {
-                    seat[member] = (hosts.len(), rank);
+                    host_index[member] = (hosts.len(), rank);
                 }
                 hosts.push(members);
             }
         }
-        Relays { placement, relays, hosts, seat }
+        Relays { placement, relays, hosts, host_index }
     }
 
     fn n_pes(&self) -> usize {
         self.placement.n_pes()
     }
 
-    fn near(&self, a: usize, b: usize) -> bool {
-        self.seat[a].0 == self.seat[b].0
+    fn same_host(&self, a: usize, b: usize) -> bool {
+        self.host_index[a].0 == self.host_index[b].0
     }
 
-    /// The PEs of a PE's host; without relays itself.
+    /// The PEs on the host of `pe`; empty without relays.
     pub fn members(&self, pe: usize) -> &[usize] {
-        self.hosts.get(self.seat[pe].0).map_or(&[], Vec::as_slice)
+        self.hosts.get(self.host_index[pe].0).map_or(&[], Vec::as_slice)
     }
 
-    /// As [`Hosts::home`].
-    fn home(&self, source: usize, target: usize) -> usize {
-        if self.near(source, target) {
+    /// The PE that receives rows of `source` for `target` first, see [`Hosts::relay`].
+    fn relay_for(&self, source: usize, target: usize) -> usize {
+        if self.same_host(source, target) {
             return target;
         }
         let members = self.members(target);
-        members[self.seat[source].1 % members.len()]
+        members[self.host_index[source].1 % members.len()]
     }
 
     fn serves(&self, pe: usize, source: usize) -> bool {
-        !self.near(pe, source) && self.home(source, pe) == pe
+        !self.same_host(pe, source) && self.relay_for(source, pe) == pe
     }
 
-    /// Those that put rows into a PE's windows, ascending.
+    /// The PEs that put rows into the windows of `pe`, ascending.
     fn senders(&self, pe: usize) -> impl Iterator<Item = usize> + '_ {
-        (0..self.n_pes()).filter(move |&source| source != pe && self.home(source, pe) == pe)
+        (0..self.n_pes()).filter(move |&source| source != pe && self.relay_for(source, pe) == pe)
     }
 
     fn served(&self, pe: usize) -> impl Iterator<Item = usize> + '_ {
         (0..self.n_pes()).filter(move |&source| self.serves(pe, source))
     }
 
-    /// Places of experts at `dest` as `me` sees it: its own, or where it stands for its host as many as the PE with most has, of each of its PEs.
-    fn places(&self, me: usize, dest: usize) -> usize {
-        if self.near(me, dest) {
+    /// Number of physical experts at `dest` in the tables of `me`: its experts; for a relay of `me`, the maximum per
+    /// PE of its host, times the PEs of the host; 0 for any other PE.
+    fn physical_count(&self, me: usize, dest: usize) -> usize {
+        if self.same_host(me, dest) {
             return self.placement.experts(dest).len();
         }
-        if self.home(me, dest) != dest {
+        if self.relay_for(me, dest) != dest {
             return 0;
         }
         let members = self.members(dest);
         members.iter().map(|&pe| self.placement.experts(pe).len()).max().unwrap_or(0) * members.len()
     }
 
-    /// Enters what of a shape is of hosts.
+    /// Sets the fields of a shape that depend on hosts.
     pub fn shape(&self, me: usize, shape: &mut params::LayerShape) {
         let pes = || 0..self.n_pes();
         let most = |of: &dyn Fn(usize) -> usize| pes().map(of).max().unwrap_or(0) as u32;
-        shape.held = pes().map(|dest| self.places(me, dest)).sum::<usize>() as u32;
+        shape.held = pes().map(|dest| self.physical_count(me, dest)).sum::<usize>() as u32;
         (shape.member, shape.members, shape.most_members) = (0, 1, 1);
         if !self.relays {
             return;
         }
         shape.relays = 1;
-        shape.max_local = most(&|pe| pes().map(|dest| self.places(pe, dest)).max().unwrap_or(0));
-        shape.hosts = most(&|pe| pes().filter(|&dest| self.places(pe, dest) > 0).count());
-        shape.member = self.seat[me].1 as u32;
+        shape.max_local = most(&|pe| pes().map(|dest| self.physical_count(pe, dest)).max().unwrap_or(0));
+        shape.hosts = most(&|pe| pes().filter(|&dest| self.physical_count(pe, dest) > 0).count());
+        shape.member = self.host_index[me].1 as u32;
         shape.members = self.members(me).len() as u32;
         shape.most_members = self.hosts.iter().map(Vec::len).max().unwrap_or(1) as u32;
         shape.served = most(&|pe| self.served(pe).count());
         shape.windows = most(&|pe| self.senders(pe).count());
     }
 
-    /// Tables::first_place and Tables::place_pe.
-    pub fn place_tables(&self, me: usize) -> (Vec<u32>, Vec<u32>) {
+    /// `Tables::first_place` and `Tables::place_pe`.
+    pub fn physical_tables(&self, me: usize) -> (Vec<u32>, Vec<u32>) {
         let (mut first_place, mut place_pe) = (vec![0u32], Vec::new());
         for dest in 0..self.n_pes() {
-            place_pe.resize(place_pe.len() + self.places(me, dest), dest as u32);
+            place_pe.resize(place_pe.len() + self.physical_count(me, dest), dest as u32);
             first_place.push(place_pe.len() as u32);
         }
         (first_place, place_pe)
     }
 
-    /// The place of the expert with number `local` at `pe`.
-    pub fn place(&self, me: usize, first_place: &[u32], pe: usize, local: usize) -> u32 {
-        let number = if self.near(me, pe) { local } else { local * self.members(pe).len() + self.seat[pe].1 };
-        first_place[self.home(me, pe)] + number as u32
+    /// The physical expert with local number `local` at `pe`.
+    pub fn physical(&self, me: usize, first_place: &[u32], pe: usize, local: usize) -> u32 {
+        let number =
+            if self.same_host(me, pe) { local } else { local * self.members(pe).len() + self.host_index[pe].1 };
+        first_place[self.relay_for(me, pe)] + number as u32
     }
 
-    /// Whether `me` puts rows to `pe`, and whether results.
+    /// Whether `me` puts rows to `pe`, and whether it puts results.
     pub fn links(&self, me: usize, pe: usize) -> (bool, bool) {
-        (self.home(me, pe) == pe, self.near(me, pe) || self.serves(me, pe))
+        (self.relay_for(me, pe) == pe, self.same_host(me, pe) || self.serves(me, pe))
     }
 
     /// `Tables::relay`; `None` without relays.
@@ -127,13 +133,14 @@ impl<'a> Relays<'a> {
         let number = |mut of: Box<dyn Iterator<Item = usize> + '_>, pe: usize| {
             of.position(|one| one == pe).map_or(NONE, |n| n as u32)
         };
-        let home = |pe| if self.near(me, pe) { me } else { self.home(pe, me) };
+        let relay_for = |pe| if self.same_host(me, pe) { me } else { self.relay_for(pe, me) };
         let pes = || 0..self.n_pes();
-        let mut table: Vec<u32> = pes().map(|pe| if self.near(me, pe) { NONE } else { home(pe) as u32 }).collect();
+        let mut table: Vec<u32> =
+            pes().map(|pe| if self.same_host(me, pe) { NONE } else { relay_for(pe) as u32 }).collect();
         table.extend(pes().map(|pe| number(Box::new(self.senders(pe)), me)));
-        table.extend(pes().map(|pe| number(Box::new(self.senders(home(pe))), pe)));
-        table.extend(pes().map(|pe| number(Box::new(self.served(home(pe))), pe)));
-        table.extend(pes().map(|pe| if self.near(me, pe) { 1 } else { self.members(pe).len() as u32 }));
+        table.extend(pes().map(|pe| number(Box::new(self.senders(relay_for(pe))), pe)));
+        table.extend(pes().map(|pe| number(Box::new(self.served(relay_for(pe))), pe)));
+        table.extend(pes().map(|pe| if self.same_host(me, pe) { 1 } else { self.members(pe).len() as u32 }));
         table.extend(self.members(me).iter().map(|&pe| pe as u32));
         let served: Vec<u32> = self.served(me).map(|pe| pe as u32).collect();
         table.push(served.len() as u32);

@@ -1,4 +1,4 @@
-//! What a device says of a pass, in the words of the layer's reports and errors.
+//! Converts a device's statistics and error records to the layer's outcomes and errors.
 
 use std::time::Duration;
 
@@ -6,18 +6,18 @@ use crate::gpu::params::{self, ErrorRecord, PassStats, SpanRecord};
 use crate::moe::metrics::{PassOutcome, Phase, Span, Traffic};
 use crate::moe::{MoeError, Options};
 
-/// The parts of a pass between its marks.
+/// Times between the events of a pass.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DevicePassTimes {
-    /// Router, plan, and in backward what follows the persistent kernel.
+    /// Router and plan, and in backward the kernels after the persistent kernel.
     pub router: Duration,
     /// The persistent kernel.
     pub layer: Duration,
-    /// The sums over PEs of gradients, and of what the losses need.
+    /// The sums over PEs of gradients and losses.
     pub all_reduce: Duration,
 }
 
-/// A pass's outcome from its counters.
+/// The outcome of a pass from its counters.
 pub fn outcome(stats: &PassStats, times: DevicePassTimes, spans: &[SpanRecord]) -> PassOutcome {
     let mut phases_s = [0.0; Phase::ALL.len()];
     let idle = Phase::Idle.code();
@@ -67,7 +67,7 @@ fn phase(code: u32) -> Option<Phase> {
     Phase::ALL.get(code as usize).copied()
 }
 
-/// The layer's error of a device's record, at PE `me` of the world; `members` are the PEs of its group.
+/// The error of a device's error record, or `None`. `me` is a PE of the world, `members` are the PEs of its group.
 pub fn error(record: &ErrorRecord, me: usize, members: &[usize], options: &Options) -> Option<MoeError> {
     let phase = phase(record.phase).unwrap_or(Phase::Idle);
     let what = match record.what {
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_names_the_pe_and_what_it_waited_for() {
+    fn timeout_report_names_the_pe_and_the_signal() {
         let record = |kind, what| ErrorRecord { kind, pe: 2, what, phase: 5, expected: 7, seen: 3, index: 1 };
         let options = Options { wait_limit: Duration::from_secs(2), ..Options::default() };
         let error = |record: ErrorRecord| error(&record, 1, &[1, 3, 2], &options);
@@ -129,7 +129,7 @@ mod tests {
             "PE 1 waited 2.0 s in phase waiting for PE 2: its rows: expected at least 7, seen 3"
         );
         assert_eq!(error(record(params::ERROR_TIMEOUT, params::WHAT_ROWS)).unwrap().awaited_pe(), Some(2));
-        // By its number in the group, or in the world.
+        // By index in the group, or by PE of the world.
         let other = ErrorRecord { pe: 1, ..record(params::ERROR_TIMEOUT, params::WHAT_ROWS) };
         assert_eq!(error(other).unwrap().awaited_pe(), Some(3));
         let other = ErrorRecord { what: params::WHAT_ALL_REDUCE, ..other };
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn phases_add_up_to_the_pass() {
+    fn phase_times_sum_to_the_pass() {
         let ms = Duration::from_millis;
         let stats = PassStats { phase_block_ns: [1000, 0, 10, 20, 10, 0, 0], ..PassStats::default() };
         let times = DevicePassTimes { router: ms(1), layer: ms(8), all_reduce: ms(2) };

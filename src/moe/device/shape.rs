@@ -1,11 +1,9 @@
-//! What a layer is to the kernels: the [`LayerShape`] of a configuration, and what a device cannot run.
+//! The kernels' view of a layer ([`LayerShape`]), and the configurations that devices do not support.
 
 use std::ffi::c_void;
 
-use serde::{Deserialize, Serialize};
-
 use super::relays::Relays;
-use super::tiles::{Problem, Tile, TileKernels};
+use super::tiles::{GemmPath, Problem, Tile, TileKernels};
 use super::windows::window_chunks;
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
@@ -14,64 +12,42 @@ use crate::moe::spec::{
     Norm, Options, Scoring,
 };
 
-/// Most planes that the router's weights are split into (`LayerShape::router_parts`).
+/// Maximum number of planes that the router's weights are split into (`LayerShape::router_parts`).
 pub const MAX_ROUTER_PARTS: u32 = 3;
 
-/// Most blocks of a cooperative kernel.
+/// Maximum blocks of a cooperative kernel.
 const MAX_BLOCKS: u32 = 1 << 16;
 
-/// Which matrix products a device runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum GemmPath {
-    /// `mma` on operands that `cp.async` brings: every device from Ampere on.
-    Ampere,
-    /// `wgmma` on operands that the tensor memory accelerator brings, where it can.
-    Hopper,
-}
-
-impl GemmPath {
-    /// Its name in reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            GemmPath::Ampere => "ampere",
-            GemmPath::Hopper => "hopper",
-        }
-    }
-
-    pub(super) fn is_hopper(self) -> bool {
-        self == GemmPath::Hopper
-    }
-}
-
-/// How a layer runs on a device, besides [`Options`]. The same on every PE.
+/// Options of a layer on a device, in addition to [`Options`]. The same on every PE.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceOptions {
-    /// Which matrix products; by the device where `None`.
+    /// GEMM path; `None`: chosen for the device.
     pub path: Option<GemmPath>,
-    /// The tiles that these are cut into; by the layer's shape where `None`.
+    /// GEMM tile; `None`: chosen for the layer's shape.
     pub tile: Option<Tile>,
-    /// On the Hopper path, have lanes store results of 16 bits, and copy operands, where the tensor memory accelerator could: to compare the two, which give the same
-    /// bits.
+    /// Hopper path: store 16-bit results and copy operands by lanes instead of the tensor memory accelerator, to
+    /// compare the two; results are bitwise the same.
     pub lane_stores: bool,
-    /// The expert-parallel groups of the world, which the layer's placement is one of; `None`: one group of all PEs.
+    /// The expert-parallel groups of the world, one of which has the layer's placement; `None`: one group of all PEs.
     pub groups: Option<Groups>,
-    /// The host of each PE of the world, where there are several groups and rows are to cross to other hosts once; a layer's [`Options::hosts`] are those
-    /// of its group ([`Hosts::of`]).
+    /// The host of each PE of the world, if there are several groups and rows cross to other hosts once. A layer's
+    /// [`Options::hosts`] must be those of its group ([`Hosts::of`]).
     pub hosts: Hosts,
 }
 
 impl DeviceOptions {
-    /// The groups of a world in which a layer is made by `spec` on PE `pe` of `n_pes`.
+    /// The groups of the world, for a layer of `spec` on PE `pe` of `n_pes`.
     ///
     /// # Errors
-    /// Groups or hosts of another world, or a `spec` that is not of this PE's.
+    ///
+    /// Returns an error if groups or hosts are of another number of PEs, or if `spec` does not match this PE's group.
     pub(super) fn groups(&self, spec: &LayerSpec, pe: usize, n_pes: usize) -> Result<Groups, MoeError> {
         let Some(groups) = &self.groups else {
             spec.validate(n_pes)?;
             return Ok(Groups::one(spec.placement.clone()));
         };
-        let planned = n_of(groups);
+        let planned = total_pes(groups);
         if planned != n_pes {
             return Err(config_error("the groups' number of PEs", planned, &n_pes.to_string()));
         }
@@ -84,14 +60,14 @@ impl DeviceOptions {
         if hosts != 0 && hosts != n_pes {
             return Err(config_error("the hosts' number of PEs", hosts, &n_pes.to_string()));
         }
-        if self.hosts_in(groups, group, &spec.options) != spec.options.hosts {
+        if self.hosts_of_group(groups, group, &spec.options) != spec.options.hosts {
             return Err(config_error("the hosts", format!("others than group {group} has"), "the group's"));
         }
         Ok(groups.clone())
     }
 
-    /// The hosts of a group's PEs, where rows are to cross once, in a world of layers with `options`.
-    fn hosts_in(&self, groups: &Groups, group: usize, options: &Options) -> Hosts {
+    /// The hosts of a group's PEs, for a layer with `options`.
+    fn hosts_of_group(&self, groups: &Groups, group: usize, options: &Options) -> Hosts {
         match self.hosts.n_pes() {
             0 => options.hosts.clone(),
             _ => self.hosts.of(groups.members(group)),
@@ -99,12 +75,12 @@ impl DeviceOptions {
     }
 }
 
-/// PEs of all groups.
-fn n_of(groups: &Groups) -> usize {
+/// Number of PEs in all groups.
+fn total_pes(groups: &Groups) -> usize {
     (0..groups.len()).map(|group| groups.members(group).len()).sum()
 }
 
-/// Element type on the device.
+/// The kernels' code of an element type.
 fn dtype_code(dtype: Dtype) -> Result<u32, MoeError> {
     match dtype {
         Dtype::Bf16 => Ok(params::DTYPE_BF16),
@@ -113,10 +89,11 @@ fn dtype_code(dtype: Dtype) -> Result<u32, MoeError> {
     }
 }
 
-/// Refuses what no device runs.
+/// Checks that devices support a layer.
 ///
 /// # Errors
-/// Names the field, its value, and what would be right.
+///
+/// Returns an error that names the first unsupported field, its value, and the supported values.
 pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<(), MoeError> {
     dtype_code(dtype)?;
     if let Some(rows) = options.tile_rows {
@@ -137,7 +114,7 @@ pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<()
     Ok(())
 }
 
-/// Refuses what only some families have, and only a CPU computes.
+/// Rejects features of some model families that only the CPU engine implements.
 fn check_family(config: &LayerConfig) -> Result<(), MoeError> {
     const CPU_ONLY: &str = "none on a device, which has no kernel for it yet: run on the CPU";
     let router = &config.router;
@@ -150,7 +127,8 @@ fn check_family(config: &LayerConfig) -> Result<(), MoeError> {
     let mut activations = mlps.map(|mlp| mlp.activation);
     let refused = [
         ("the score sqrt(softplus)", router.scoring == Scoring::SqrtSoftplus),
-        // Without renormalisation it is not used; the kernels add 1e-20 to sums of sigmoids, which makes no difference to others.
+        // The norm is not used without renormalisation. Kernels add 1e-20 to sums of sigmoids, which is within rounding
+        // for other scores.
         ("another norm than the sum", router.renormalise && (router.norm.floor, router.norm.order) != (0.0, 1.0)),
         ("an epsilon of the norm", router.renormalise && router.norm.epsilon > usual_norm.epsilon.max(1e-20)),
         (
@@ -177,18 +155,18 @@ fn config_error(field: &'static str, value: impl ToString, expected: &str) -> Mo
     ConfigError { field, value: value.to_string(), expected: expected.into() }.into()
 }
 
-/// What the shape of a layer depends on.
+/// Inputs of the computation of a layer's shape.
 #[derive(Clone, Copy)]
 pub struct ShapeOf<'a> {
-    /// Of any group.
+    /// The spec of any group.
     pub spec: &'a LayerSpec,
     pub device: &'a DeviceOptions,
     pub groups: &'a Groups,
-    /// In the world.
+    /// PE of the world.
     pub my_pe: usize,
-    /// Whether every PE's loads and stores reach every other's symmetric memory.
+    /// Whether loads and stores of every PE reach every other PE's symmetric memory.
     pub all_reachable: bool,
-    /// How many planes of the layer's element type the router's weights take.
+    /// Number of planes of the layer's element type that the router's weights take.
     pub router_parts: u32,
 }
 
@@ -197,7 +175,7 @@ impl ShapeOf<'_> {
     pub fn shape(&self, limits: &DeviceLimits, blocks: u32) -> Result<LayerShape, MoeError> {
         let (group, me) = self.groups.place(self.my_pe);
         let mut spec = self.spec.clone().placement(self.groups.placement(group).clone());
-        spec.options.hosts = self.device.hosts_in(self.groups, group, &spec.options);
+        spec.options.hosts = self.device.hosts_of_group(self.groups, group, &spec.options);
         let LayerSpec { config, placement, options, dtype, max_tokens, training, .. } = &spec;
         check(config, *dtype, options)?;
         if self.groups.len() > 1 && options.hosts.relays() && self.device.hosts.n_pes() == 0 {
@@ -212,11 +190,11 @@ impl ShapeOf<'_> {
             None => (crate::moe::MlpConfig::plain(0, config.expert.activation), false),
         };
         let relays = Relays::new(placement, &options.hosts);
-        // One number for all cooperative kernels, of which one may come in clusters.
+        // All cooperative kernels have the same number of blocks, and one of them may run in clusters.
         let blocks = kernels.whole_clusters(blocks.clamp(1, MAX_BLOCKS));
         let round_chunks = round_chunks(&spec, &layout) as u32;
-        // Fewer places than a round has chunks only where rows are copied out of them anyway, for backward, or where a network takes longer than
-        // a copy.
+        // A window may have fewer slots than a round has chunks if rows are copied out of it anyway, for backward, or
+        // if the network is slower than a copy.
         let window_chunks = if *training || !self.all_reachable {
             window_chunks(&spec, &layout, round_chunks as usize) as u32
         } else {
@@ -226,7 +204,7 @@ impl ShapeOf<'_> {
             my_pe: me as u32,
             n_pes: placement.n_pes() as u32,
             world_pe: self.my_pe as u32,
-            n_world: n_of(self.groups) as u32,
+            n_world: total_pes(self.groups) as u32,
             hidden: config.hidden as u32,
             intermediate: config.expert.intermediate as u32,
             shared_intermediate: shared.intermediate as u32,
@@ -246,7 +224,7 @@ impl ShapeOf<'_> {
             router_parts: self.router_parts,
             scoring: match router.scoring {
                 Scoring::Softmax => params::SCORING_SOFTMAX,
-                // `check` lets no other through.
+                // `check` rejects other scorings.
                 Scoring::Sigmoid | Scoring::SqrtSoftplus => params::SCORING_SIGMOID,
             },
             renormalise: router.renormalise.into(),
@@ -278,34 +256,35 @@ impl ShapeOf<'_> {
         Ok(shape)
     }
 
-    /// The matrix products that run.
+    /// The GEMM path in use.
     pub fn path(&self, limits: &DeviceLimits) -> GemmPath {
         let default = if limits.hopper() { GemmPath::Hopper } else { GemmPath::Ampere };
         self.device.path.unwrap_or(default)
     }
 
-    /// The kernels of the tile that the products are cut into.
+    /// The kernels for the GEMM tile in use.
     ///
     /// # Errors
-    /// A tile that there are none for.
+    ///
+    /// Returns an error if no kernels exist for the requested tile.
     pub(super) fn tile(&self, limits: &DeviceLimits) -> Result<&'static TileKernels, MoeError> {
         let path = self.path(limits);
         let found = match self.device.tile {
-            Some(asked) => TileKernels::of(path).find(|kernels| kernels.tile() == asked),
+            Some(requested) => TileKernels::of(path).find(|kernels| kernels.tile() == requested),
             None => self.problem(limits).tile(path, limits),
         };
         found.ok_or_else(|| {
             let all: Vec<String> = TileKernels::of(path).map(|kernels| kernels.tile().to_string()).collect();
-            let asked = self.device.tile.map_or_else(String::new, |tile| tile.to_string());
+            let requested = self.device.tile.map_or_else(String::new, |tile| tile.to_string());
             config_error(
                 "the tile",
-                asked,
+                requested,
                 &format!("{}, which there are kernels for ({})", all.join(" or "), path.name()),
             )
         })
     }
 
-    /// What the products are, on all PEs of a group alike.
+    /// Sizes of the GEMMs, the same on all PEs of a group.
     fn problem(&self, limits: &DeviceLimits) -> Problem {
         let LayerSpec { config, max_tokens, .. } = self.spec;
         let placement = self.groups.placement(self.groups.place(self.my_pe).0);
@@ -321,20 +300,21 @@ impl ShapeOf<'_> {
         }
     }
 
-    /// Symmetric memory of every PE, bytes: what the group that needs most of it needs.
+    /// Symmetric memory of every PE, bytes: the maximum over groups.
     pub fn symmetric_bytes(&self, limits: &DeviceLimits, blocks: u32) -> Result<u64, MoeError> {
         let mut most = 0;
         for group in 0..self.groups.len() {
-            // On all PEs of a group alike.
+            // All PEs of a group need the same.
             let Some(&my_pe) = self.groups.members(group).first() else { continue };
             let shape = ShapeOf { my_pe, ..*self }.shape(limits, blocks)?;
-            most = most.max(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes);
+            most = most.max(lay_out(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes);
         }
         Ok(most)
     }
 }
 
-/// Chunks of one source that a PE takes in a round: the layout's; where a row crosses to a host once, the budget times the even share of a host.
+/// Maximum chunks per source and window refill: that of the layout; with relays, the budget factor times the even share
+/// of a host.
 fn round_chunks(spec: &LayerSpec, layout: &Layout) -> usize {
     let LayerSpec { config, options, max_tokens, .. } = spec;
     if !options.hosts.relays() {
@@ -345,8 +325,8 @@ fn round_chunks(spec: &LayerSpec, layout: &Layout) -> usize {
     rows.div_ceil(layout.chunk_rows).max(layout.window_chunks)
 }
 
-/// Slots of one source that a PE holds in a round: the even share times the budget factor, but those of one chunk at the
-/// least, and no more than its windows' rows can have.
+/// Maximum slots per source and window refill: the budget factor times the even share, at least those of one chunk, and
+/// at most those of a window's rows.
 fn round_slots(spec: &LayerSpec, layout: &Layout) -> u32 {
     let LayerSpec { config, placement, options, max_tokens, .. } = spec;
     let hosts = placement.hosts().max(1);
@@ -356,11 +336,12 @@ fn round_slots(spec: &LayerSpec, layout: &Layout) -> u32 {
     budget.clamp(per_chunk, per_chunk * layout.window_chunks) as u32
 }
 
-/// Symmetric memory that a layer takes on a device like this, bytes: what a heap of fixed size must have. `all_reachable`: loads and stores
-/// reach from every PE to every other.
+/// Symmetric memory of a layer on a device with these limits, bytes; used to size a fixed heap. `all_reachable`: loads
+/// and stores of every PE reach every other PE.
 ///
 /// # Errors
-/// What no device runs.
+///
+/// Returns an error if devices do not support the layer.
 pub fn symmetric_bytes(
     spec: &LayerSpec,
     device: &DeviceOptions,
@@ -379,7 +360,7 @@ pub fn symmetric_bytes(
     shape_of.symmetric_bytes(limits, limits.multiprocessors)
 }
 
-/// The kernels' number of an activation, `None` where they have none.
+/// The kernels' code of an activation; `None` if they do not implement it.
 fn activation(activation: Activation) -> Option<u32> {
     match activation {
         Activation::Silu => Some(params::ACT_SILU),
@@ -391,7 +372,7 @@ fn activation(activation: Activation) -> Option<u32> {
 }
 
 unsafe extern "C" {
-    /// `kernels/memory.cpp`, as what follows.
+    /// Defined in `kernels/memory.cpp`.
     fn aristos_layer(
         shape: *const LayerShape,
         tables: *const Tables,
@@ -403,17 +384,19 @@ unsafe extern "C" {
     fn aristos_sum_steps(shape: *const LayerShape, parts: u32, replicated: u32) -> u32;
 }
 
-/// Steps in which `parts` PEs sum the gradients of an expert, or of the replicated weights.
+/// Number of steps in which `parts` PEs sum the gradients of an expert, or of the replicated weights.
 pub fn sum_steps(shape: &LayerShape, parts: u32, replicated: bool) -> u32 {
-    // SAFETY: reads the shape.
+    // SAFETY: only reads the shape.
     unsafe { aristos_sum_steps(shape, parts, replicated.into()) }
 }
 
-/// Sizes and addresses of a layer of this shape whose memory begins at these addresses, and the bytes of its `Layer`.
+/// Computes sizes and addresses of a layer of this shape whose memory starts at these addresses, and the bytes of its
+/// `Layer`.
 ///
 /// # Errors
-/// Names the invalid field of the shape.
-pub fn place(
+///
+/// Returns an error that names the invalid field of the shape.
+pub fn lay_out(
     shape: &LayerShape,
     tables: &Tables,
     local: u64,
@@ -424,14 +407,14 @@ pub fn place(
         let name = usize::try_from(field - 1).ok().and_then(|i| LayerShape::FIELDS.get(i)).unwrap_or(&"a field");
         MoeError::Device(GpuError::failed("lay out the layer on the device", format!("{name} is invalid in {shape:?}")))
     };
-    // SAFETY: reads the first two, writes `info`; null is allowed for the layer. Addresses are not followed.
+    // SAFETY: reads the first two arguments and writes `info`; `layer` may be null. Addresses are not dereferenced.
     let field = unsafe { aristos_layer(shape, tables, local, symmetric, std::ptr::null_mut(), &mut info) };
     if field != 0 {
         return Err(refuse(field));
     }
-    // Aligned as any struct.
+    // u128 for the alignment of a C struct.
     let mut layer = vec![0u128; (info.layer_bytes as usize).div_ceil(16)];
-    // SAFETY: as above, and the layer has the bytes it said.
+    // SAFETY: as above; `layer` has the size that the first call returned.
     let field = unsafe { aristos_layer(shape, tables, local, symmetric, layer.as_mut_ptr().cast(), &mut info) };
     if field != 0 {
         return Err(refuse(field));
@@ -446,9 +429,9 @@ mod tests {
     use super::*;
     use crate::moe::spec::{MlpConfig, RouterConfig};
 
-    /// DeepSeek-V3's layer for training on 16 PEs, four of a host, with 4096 tokens each.
+    /// DeepSeek-V3's layer for training on 16 PEs, four per host, with 4096 tokens each.
     #[test]
-    fn symmetric_memory_is_the_windows_the_returns_and_two_waves() {
+    fn symmetric_memory_is_windows_returns_and_two_waves() {
         let config = LayerConfig::new(7168, 256, RouterConfig::softmax(8), MlpConfig::gated(2048, Activation::Silu));
         let spec = LayerSpec::new(config, 16, 4096).dtype(Dtype::Bf16).training(true);
         let limits = DeviceLimits::a100();
@@ -458,35 +441,40 @@ mod tests {
             let (spec, device, groups) = (&spec, &device, &groups);
             let shape_of = ShapeOf { spec, device, groups, my_pe: 0, all_reachable, router_parts: 3 };
             let shape = shape_of.shape(&limits, 108).unwrap();
-            (place(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes, shape)
+            (lay_out(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes, shape)
         };
-        let ((near, shape), (far, _)) = (bytes(true), bytes(false));
+        let ((local_bytes, shape), (remote_bytes, _)) = (bytes(true), bytes(false));
         let (chunk, window) = (u64::from(shape.chunk_rows), u64::from(shape.window_chunks));
-        // A row of a chunk has a word and up to 8 slots of two, one of results 8 gradients of weights.
+        // A sent row has one word and up to 8 slots of two words; a returned row has 8 weight gradients.
         let (sent, returned) = (chunk * (2 * 7168 + 4 + 8 * 8), chunk * (2 * 7168 + 4 * 8));
         let returns = 4096 * 8 / chunk + 16;
         let rows = 15 * window * sent + returns * returned;
         let stages = 2 * window * (sent + returned);
         let small = 64 << 20; // signals, headers, pieces of gradients of replicated weights
-        assert!(near >= rows && near <= rows + small, "{near} bytes, {rows} of rows");
+        assert!(local_bytes >= rows && local_bytes <= rows + small, "{local_bytes} bytes, {rows} of rows");
         assert!(
-            far >= rows + stages && far <= rows + stages + 2 * small,
-            "{far} bytes, {rows} of rows, {stages} of stages"
+            remote_bytes >= rows + stages && remote_bytes <= rows + stages + 2 * small,
+            "{remote_bytes} bytes, {rows} of rows, {stages} of stages"
         );
-        assert!(far <= 1 << 30, "{far} bytes");
+        assert!(remote_bytes <= 1 << 30, "{remote_bytes} bytes");
 
-        // With rows once per host: windows of three PEs of the host and of three sources elsewhere, results of seven PEs, and four places of parts.
+        // With relays: windows for three PEs of the host and three sources of other hosts, results of seven PEs, and
+        // four buffers of partial results.
         let mut spec = spec;
         spec.options.hosts = Hosts::new((0..16).map(|pe| pe / 4).collect());
         let shape_of =
             ShapeOf { spec: &spec, device: &device, groups: &groups, my_pe: 0, all_reachable: false, router_parts: 3 };
-        let once = place(&shape_of.shape(&limits, 108).unwrap(), &Tables::default(), 0, 0).unwrap().0.symmetric_bytes;
+        let relayed_bytes =
+            lay_out(&shape_of.shape(&limits, 108).unwrap(), &Tables::default(), 0, 0).unwrap().0.symmetric_bytes;
         let rows = 6 * window * sent + 7 * (4096 / chunk) * returned + stages + 3 * 3 * 4 * chunk * (2 * 7168 + 4 * 8);
-        assert!(once >= rows && once <= rows + 2 * small && once < far, "{once} bytes, {rows} of rows, {far} without");
+        assert!(
+            relayed_bytes >= rows && relayed_bytes <= rows + 2 * small && relayed_bytes < remote_bytes,
+            "{relayed_bytes} bytes, {rows} of rows, {remote_bytes} without"
+        );
     }
 
     #[test]
-    fn what_only_a_cpu_computes_is_refused_in_a_line() {
+    fn cpu_only_features_are_rejected() {
         let base = LayerConfig::new(16, 4, RouterConfig::softmax(2), MlpConfig::gated(8, Activation::Silu));
         check(&base, Dtype::Bf16, &Options::default()).unwrap();
         type Change = fn(&mut LayerConfig);

@@ -1,4 +1,4 @@
-//! Whose gradients are summed by whom: the units of `kernels/all_reduce.h`.
+//! Assignment of gradient sums to PEs: the units of `kernels/all_reduce.h`.
 
 use std::collections::HashMap;
 
@@ -6,25 +6,25 @@ use super::shape::sum_steps;
 use crate::gpu::params::{LayerShape, SumHolder, SumUnit};
 use crate::moe::spec::Groups;
 
-/// In [`SumUnit::batch`]: the replicated weights.
+/// Value of [`SumUnit::batch`] for the replicated weights.
 const REPLICATED: u32 = u32::MAX;
 
-/// The units of a PE and the holders of each, as the kernels' tables have them.
+/// The sum units of a PE, and the holders of each, in the layout of the kernels' tables.
 #[derive(Debug, Default, PartialEq)]
 pub struct Sums {
-    /// The last one has no parts.
+    /// The last unit has no parts.
     pub units: Vec<SumUnit>,
     pub holders: Vec<SumHolder>,
 }
 
-/// Those of the PE whose shape it is: its experts that other PEs of the world hold too, in their order, then the replicated weights. Every two
-/// PEs number the steps that they have with each other alike, since both come to the units that both hold in the same order.
+/// The sum units of the shape's PE: its experts that other PEs hold too, in ascending order, then the replicated
+/// weights. Any two PEs process their common units in the same order, so they number the steps between them alike.
 pub fn sums(shape: &LayerShape, groups: &Groups) -> Sums {
     let me = shape.world_pe as usize;
-    let (all, mine) = (groups.holders(), groups.experts(me));
+    let (all, own) = (groups.holders(), groups.experts(me));
     let mut sums = Sums::default();
     let mut before: HashMap<usize, u32> = HashMap::new();
-    let experts = mine.iter().enumerate().map(|(local, &expert)| (local as u32, all[expert].clone()));
+    let experts = own.iter().enumerate().map(|(local, &expert)| (local as u32, all[expert].clone()));
     let replicated = (REPLICATED, (0..shape.n_world as usize).collect());
     for (batch, holders) in experts.chain([replicated]) {
         let parts = holders.len() as u32;
@@ -47,7 +47,7 @@ mod tests {
     use crate::moe::spec::Placement;
 
     #[test]
-    fn two_pes_number_their_steps_alike() {
+    fn both_pes_number_reduction_steps_equally() {
         let even = |experts, pes| Placement::even(experts, pes);
         let groups = vec![(vec![3, 0], even(4, 2)), (vec![1], even(4, 1)), (vec![2, 4], even(4, 2))];
         let groups = Groups::new(5, groups).unwrap();
@@ -65,25 +65,25 @@ mod tests {
         };
         let of: Vec<Sums> = (0..5).map(|pe| sums(&LayerShape { world_pe: pe, ..base }, &groups)).collect();
         let expert = |pe: usize, unit: &SumUnit| groups.experts(pe).get(unit.batch as usize).copied();
-        for (a, mine) in of.iter().enumerate() {
-            assert_eq!(mine.units.last(), Some(&SumUnit::default()));
-            assert_eq!(mine.units.len(), groups.experts(a).len() + 2);
-            for unit in &mine.units[..mine.units.len() - 1] {
-                let holders = &mine.holders[unit.first as usize..][..unit.parts as usize];
+        for (a, own) in of.iter().enumerate() {
+            assert_eq!(own.units.last(), Some(&SumUnit::default()));
+            assert_eq!(own.units.len(), groups.experts(a).len() + 2);
+            for unit in &own.units[..own.units.len() - 1] {
+                let holders = &own.holders[unit.first as usize..][..unit.parts as usize];
                 assert_eq!(holders[unit.me as usize].pe, a as u32);
                 for &SumHolder { pe, before } in holders.iter().filter(|holder| holder.pe != a as u32) {
-                    let theirs = &of[pe as usize];
+                    let peer_sums = &of[pe as usize];
                     let same =
                         |other: &&SumUnit| expert(pe as usize, other) == expert(a, unit) && other.parts == unit.parts;
-                    let other = theirs.units.iter().find(same).unwrap();
+                    let other = peer_sums.units.iter().find(same).unwrap();
                     assert_eq!(
-                        theirs.holders[other.first as usize + unit.me as usize],
+                        peer_sums.holders[other.first as usize + unit.me as usize],
                         SumHolder { pe: a as u32, before }
                     );
                 }
             }
         }
-        // Several steps each, or nothing would be numbered.
+        // Several steps per unit, so that numbering matters.
         assert!(of[0].holders.last().unwrap().before > 2, "{of:?}");
     }
 }

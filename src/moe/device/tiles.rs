@@ -1,4 +1,4 @@
-//! Which tiles a layer's matrix products are cut into: those that there are kernels for, and which of them suits a problem.
+//! GEMM tiles: the sizes for which kernels exist, and the choice among them.
 
 use std::ffi::{CStr, c_char};
 use std::fmt;
@@ -6,15 +6,37 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::shape::GemmPath;
 use crate::gpu::DeviceLimits;
 
-/// Rows and columns of a tile; as text "64x128".
+/// GEMM implementation of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GemmPath {
+    /// `mma`, operands loaded by `cp.async`; every device from Ampere on.
+    Ampere,
+    /// `wgmma`, operands loaded by the tensor memory accelerator where possible.
+    Hopper,
+}
+
+impl GemmPath {
+    /// Name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            GemmPath::Ampere => "ampere",
+            GemmPath::Hopper => "hopper",
+        }
+    }
+
+    pub(super) fn is_hopper(self) -> bool {
+        self == GemmPath::Hopper
+    }
+}
+
+/// Rows and columns of a tile; formatted as "64x128".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tile {
     /// Rows of an expert's batch, a multiple of 16.
     pub rows: u32,
-    /// Accumulators of a row: columns of the output, but of two matrices where the expert is gated.
+    /// Accumulators per row: output columns, or those of gate and up together in a gated expert.
     pub columns: u32,
 }
 
@@ -49,12 +71,12 @@ pub(super) struct TileKernels {
 }
 
 unsafe extern "C" {
-    /// `kernels/memory.cpp`.
+    /// Defined in `kernels/memory.cpp`.
     fn aristos_tile(i: u32) -> Option<&'static TileKernels>;
 }
 
 impl TileKernels {
-    /// Those of a path, its usual one first.
+    /// All tile kernels of a path, the default one first.
     pub(super) fn of(path: GemmPath) -> impl Iterator<Item = &'static TileKernels> {
         // SAFETY: a row of a constant table, or null after the last.
         let all = (0..).map_while(|i| unsafe { aristos_tile(i) });
@@ -65,24 +87,24 @@ impl TileKernels {
         Tile { rows: self.rows, columns: self.columns }
     }
 
-    /// Of so many blocks those in whole clusters.
+    /// Rounds `blocks` down to whole clusters.
     pub(super) fn whole_clusters(&self, blocks: u32) -> u32 {
         blocks / self.cluster * self.cluster
     }
 
-    /// What the names of its kernels have between the direction and the element type.
+    /// The part of its kernels' names between direction and element type.
     pub(super) fn infix(&self) -> &'static str {
-        // SAFETY: a constant of `kernels/launch.h`, which ends with a 0.
+        // SAFETY: a NUL-terminated constant of `kernels/launch.h`.
         unsafe { CStr::from_ptr(self.infix.as_ptr()) }.to_str().unwrap_or_default()
     }
 }
 
-/// The products of a PE in a balanced step.
+/// GEMM sizes of a PE in a balanced step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Problem {
-    /// Of an expert.
+    /// Per expert.
     pub rows: f64,
-    /// On a PE.
+    /// Per PE.
     pub experts: f64,
     pub hidden: f64,
     pub intermediate: f64,
@@ -90,45 +112,48 @@ pub(super) struct Problem {
     pub multiprocessors: f64,
 }
 
-/// What a multiprocessor does in a clock.
+/// Throughput of a multiprocessor per clock.
 struct Rates {
-    /// Pairs multiplied.
+    /// Multiply-adds.
     pairs: f64,
-    /// Bytes from and to shared memory.
+    /// Bytes to and from shared memory.
     shared: f64,
-    /// Bytes from L2, where all ask for as much.
+    /// Bytes from L2, if all multiprocessors load equally.
     l2: f64,
-    /// The same from DRAM, of the whole device.
+    /// Bytes from DRAM, for the whole device.
     dram: f64,
 }
 
-/// From a tile's last product to the first of the next: the epilogue, the look for a task, the first copies. Clocks.
-const BETWEEN: f64 = 6000.0;
+/// Clocks between the last product of a tile and the first of the next: epilogue, scheduling, first copies.
+const TILE_OVERHEAD: f64 = 6000.0;
 
-/// A problem, and the tile that was the fastest: path, multiprocessors, hidden, intermediate, experts of a PE, rows of an expert, tile.
+/// A measured problem and its fastest tile: path, multiprocessors, hidden, intermediate, experts per PE, rows per
+/// expert, tile.
 type Measured = (GemmPath, u32, u32, u32, u32, u32, (u32, u32));
 
-/// As `gpu/check.sh tune` prints them. There are none yet: all is by [`Problem::clocks`], on paper.
+/// In the format that `gpu/check.sh tune` prints. Still empty, so [`Problem::clocks`] decides.
 const MEASURED: &[Measured] = &[];
 
 impl Problem {
-    /// What the two products of all experts take with a tile of m x n, in clocks, but no less than the weights need from DRAM:
+    /// Estimated clocks of both GEMMs of all experts with a tile of m x n, at least the time to load the weights from
+    /// DRAM:
     /// ```text
-    /// sum over both of  waves * products of a tile / pairs * slowdown + waves / blocks * BETWEEN
-    /// waves     tiles / multiprocessors, rounded up: blocks on a multiprocessor share its tensor cores, and hide each other's epilogues
-    /// tiles     experts * (rows / m + 1/2) * columns / n: an expert's last tile is half empty on average
-    /// products  of the rows that warps multiply: a half of a tile that is empty is skipped, and half of the last one is empty
-    /// slowdown  1, or by how much shared memory or L2 is slower than the tensor cores
+    /// sum over both of  waves * products of a tile / rate * slowdown + waves / blocks * BETWEEN
+    /// waves     tiles / multiprocessors, rounded up; blocks of a multiprocessor share its tensor cores and hide each other's epilogues
+    /// tiles     experts * (rows / m + 1/2) * columns / n; the last tile of an expert is half empty on average
+    /// products  of the rows that warps multiply: an empty half of a tile is skipped, and half of the last tile is empty
+    /// slowdown  1, or the factor by which shared memory or L2 is slower than the tensor cores
     /// ```
     ///
-    /// Backward has three times the products, for all tiles alike.
+    /// Backward has three times the products for every tile, which does not affect the choice.
     fn clocks(&self, path: GemmPath, tile: &TileKernels) -> f64 {
         let (m, n, blocks) = (f64::from(tile.rows), f64::from(tile.columns), f64::from(tile.blocks));
         let rates = match path {
             GemmPath::Ampere => Rates { pairs: 1024.0, shared: 128.0, l2: 32.0, dram: 1100.0 },
             GemmPath::Hopper => Rates { pairs: 2048.0, shared: 128.0, l2: 48.0, dram: 1900.0 },
         };
-        // Bytes for one step of the sum: what warps read of shared memory (wgmma: warpgroups of 64 rows, all columns), and what is copied there.
+        // Bytes per step of the sum: reads of shared memory by warps (wgmma: warpgroups of 64 rows, all columns), and
+        // copies to it.
         let read = match path {
             GemmPath::Ampere => n / 64.0 * 2.0 * (m / 2.0 + 64.0) * 2.0,
             GemmPath::Hopper => m / 64.0 * (64.0 + n) * 2.0,
@@ -141,7 +166,7 @@ impl Problem {
         let multiplied = (self.rows + m / 4.0).max(m / 2.0) / down;
         let product = |columns: f64, of_tile: f64, sum: f64| {
             let waves = (self.experts * down * (columns / of_tile).ceil() / self.multiprocessors).ceil();
-            waves * multiplied * n * sum / rates.pairs * slowdown + (waves / blocks).ceil() * BETWEEN
+            waves * multiplied * n * sum / rates.pairs * slowdown + (waves / blocks).ceil() * TILE_OVERHEAD
         };
         let of_tile = if self.gated { n / 2.0 } else { n };
         let weights = self.experts * self.hidden * self.intermediate * if self.gated { 6.0 } else { 4.0 };
@@ -149,16 +174,16 @@ impl Problem {
         products.max(weights / rates.dram)
     }
 
-    /// By how many doublings the problems differ, at most in anything.
+    /// Distance of two problems: the largest |log2| of the ratios of their sizes.
     fn distance(&self, measured: &Measured) -> f64 {
         let &(_, multiprocessors, hidden, intermediate, experts, rows, _) = measured;
-        let theirs = [multiprocessors, hidden, intermediate, experts, rows].map(f64::from);
-        let ours = [self.multiprocessors, self.hidden, self.intermediate, self.experts, self.rows];
-        ours.iter().zip(theirs).map(|(a, b)| (a.max(1.0) / b.max(1.0)).log2().abs()).fold(0.0, f64::max)
+        let measured = [multiprocessors, hidden, intermediate, experts, rows].map(f64::from);
+        let sizes = [self.multiprocessors, self.hidden, self.intermediate, self.experts, self.rows];
+        sizes.iter().zip(measured).map(|(a, b)| (a.max(1.0) / b.max(1.0)).log2().abs()).fold(0.0, f64::max)
     }
 
-    /// The tile of the measured problem that is nearest, if that is within a factor of two in everything; otherwise the fastest on paper, of one block
-    /// each, but the path's usual one where that is not slower by more than 5%.
+    /// The tile of the nearest measured problem, if all sizes are within a factor of two. Otherwise the tile of one
+    /// block with the lowest estimate, unless the path's default is at most 5% slower.
     pub(super) fn tile(&self, path: GemmPath, limits: &DeviceLimits) -> Option<&'static TileKernels> {
         let fits = |tile: &&TileKernels| tile.shared_bytes <= limits.shared_bytes_per_block;
         let nearest =
@@ -170,7 +195,8 @@ impl Problem {
             }
         }
         let usual = TileKernels::of(path).next()?;
-        // The formula knows nothing of what blocks of a cluster save, nor of what their waits for each other cost: they are to be measured.
+        // The estimate models neither the loads that a cluster saves nor the waits between its blocks, so clusters
+        // require a measurement.
         let best = TileKernels::of(path)
             .filter(fits)
             .filter(|tile| tile.cluster == 1)
@@ -201,46 +227,48 @@ mod tests {
     }
 
     #[test]
-    fn small_tiles_where_large_ones_are_fewer_than_multiprocessors() {
+    fn small_tiles_if_large_tiles_are_fewer_than_multiprocessors() {
         let problem = |experts, rows, hidden, intermediate| problem(108.0, [experts, rows, hidden, intermediate]);
         let tile = |problem| tile(GemmPath::Ampere, problem);
-        // One of Mixtral's experts on each of 8 PEs: 16 tiles across for the second product, of which a decoding step has one row, training 32.
+        // One of Mixtral's experts on each of 8 PEs: the second GEMM has 16 tiles per row of tiles; a decoding step has
+        // one such row, training 32.
         assert_eq!(tile(problem(1.0, 64.0, 4096.0, 14336.0)), "64x128");
         assert_eq!(tile(problem(1.0, 4096.0, 4096.0, 14336.0)), "128x256");
-        // Eight of Qwen3's on each of 16: no fewer waves with small ones.
+        // Eight of Qwen3's experts on each of 16 PEs: smaller tiles do not reduce the waves.
         assert_eq!(tile(problem(8.0, 128.0, 2048.0, 768.0)), "128x256");
         assert_eq!(tile(problem(8.0, 4096.0, 2048.0, 768.0)), "128x256");
-        // All 256 of DeepSeek-V3: DRAM takes longer than any tile.
+        // All 256 experts of DeepSeek-V3: DRAM bounds every tile.
         assert_eq!(tile(problem(256.0, 16.0, 7168.0, 2048.0)), "128x256");
     }
 
     #[test]
-    fn narrow_tiles_where_wide_ones_leave_multiprocessors_without() {
+    fn narrow_tiles_if_wide_tiles_leave_multiprocessors_idle() {
         let problem = |experts, rows, hidden, intermediate| problem(132.0, [experts, rows, hidden, intermediate]);
         let tile = |problem| tile(GemmPath::Hopper, problem);
-        // One of Mixtral's experts on each of 8 PEs, for few tokens: 16 wide tiles across for the second product. Training has enough of them.
+        // One of Mixtral's experts on each of 8 PEs, for few tokens: the second GEMM has only 16 wide tiles per row of
+        // tiles. Training has enough.
         assert_eq!(tile(problem(1.0, 64.0, 4096.0, 14336.0)), "128x128");
         assert_eq!(tile(problem(1.0, 4096.0, 4096.0, 14336.0)), "128x256");
-        // A narrow tile reads more of shared memory and of L2 for each product.
+        // A narrow tile reads more from shared memory and L2 per product.
         assert_eq!(tile(problem(8.0, 4096.0, 2048.0, 768.0)), "128x256");
         assert_eq!(tile(problem(4.0, 64.0, 2048.0, 768.0)), "128x128");
     }
 
     #[test]
-    fn what_is_not_measured_never_takes_a_tile_of_several_blocks() {
+    fn unmeasured_architectures_use_tiles_of_one_block() {
         assert!(TileKernels::of(GemmPath::Hopper).any(|tile| tile.cluster > 1));
         for experts in [1.0, 8.0, 64.0] {
             for rows in [1.0, 64.0, 300.0, 4096.0, 65536.0] {
                 for (hidden, intermediate) in [(2048.0, 768.0), (4096.0, 14336.0), (7168.0, 2048.0)] {
-                    let taken = tile(GemmPath::Hopper, problem(132.0, [experts, rows, hidden, intermediate]));
-                    assert!(["128x256", "128x128"].contains(&&*taken), "{taken}");
+                    let chosen = tile(GemmPath::Hopper, problem(132.0, [experts, rows, hidden, intermediate]));
+                    assert!(["128x256", "128x128"].contains(&&*chosen), "{chosen}");
                 }
             }
         }
     }
 
     #[test]
-    fn tiles_are_read_as_they_are_printed() {
+    fn tile_text_round_trips() {
         for path in [GemmPath::Ampere, GemmPath::Hopper] {
             let mut infixes: Vec<&str> = TileKernels::of(path).map(TileKernels::infix).collect();
             for kernels in TileKernels::of(path) {
@@ -250,8 +278,8 @@ mod tests {
             infixes.dedup();
             assert_eq!(infixes.len(), TileKernels::of(path).count());
         }
-        for wrong in ["", "64", "64x", "x128", "64,128", "64x128x2", "-64x128"] {
-            assert!(wrong.parse::<Tile>().is_err(), "{wrong}");
+        for invalid in ["", "64", "64x", "x128", "64,128", "64x128x2", "-64x128"] {
+            assert!(invalid.parse::<Tile>().is_err(), "{invalid}");
         }
     }
 }

@@ -1,26 +1,27 @@
-//! A PE's weights, tables and gradients on its device.
+//! Weights, tables and gradients of a PE on its device.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use half::{bf16, f16};
 
 use super::relays::Relays;
-use super::shape::{GemmPath, MAX_ROUTER_PARTS};
+use super::shape::MAX_ROUTER_PARTS;
 use super::sums::Sums;
+use super::tiles::GemmPath;
 use crate::gpu::params::{self, Kernel, Tables};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
-use crate::moe::parts::in_parts;
+use crate::moe::parallel::par_chunks;
 use crate::moe::spec::{
     Dtype, Gradients, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightError,
     WeightId, WeightSource, proj_index,
 };
 
-/// What every piece begins at a multiple of, bytes.
+/// Alignment of every suballocation, bytes.
 const ALIGN_BYTES: u64 = 256;
-/// Rows and columns of a weight that the tensor memory accelerator brings at once.
+/// Rows and columns of a weight per load of the tensor memory accelerator.
 pub(super) const TENSOR_MAP_BOX: u32 = 64;
 
-/// Hands out places in a buffer that is still to be made.
+/// Suballocates a buffer that is allocated later.
 #[derive(Default)]
 struct Bump {
     used: u64,
@@ -37,14 +38,15 @@ impl Bump {
 /// Rounds values to the layer's element type.
 ///
 /// # Errors
-/// A finite value that is none there, with its place; `name` is what to call them.
+///
+/// Returns an error with `name` and the index if a finite value overflows the element type.
 pub fn to_elements(values: &[f32], dtype: Dtype, name: &str) -> Result<Vec<u16>, MoeError> {
     let mut elements = Vec::new();
     put_elements(values, dtype, name, &mut elements)?;
     Ok(elements)
 }
 
-/// [`to_elements`] into a vector that is kept.
+/// [`to_elements`] into a reused vector.
 fn put_elements(values: &[f32], dtype: Dtype, name: &str, elements: &mut Vec<u16>) -> Result<(), MoeError> {
     let round = |x: f32| match dtype {
         Dtype::F16 => f16::from_f32(x).to_bits(),
@@ -52,7 +54,7 @@ fn put_elements(values: &[f32], dtype: Dtype, name: &str, elements: &mut Vec<u16
     };
     elements.resize(values.len(), 0);
     let first_too_large = AtomicUsize::new(usize::MAX);
-    in_parts(elements, |first, part| {
+    par_chunks(elements, |first, part| {
         for (at, (e, &x)) in (first..).zip(part.iter_mut().zip(&values[first..])) {
             *e = round(x);
             if x.is_finite() && !to_f32(*e, dtype).is_finite() {
@@ -78,19 +80,20 @@ fn to_f32(bits: u16, dtype: Dtype) -> f32 {
     }
 }
 
-/// A router's weights as planes of the element type that add up to them: vectors that are kept from one split to the next.
+/// A router's weights as a sum of planes of the element type. The vectors are reused from one split to the next.
 #[derive(Default)]
 struct Planes {
-    /// [`MAX_ROUTER_PARTS`] planes, those that are not needed all zeros.
+    /// [`MAX_ROUTER_PARTS`] planes; unneeded ones are zeros.
     planes: Vec<u16>,
-    /// How many are needed.
+    /// Number of planes needed.
     parts: u32,
     rest: Vec<f32>,
     plane: Vec<u16>,
 }
 
 impl Planes {
-    /// Three planes at most, which hold 24 bits; of f16's, whose smallest steps are 2^-24, down to these.
+    /// Splits `values` into at most three planes. They hold 24 bits; with f16, only bits down to its smallest step,
+    /// 2^-24.
     fn split(&mut self, values: &[f32], dtype: Dtype, name: &str) -> Result<(), MoeError> {
         self.planes.clear();
         self.parts = 0;
@@ -111,75 +114,75 @@ impl Planes {
     }
 }
 
-/// Where the matrices and biases of an MLP begin in a buffer.
+/// Byte offsets of the matrices and biases of an MLP in a buffer.
 #[derive(Clone, Copy, Default)]
-struct MlpPlaces {
+struct MlpOffsets {
     matrix: [Option<u64>; 3],
     bias: [Option<u64>; 3],
 }
 
-impl MlpPlaces {
+impl MlpOffsets {
     fn new(bump: &mut Bump, mlp: &MlpConfig, hidden: usize, element_bytes: usize) -> Self {
-        let mut places = MlpPlaces::default();
+        let mut offsets = MlpOffsets::default();
         for &proj in mlp.projections() {
             let [out, inp] = mlp.shape(proj, hidden);
-            places.matrix[proj_index(proj)] = Some(bump.take(out * inp * element_bytes));
+            offsets.matrix[proj_index(proj)] = Some(bump.take(out * inp * element_bytes));
             if mlp.bias {
-                places.bias[proj_index(proj)] = Some(bump.take(out * size_of::<f32>()));
+                offsets.bias[proj_index(proj)] = Some(bump.take(out * size_of::<f32>()));
             }
         }
-        places
+        offsets
     }
 
-    /// Their addresses in the order of the kernels' structs; 0 where there is none.
+    /// Addresses in the order of the kernels' structs; 0 for a missing one.
     fn addresses(&self, base: u64) -> [u64; 6] {
-        let at = |place: Option<u64>| place.map_or(0, |place| base + place);
+        let at = |location: Option<u64>| location.map_or(0, |location| base + location);
         let ([g, u, d], [gb, ub, db]) = (self.matrix, self.bias);
         [g, u, d, gb, ub, db].map(at)
     }
 }
 
-/// The weights that a PE holds, the tables that find them, and their gradients.
+/// The weights that a PE holds, the tables that locate them, and their gradients.
 pub struct DeviceWeights<'g> {
-    /// What the kernels are given.
+    /// Tables for the kernels.
     pub tables: Tables,
     /// Device memory, bytes.
     pub bytes: u64,
-    /// Planes that the router's weights need.
+    /// Number of planes that the router's weights need.
     pub router_parts: u32,
     /// `None` without training.
     pub gradients: Option<DeviceGradients<'g>>,
-    /// Matrices and biases of the local experts, then of the shared one, at `places`.
+    /// Matrices and biases of the local experts, then of the shared expert, at the offsets in `offsets`.
     mlps: Buffer<'g>,
-    places: Vec<MlpPlaces>,
-    /// Room for [`MAX_ROUTER_PARTS`] planes, and the values that they add up to; `None` where the caller routes.
+    offsets: Vec<MlpOffsets>,
+    /// [`MAX_ROUTER_PARTS`] planes, and their sums in f32; `None` if the caller routes.
     router: Option<[Buffer<'g>; 2]>,
     router_bias: Option<Buffer<'g>>,
     shared_gate: Option<Buffer<'g>>,
-    /// What else the tables point to.
+    /// Other buffers that the tables point to.
     kept: Vec<Buffer<'g>>,
-    /// What is being written, so that new weights need no allocation.
+    /// Staging vectors, so that new weights need no allocation.
     elements: Vec<u16>,
     planes: Planes,
 }
 
-/// Where a weight is.
-enum Place<'a, 'g> {
-    /// In the layer's element type, from this byte on.
+/// Position of a weight on the device.
+enum WeightLocation<'a, 'g> {
+    /// In the layer's element type, at this byte offset.
     Elements(&'a Buffer<'g>, u64),
-    /// In f32.
+    /// In f32, at this byte offset.
     Values(&'a Buffer<'g>, u64),
-    /// The router's: planes, and the values that they add up to.
+    /// The router's weights: planes, and their sums.
     Router(&'a [Buffer<'g>; 2]),
 }
 
-/// The MLPs that `pe` holds: its experts, then the shared one.
+/// The MLPs that `pe` holds: its experts, then the shared expert.
 fn mlps(config: &LayerConfig, placement: &Placement, pe: usize) -> Vec<(MlpId, MlpConfig)> {
     let routed = placement.experts(pe).iter().map(|&e| (MlpId::Routed(e), config.expert));
     routed.chain(config.shared.map(|s| (MlpId::Shared, s.mlp))).collect()
 }
 
-/// Loads a weight of the length that the configuration says.
+/// Loads a weight and checks its length against the configuration.
 fn load(source: &dyn WeightSource, config: &LayerConfig, id: WeightId) -> Result<Vec<f32>, MoeError> {
     let values = source.load(id)?;
     let expected: usize = config.shape(id).iter().product();
@@ -191,7 +194,7 @@ fn load(source: &dyn WeightSource, config: &LayerConfig, id: WeightId) -> Result
 }
 
 impl<'g> DeviceWeights<'g> {
-    /// Loads what this PE, number `me` of its group, holds, one weight at a time.
+    /// Loads the weights of this PE, index `me` of its group, one weight at a time.
     pub fn new(
         gpu: &'g dyn Gpu,
         spec: &LayerSpec,
@@ -203,17 +206,17 @@ impl<'g> DeviceWeights<'g> {
         let (hidden, dtype) = (config.hidden, *dtype);
         let held = mlps(config, placement, me);
         let mut bump = Bump::default();
-        let places: Vec<_> =
-            held.iter().map(|(_, mlp)| MlpPlaces::new(&mut bump, mlp, hidden, dtype.bytes())).collect();
+        let offsets: Vec<_> =
+            held.iter().map(|(_, mlp)| MlpOffsets::new(&mut bump, mlp, hidden, dtype.bytes())).collect();
         let weights = Buffer::new(gpu, bump.used)?;
         let load = |id| load(source, config, id);
-        for ((which, mlp), places) in held.iter().zip(&places) {
+        for ((which, mlp), offsets) in held.iter().zip(&offsets) {
             for &proj in mlp.projections() {
                 let (matrix, bias) = which.ids(proj);
-                if let Some(at) = places.matrix[proj_index(proj)] {
+                if let Some(at) = offsets.matrix[proj_index(proj)] {
                     weights.write(at, &to_elements(&load(matrix)?, dtype, &source.name(matrix))?)?;
                 }
-                if let Some(at) = places.bias[proj_index(proj)] {
+                if let Some(at) = offsets.bias[proj_index(proj)] {
                     weights.write(at, &load(bias)?)?;
                 }
             }
@@ -243,11 +246,11 @@ impl<'g> DeviceWeights<'g> {
                 ..Tables::default()
             },
             bytes: own.map(Buffer::bytes).sum::<u64>() + gradients.as_ref().map_or(0, |g| g.buffer.bytes()),
-            // A layer without a router launches nothing that asks.
+            // Not used by a layer without a router, but must not be 0.
             router_parts: planes.parts.max(1),
             gradients,
             mlps: weights,
-            places,
+            offsets,
             router,
             router_bias,
             shared_gate,
@@ -255,8 +258,8 @@ impl<'g> DeviceWeights<'g> {
             elements: Vec::new(),
             planes,
         };
-        made.set_places(gpu, placement, &Relays::new(placement, &spec.options.hosts), me)?;
-        let mut addresses: Vec<[u64; 6]> = made.places.iter().map(|p| p.addresses(made.mlps.address())).collect();
+        made.set_experts(gpu, placement, &Relays::new(placement, &spec.options.hosts), me)?;
+        let mut addresses: Vec<[u64; 6]> = made.offsets.iter().map(|p| p.addresses(made.mlps.address())).collect();
         addresses.resize(placement.experts(me).len() + 1, [0; 6]);
         made.tables.weights = made.keep(gpu, &addresses)?;
         if path == GemmPath::Hopper {
@@ -265,7 +268,7 @@ impl<'g> DeviceWeights<'g> {
         }
         if let Some(gradients) = &made.gradients {
             let base = gradients.buffer.address();
-            let mut of: Vec<[u64; 6]> = gradients.places.iter().map(|p| p.addresses(base)).collect();
+            let mut of: Vec<[u64; 6]> = gradients.offsets.iter().map(|p| p.addresses(base)).collect();
             of.resize(addresses.len(), [0; 6]);
             made.tables.grad_router = base + gradients.router;
             made.tables.grad_shared_gate = gradients.shared_gate.map_or(0, |at| base + at);
@@ -274,19 +277,19 @@ impl<'g> DeviceWeights<'g> {
         Ok(made)
     }
 
-    /// Enters where experts are, and who sends which of its pairs with them where.
-    fn set_places(
+    /// Sets the tables of physical experts, replicas' shares and relays.
+    fn set_experts(
         &mut self,
         gpu: &'g dyn Gpu,
         placement: &Placement,
         relays: &Relays,
         me: usize,
     ) -> Result<(), GpuError> {
-        let (first_place, place_pe) = relays.place_tables(me);
+        let (first_place, place_pe) = relays.physical_tables(me);
         let (mut first_holder, mut holder_place, mut holder_until) = (vec![0u32], Vec::new(), Vec::new());
         for expert in 0..placement.n_experts() {
             for (pe, local, until) in placement.shares(expert, me) {
-                holder_place.push(relays.place(me, &first_place, pe, local));
+                holder_place.push(relays.physical(me, &first_place, pe, local));
                 holder_until.push(until);
             }
             first_holder.push(holder_place.len() as u32);
@@ -302,14 +305,14 @@ impl<'g> DeviceWeights<'g> {
         Ok(())
     }
 
-    /// Enters which gradients are summed with whom.
+    /// Sets the tables of gradient sums.
     pub fn set_sums(&mut self, gpu: &'g dyn Gpu, sums: &Sums) -> Result<(), GpuError> {
         self.tables.sum_units = self.keep(gpu, &sums.units)?;
         self.tables.sum_holders = self.keep(gpu, &sums.holders)?;
         Ok(())
     }
 
-    /// Enters where each PE's symmetric memory is; `members` are the PEs of the group.
+    /// Sets the tables of peers' symmetric memory; `members` are the PEs of the group.
     pub fn set_peers(
         &mut self,
         gpu: &'g dyn Gpu,
@@ -328,20 +331,21 @@ impl<'g> DeviceWeights<'g> {
         if let Some(pe) = relays.members(me).iter().find(|&&pe| peers[pe] == 0) {
             let (mine, other) = (gpu.my_pe(), members[*pe]);
             let why = format!("the device of PE {mine} does not reach the memory of PE {other}'s, on the same host");
-            return Err(GpuError::failed("pass rows on within a host", why));
+            return Err(GpuError::failed("forward rows within a host", why));
         }
         let lists = |linked: &dyn Fn(usize) -> bool| -> Vec<u32> {
-            let far: Vec<usize> = (1..n).map(|i| (me + i) % n).filter(|&pe| peers[pe] == 0 && linked(pe)).collect();
-            let number = |pe: usize| far.iter().position(|&one| one == pe).unwrap_or(0);
-            let listed = far.iter().copied().chain(vec![0; n - far.len()]);
-            std::iter::once(far.len()).chain(listed).chain((0..n).map(number)).map(|v| v as u32).collect()
+            let inter_node: Vec<usize> =
+                (1..n).map(|i| (me + i) % n).filter(|&pe| peers[pe] == 0 && linked(pe)).collect();
+            let number = |pe: usize| inter_node.iter().position(|&one| one == pe).unwrap_or(0);
+            let listed = inter_node.iter().copied().chain(vec![0; n - inter_node.len()]);
+            std::iter::once(inter_node.len()).chain(listed).chain((0..n).map(number)).map(|v| v as u32).collect()
         };
         self.tables.far = self.keep(gpu, &lists(&|pe| relays.links(me, pe).0))?;
         self.tables.far_back = self.keep(gpu, &lists(&|pe| relays.links(me, pe).1))?;
         Ok(())
     }
 
-    /// Copies a table to the device; where it is there.
+    /// Copies a table to the device and returns its address.
     fn keep<T: bytemuck::Pod>(&mut self, gpu: &'g dyn Gpu, values: &[T]) -> Result<u64, GpuError> {
         let buffer = Buffer::from_slice(gpu, values)?;
         self.bytes += buffer.bytes();
@@ -349,58 +353,58 @@ impl<'g> DeviceWeights<'g> {
         Ok(self.kept.last().map_or(0, Buffer::address))
     }
 
-    /// Where a weight is, whose length is checked.
-    fn place(
+    /// The position of a weight, after checking its length.
+    fn locate(
         &self,
         spec: &LayerSpec,
         me: usize,
         id: WeightId,
         len: usize,
         what: &'static str,
-    ) -> Result<Place<'_, 'g>, MoeError> {
+    ) -> Result<WeightLocation<'_, 'g>, MoeError> {
         let (config, placement) = (&spec.config, &spec.placement);
-        let routed = |e| placement.local_on(e, me).and_then(|local| self.places.get(local));
-        // Behind the local experts, where there is one.
-        let shared = self.places.get(placement.experts(me).len());
-        let place = match id {
-            WeightId::Router => self.router.as_ref().map(Place::Router),
-            // `check` refuses a layer that has one.
+        let routed = |e| placement.local_on(e, me).and_then(|local| self.offsets.get(local));
+        // The shared expert follows the local experts.
+        let shared = self.offsets.get(placement.experts(me).len());
+        let location = match id {
+            WeightId::Router => self.router.as_ref().map(WeightLocation::Router),
+            // `check` rejects a layer that has one.
             WeightId::LogitBias => None,
-            WeightId::RouterBias => self.router_bias.as_ref().map(|buffer| Place::Values(buffer, 0)),
-            WeightId::SharedGate => self.shared_gate.as_ref().map(|buffer| Place::Values(buffer, 0)),
+            WeightId::RouterBias => self.router_bias.as_ref().map(|buffer| WeightLocation::Values(buffer, 0)),
+            WeightId::SharedGate => self.shared_gate.as_ref().map(|buffer| WeightLocation::Values(buffer, 0)),
             WeightId::Expert(e, p) => {
-                routed(e).and_then(|places| places.matrix[proj_index(p)]).map(|at| self.matrix(at))
+                routed(e).and_then(|offsets| offsets.matrix[proj_index(p)]).map(|at| self.matrix(at))
             }
-            WeightId::Shared(p) => shared.and_then(|places| places.matrix[proj_index(p)]).map(|at| self.matrix(at)),
+            WeightId::Shared(p) => shared.and_then(|offsets| offsets.matrix[proj_index(p)]).map(|at| self.matrix(at)),
             WeightId::ExpertBias(e, p) => {
-                routed(e).and_then(|places| places.bias[proj_index(p)]).map(|at| self.bias(at))
+                routed(e).and_then(|offsets| offsets.bias[proj_index(p)]).map(|at| self.bias(at))
             }
-            WeightId::SharedBias(p) => shared.and_then(|places| places.bias[proj_index(p)]).map(|at| self.bias(at)),
+            WeightId::SharedBias(p) => shared.and_then(|offsets| offsets.bias[proj_index(p)]).map(|at| self.bias(at)),
         };
-        let place = place.ok_or_else(|| MoeError::Usage { what, why: format!("PE {me} holds no {id:?}") })?;
+        let location = location.ok_or_else(|| MoeError::Usage { what, why: format!("PE {me} holds no {id:?}") })?;
         let expected: usize = config.shape(id).iter().product();
         if len != expected {
             return Err(MoeError::Shape { what: format!("{id:?}").into(), got: len, expected: expected.to_string() });
         }
-        Ok(place)
+        Ok(location)
     }
 
-    fn matrix(&self, at: u64) -> Place<'_, 'g> {
-        Place::Elements(&self.mlps, at)
+    fn matrix(&self, at: u64) -> WeightLocation<'_, 'g> {
+        WeightLocation::Elements(&self.mlps, at)
     }
 
-    fn bias(&self, at: u64) -> Place<'_, 'g> {
-        Place::Values(&self.mlps, at)
+    fn bias(&self, at: u64) -> WeightLocation<'_, 'g> {
+        WeightLocation::Values(&self.mlps, at)
     }
 
-    /// Reads a weight back.
+    /// Reads a weight, as f32.
     pub fn read(&self, spec: &LayerSpec, me: usize, id: WeightId, into: &mut [f32]) -> Result<(), MoeError> {
-        match self.place(spec, me, id, into.len(), "read a weight")? {
-            Place::Router([_, router]) => router.read(0, into)?,
-            Place::Values(buffer, at) => buffer.read(at, into)?,
-            Place::Elements(buffer, at) => {
-                // Half the bytes come to the second half of the place, and are widened from its beginning: no value is written
-                // over an element that is still to be read.
+        match self.locate(spec, me, id, into.len(), "read a weight")? {
+            WeightLocation::Router([_, router]) => router.read(0, into)?,
+            WeightLocation::Values(buffer, at) => buffer.read(at, into)?,
+            WeightLocation::Elements(buffer, at) => {
+                // The 16-bit elements are read into the second half of `into` and widened from its start, so that no
+                // element is overwritten before it is read.
                 let len = into.len();
                 let halves: &mut [u16] = bytemuck::cast_slice_mut(into);
                 buffer.read(at, &mut halves[len..])?;
@@ -416,15 +420,15 @@ impl<'g> DeviceWeights<'g> {
     /// Replaces a weight.
     pub fn write(&mut self, spec: &LayerSpec, me: usize, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
         let name = || format!("{id:?}");
-        // Taken for as long as the place borrows all else.
+        // Moved out because the position borrows `self`.
         let (mut elements, mut planes) = (std::mem::take(&mut self.elements), std::mem::take(&mut self.planes));
-        let written = self.place(spec, me, id, values.len(), "set a weight").and_then(|place| match place {
-            Place::Values(buffer, at) => Ok(buffer.write(at, values)?),
-            Place::Elements(buffer, at) => {
+        let written = self.locate(spec, me, id, values.len(), "set a weight").and_then(|location| match location {
+            WeightLocation::Values(buffer, at) => Ok(buffer.write(at, values)?),
+            WeightLocation::Elements(buffer, at) => {
                 put_elements(values, spec.dtype, &name(), &mut elements)?;
                 Ok(buffer.write(at, &elements)?)
             }
-            Place::Router([on_device, router]) => {
+            WeightLocation::Router([on_device, router]) => {
                 planes.split(values, spec.dtype, &name())?;
                 on_device.write(0, &planes.planes)?;
                 Ok(router.write(0, values)?)
@@ -440,21 +444,22 @@ impl<'g> DeviceWeights<'g> {
 
 /// The gradients of a layer's weights on a device.
 pub struct DeviceGradients<'g> {
-    /// Of the last backward: what the kernels write. First those of replicated weights, of `replicated_bytes`.
+    /// Gradients of the last backward, written by the kernels. Those of replicated weights are the first
+    /// `replicated_bytes`.
     buffer: Buffer<'g>,
     replicated_bytes: u64,
-    /// Whether those of replicated weights are zeros.
+    /// Whether the gradients of replicated weights are zeros.
     replicated_zero: bool,
-    /// The sums over backward passes, once they were accumulated.
+    /// Sums over backward passes; allocated when accumulation is first turned on.
     sum: Option<Buffer<'g>>,
     accumulate: bool,
     /// Whether the layer's gradients are in `sum`.
     summed: bool,
-    /// Of the local experts, then the shared one's.
-    places: Vec<MlpPlaces>,
+    /// Of the local experts, then of the shared expert.
+    offsets: Vec<MlpOffsets>,
     router: u64,
     shared_gate: Option<u64>,
-    /// As the host has read them.
+    /// Host copy.
     read: Gradients,
 }
 
@@ -465,12 +470,12 @@ impl<'g> DeviceGradients<'g> {
         let router = bump.take(config.router_rows() * config.hidden * bytes);
         let gated = config.shared.is_some_and(|s| s.sigmoid_gate);
         let shared_gate = gated.then(|| bump.take(config.hidden * bytes));
-        let place = |bump: &mut Bump, mlp: &MlpConfig| MlpPlaces::new(bump, mlp, config.hidden, bytes);
-        let shared = config.shared.map(|shared| place(&mut bump, &shared.mlp));
+        let location = |bump: &mut Bump, mlp: &MlpConfig| MlpOffsets::new(bump, mlp, config.hidden, bytes);
+        let shared = config.shared.map(|shared| location(&mut bump, &shared.mlp));
         let replicated_bytes = bump.used;
         let routed = mlps.iter().filter(|(which, _)| *which != MlpId::Shared);
-        let mut places: Vec<_> = routed.map(|(_, mlp)| place(&mut bump, mlp)).collect();
-        places.extend(shared);
+        let mut offsets: Vec<_> = routed.map(|(_, mlp)| location(&mut bump, mlp)).collect();
+        offsets.extend(shared);
         let buffer = Buffer::new(gpu, bump.used)?;
         buffer.zero(0, buffer.bytes())?;
         Ok(DeviceGradients {
@@ -480,14 +485,14 @@ impl<'g> DeviceGradients<'g> {
             sum: None,
             accumulate: false,
             summed: false,
-            places,
+            offsets,
             router,
             shared_gate,
             read: Gradients::default(),
         })
     }
 
-    /// Adds those of the backward passes from now on, or no longer; the bytes of memory that it took.
+    /// Turns accumulation on or off; returns the bytes that it allocated.
     pub fn set_accumulate(&mut self, gpu: &'g dyn Gpu, accumulate: bool) -> Result<u64, GpuError> {
         self.accumulate = accumulate;
         if !accumulate || self.sum.is_some() {
@@ -496,8 +501,8 @@ impl<'g> DeviceGradients<'g> {
         Ok(self.sum.insert(Buffer::new(gpu, self.buffer.bytes())?).bytes())
     }
 
-    /// Before a backward is launched, which leaves those of replicated weights alone where the caller has routed: they are zeros.
-    /// `add` is how [`Kernel::Accumulate`] is launched, as in [`DeviceGradients::end`].
+    /// Call before launching a backward. With the caller's routing, backward does not write the gradients of replicated
+    /// weights, so they must be zeros. `add` is the launch of [`Kernel::Accumulate`].
     pub fn begin(&mut self, gpu: &dyn Gpu, add: Launch, by_caller: bool) -> Result<(), GpuError> {
         if self.accumulate && !self.summed {
             self.add(gpu, add, true)?;
@@ -510,12 +515,12 @@ impl<'g> DeviceGradients<'g> {
         Ok(())
     }
 
-    /// After a backward was launched.
+    /// Call after launching a backward.
     pub fn end(&mut self, gpu: &dyn Gpu, add: Launch) -> Result<(), GpuError> {
         if self.accumulate { self.add(gpu, add, false) } else { Ok(()) }
     }
 
-    /// Launches `sum = last` or `sum += last`.
+    /// Launches `sum = last` if `begin`, otherwise `sum += last`.
     fn add(&self, gpu: &dyn Gpu, launch: Launch, begin: bool) -> Result<(), GpuError> {
         let Some(sum) = &self.sum else { return Ok(()) };
         let count = sum.bytes() / size_of::<f32>() as u64;
@@ -523,8 +528,8 @@ impl<'g> DeviceGradients<'g> {
         let launch = Launch { grid: blocks as u32, ..launch };
         let (to, from) = (sum.address(), self.buffer.address());
         let args = [bytemuck::bytes_of(&to), bytemuck::bytes_of(&from), bytemuck::bytes_of(&count)];
-        // SAFETY: the kernel takes two addresses of `count` f32, a multiple of 4, the count, and a flag; the buffers are as long
-        // as each other, of pieces that are rounded up to whole 256 bytes.
+        // SAFETY: the kernel takes two addresses of `count` f32, a multiple of 4, the count, and a flag. Both buffers
+        // have the same length, in pieces that are multiples of 256 bytes.
         unsafe {
             gpu.launch(
                 Kernel::Accumulate.name(),
@@ -546,18 +551,18 @@ impl<'g> DeviceGradients<'g> {
             buffer.read(at, &mut all.shared_gate)?;
         }
         let shared = spec.config.shared.is_some().then_some(&mut all.shared);
-        for (places, grads) in self.places.iter().zip(all.experts.iter_mut().chain(shared)) {
-            places.read(buffer, grads)?;
+        for (offsets, grads) in self.offsets.iter().zip(all.experts.iter_mut().chain(shared)) {
+            offsets.read(buffer, grads)?;
         }
         Ok(all)
     }
 }
 
-impl MlpPlaces {
+impl MlpOffsets {
     fn read(&self, buffer: &Buffer<'_>, grads: &mut MlpGradients) -> Result<(), GpuError> {
         let pairs = self.matrix.iter().zip(&mut grads.matrix).chain(self.bias.iter().zip(&mut grads.bias));
-        for (place, values) in pairs {
-            if let Some(at) = place {
+        for (location, values) in pairs {
+            if let Some(at) = location {
                 buffer.read(*at, values)?;
             }
         }
@@ -565,7 +570,7 @@ impl MlpPlaces {
     }
 }
 
-/// Tensor maps of gate, up and down of each MLP; zeros where there is none.
+/// Tensor maps of gate, up and down of each MLP; zeros for a missing one.
 fn tensor_maps(
     gpu: &dyn Gpu,
     mlps: &[(MlpId, MlpConfig)],
@@ -600,8 +605,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn planes_add_up_to_24_bits_and_are_as_few_as_can_be() {
-        // Split one after the other into the same vectors.
+    fn weights_split_into_the_fewest_planes_for_24_bits() {
+        // Several splits into the same vectors.
         let mut split = Planes::default();
         for (values, dtype, parts) in [
             (vec![1.0f32, -0.5, 3.0], Dtype::Bf16, 1),
@@ -621,7 +626,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_too_large_is_named() {
+    fn too_large_value_is_reported() {
         assert_eq!(to_elements(&[1.0, 65504.0], Dtype::F16, "w").unwrap()[1], f16::MAX.to_bits());
         let error = to_elements(&[1.0, 70000.0], Dtype::F16, "experts.0.up").unwrap_err();
         assert_eq!(error.to_string(), "experts.0.up: element 1 is 70000, too large for f16");

@@ -1,14 +1,16 @@
-//! How many places a source has in a PE's window, which is also how many messages a wave has over a network (`kernels/dispatch.h`, "Waves").
+//! Number of slots of a source in a PE's window, which is also the number of messages per fence on a network
+//! (`kernels/dispatch.h`, "Waves").
 
 use crate::moe::spec::{LayerSpec, Layout};
 
-/// Standard deviations above the mean that even routing may send and still find a place for every row.
+/// Standard deviations above the mean of even routing for which a window has slots.
 const DEVIATIONS: f64 = 3.0;
 
-/// Places of a source's window, of `round_chunks` that it may send in a round, where rows are copied out of their places anyway: 7/16 as many, which
-/// of the usual budget is 7/8 of the even share, but no fewer than even routing fills. So with even routing no place is used again, and a phase has no
-/// more waves, and so fences, than PEs that only the network reaches. With rows once per host, where a window takes all rows for a host, it holds
-/// the share of each of its PEs: as many waves then as such PEs, but places are used again.
+/// Slots of a source's window, out of the `round_chunks` that it may send per refill, for layers that copy rows out of
+/// the window anyway. 7/16 of these chunks, which is 7/8 of the even share with the default budget, but enough for even
+/// routing. With even routing slots are then not reused, and a phase has at most as many fences as PEs that only the
+/// network reaches. With relays, a window receives the rows for a whole host and has slots for one PE's share of them:
+/// the number of fences has the same bound, but slots are reused.
 pub(super) fn window_chunks(spec: &LayerSpec, layout: &Layout, round_chunks: usize) -> usize {
     let hosts = &spec.options.hosts;
     let members = if hosts.relays() { (0..hosts.n_pes()).map(|pe| hosts.members(pe).count()).min() } else { None };
@@ -16,8 +18,8 @@ pub(super) fn window_chunks(spec: &LayerSpec, layout: &Layout, round_chunks: usi
     (round_chunks * 7).div_ceil(16).max(even).min(round_chunks)
 }
 
-/// The rows that a source has for the PE, or host, that gets the most of it, when each of its tokens is as likely to choose any set of experts: a token
-/// is one row there, however many of its experts are.
+/// Rows that a source has for the PE, or host, that gets most of them, if every set of experts is equally likely for
+/// each token. A token is one row there, however many of its experts are.
 fn even_rows(spec: &LayerSpec) -> usize {
     let LayerSpec { config, placement, options, max_tokens, .. } = spec;
     let relays = options.hosts.relays();
@@ -25,7 +27,7 @@ fn even_rows(spec: &LayerSpec) -> usize {
     let to = |pe: usize| if relays { options.hosts.members(pe).next().unwrap_or(pe) } else { pe };
     let first: Vec<usize> = (0..n).map(to).collect();
     let experts = placement.n_experts();
-    // How many experts' pairs go to one place, at most. Without replicas all sources are alike.
+    // Maximum number of experts, counted in shares, at one destination. Without replicas all sources are alike.
     let mut most = 0.0f64;
     for source in 0..if placement.has_replicas() { n } else { 1 } {
         let mut held = vec![0.0; n];
@@ -41,11 +43,11 @@ fn even_rows(spec: &LayerSpec) -> usize {
         }
         most = held.into_iter().fold(most, f64::max);
     }
-    // Of k different experts none is there.
+    // Probability that none of a token's k experts is at the destination.
     let none: f64 =
         (0..config.router.top_k.min(experts)).map(|i| (1.0 - most / (experts - i) as f64).max(0.0)).product();
-    let (tokens, there) = (*max_tokens as f64, 1.0 - none);
-    let rows = tokens * there + DEVIATIONS * (tokens * there * none).sqrt();
+    let (tokens, present) = (*max_tokens as f64, 1.0 - none);
+    let rows = tokens * present + DEVIATIONS * (tokens * present * none).sqrt();
     (rows.ceil() as usize).min(*max_tokens)
 }
 
@@ -55,10 +57,10 @@ mod tests {
     use crate::gpu::DeviceLimits;
     use crate::gpu::params::{LayerShape, Tables};
     use crate::moe::device::DeviceOptions;
-    use crate::moe::device::shape::{ShapeOf, place};
+    use crate::moe::device::shape::{ShapeOf, lay_out};
     use crate::moe::spec::{Activation, Dtype, Groups, Hosts, LayerConfig, MlpConfig, RouterConfig};
 
-    /// Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3: hidden and intermediate sizes, experts, choices.
+    /// Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3: hidden and intermediate sizes, experts, top-k.
     const MODELS: [(usize, usize, usize, usize); 3] = [(4096, 14336, 8, 2), (2048, 768, 128, 8), (7168, 2048, 256, 8)];
     const TOKENS: usize = 4096;
 
@@ -68,28 +70,29 @@ mod tests {
         LayerSpec::new(config, n, TOKENS).dtype(Dtype::Bf16).training(true)
     }
 
-    /// The shape on a network, and its symmetric memory.
+    /// The shape on a network, and its symmetric memory in bytes.
     fn shape_of(spec: &LayerSpec) -> (LayerShape, u64) {
         let (device, groups) = (DeviceOptions::default(), Groups::one(spec.placement.clone()));
         let (device, groups) = (&device, &groups);
         let shape_of = ShapeOf { spec, device, groups, my_pe: 0, all_reachable: false, router_parts: 3 };
         let shape = shape_of.shape(&DeviceLimits::a100(), 108).unwrap();
-        (shape, place(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes)
+        (shape, lay_out(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes)
     }
 
-    /// A linear congruential generator's upper half, below `n`.
-    fn below(state: &mut u64, n: usize) -> usize {
+    /// A random number below `n`, from the upper half of a linear congruential generator.
+    fn random_below(state: &mut u64, n: usize) -> usize {
         *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((*state >> 33) as usize * n) >> 31
     }
 
-    /// Chunks of one source for every destination that `to` says an expert is at, each token with `k` different experts.
+    /// Chunks of one source for each destination; expert `e` is at `to(e)`, and each token chooses `k` different
+    /// experts.
     fn chunks(state: &mut u64, experts: usize, k: usize, chunk_rows: usize, to: &dyn Fn(usize) -> usize) -> Vec<usize> {
         let mut rows = vec![0usize; experts];
         for _ in 0..TOKENS {
             let mut chosen: Vec<usize> = Vec::new();
             while chosen.len() < k {
-                let expert = below(state, experts);
+                let expert = random_below(state, experts);
                 if !chosen.contains(&expert) {
                     chosen.push(expert);
                 }
@@ -102,20 +105,19 @@ mod tests {
         rows.into_iter().map(|rows| rows.div_ceil(chunk_rows)).collect()
     }
 
-    /// Fences of a phase: waves of `window` messages, chunk 0 of all far peers, then chunk 1.
-    fn fences(far: &[usize], window: usize) -> usize {
-        let most = far.iter().copied().max().unwrap_or(0);
-        let sent = |number: &usize| number / far.len() < far[number % far.len()];
-        let mut waves: Vec<usize> = (0..most * far.len()).filter(sent).map(|number| number / window).collect();
+    /// Fences of a phase: one per `window` messages, in the order chunk 0 of all network peers, then chunk 1.
+    fn fences(remote: &[usize], window: usize) -> usize {
+        let most = remote.iter().copied().max().unwrap_or(0);
+        let sent = |number: &usize| number / remote.len() < remote[number % remote.len()];
+        let mut waves: Vec<usize> = (0..most * remote.len()).filter(sent).map(|number| number / window).collect();
         waves.dedup();
         waves.len()
     }
 
-    /// As many tokens, chunks and windows as by default.
     #[test]
-    fn even_routing_has_a_fence_for_each_far_peer_at_most() {
+    fn even_routing_has_at_most_one_fence_per_inter_node_peer() {
         let mut random = 1;
-        let mut looked_at = 0;
+        let mut checked = 0;
         for model in MODELS {
             let (.., experts, k) = model;
             for n in [2usize, 4, 8, 16, 32, 64] {
@@ -128,21 +130,23 @@ mod tests {
                 for _ in 0..4 {
                     let all = chunks(&mut random, experts, k, shape.chunk_rows as usize, &|e| e * n / experts);
                     for of_host in [1, 4] {
-                        let far = &all[of_host.min(n)..n];
-                        let (got, peers) = (fences(far, window), far.len());
+                        let remote = &all[of_host.min(n)..n];
+                        let (got, peers) = (fences(remote, window), remote.len());
                         assert!(got <= peers, "{model:?} on {n}, {of_host} a host: {got} fences to {peers} peers");
-                        assert!(far.iter().all(|chunks| *chunks <= window), "{model:?} on {n}: a place is used again");
-                        looked_at += usize::from(peers > 0);
+                        assert!(
+                            remote.iter().all(|chunks| *chunks <= window),
+                            "{model:?} on {n}: a slot is used again"
+                        );
+                        checked += usize::from(peers > 0);
                     }
                 }
             }
         }
-        assert!(looked_at > 80);
+        assert!(checked > 80);
     }
 
-    /// A row once per host: as many as PEs of other hosts.
     #[test]
-    fn rows_once_per_host_have_a_fence_for_each_pe_of_other_hosts_at_most() {
+    fn relayed_rows_have_at_most_one_fence_per_inter_node_pe() {
         let mut random = 1;
         for model in MODELS {
             let (.., experts, k) = model;
@@ -161,9 +165,9 @@ mod tests {
         }
     }
 
-    /// As before where even routing fills less: a larger budget has a larger window. In chunks of 256 rows.
+    /// Even routing needs fewer slots here, so the window follows the budget.
     #[test]
-    fn a_window_grows_with_the_budget() {
+    fn window_grows_with_the_budget() {
         let spec_of = |model, n| {
             let mut spec = spec_of(model, n);
             spec.options.chunk_rows = Some(256);

@@ -1,6 +1,6 @@
-//! What a MoE layer is: its shape, its router, its experts, and the names of its weights.
+//! Configuration of a MoE layer: shapes, router, experts, and identifiers of its weights.
 //!
-//! Nothing here knows a file format; `checkpoint` and the synthetic layer both produce these.
+//! Independent of file formats; `checkpoint` and the synthetic layer both produce these types.
 
 use std::ops::Range;
 
@@ -9,10 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{ConfigError, WeightError};
 use super::place::WeightPlace;
-use crate::plan::Model;
+use crate::formats::Model;
 
-/// Most experts of a layer, and most elements of its widths: far above any model, and low enough that no product of two
-/// overflows.
+/// Upper bound of expert counts and widths: far above any model, and low enough that a product of two cannot overflow.
 pub const MAX_WIDTH: usize = 1 << 20;
 
 /// How router logits become scores.
@@ -27,7 +26,7 @@ pub enum Scoring {
     SqrtSoftplus,
 }
 
-/// What a group of experts is ranked by in group-limited selection.
+/// The score by which group-limited selection ranks groups of experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GroupScore {
     /// The sum of its two best experts' scores (DeepSeek-V3).
@@ -37,14 +36,15 @@ pub enum GroupScore {
     Best,
 }
 
-/// How renormalised weights are divided: by `max(norm + epsilon, floor)`, where `norm` is the `order`-norm of the chosen scores.
+/// The divisor of renormalised weights: `max(norm + epsilon, floor)`, where `norm` is the `order`-norm of the chosen
+/// scores.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Norm {
     /// Added to the norm.
     pub epsilon: f32,
-    /// The least divisor, 0 for none (ERNIE 4.5's `moe_norm_min`).
+    /// Minimum divisor, 0 for none (ERNIE 4.5's `moe_norm_min`).
     pub floor: f32,
-    /// 1 for the sum; DBRX has any above 0.
+    /// 1 for the sum; DBRX uses other orders above 0.
     pub order: f32,
 }
 
@@ -55,9 +55,8 @@ impl Norm {
     }
 }
 
-/// Group-limited selection (DeepSeek-V3, section 2.1.2): experts form `n_groups` equal contiguous
-/// groups; a group's score is made of its experts' selection scores ([`GroupScore`]);
-/// only the experts of the best `top_groups` groups can be chosen.
+/// Group-limited selection (DeepSeek-V3, section 2.1.2). Experts form `n_groups` equal contiguous groups, each with a
+/// score ([`GroupScore`]); only experts of the best `top_groups` groups can be chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupLimit {
     /// Number of groups; divides the number of experts.
@@ -66,12 +65,11 @@ pub struct GroupLimit {
     pub top_groups: usize,
 }
 
-/// The router: which experts a token goes to, and with which weight.
+/// The router: the experts of each token, and their weights.
 ///
-/// `scores = scoring(x W^T)`; the `top_k` experts with the largest `scores + correction bias`
-/// (among the eligible groups; ties to the smaller index) are chosen; their weights are their
-/// scores *without* the bias, divided by their norm if `renormalise`, times `scaling`. The logits
-/// may have a bias of their own, and be capped, before they are scored.
+/// `scores = scoring(x W^T)`. The `top_k` experts with the largest `scores + correction bias` are chosen, among the
+/// eligible groups; ties go to the smaller index. Their weights are their scores *without* the bias, divided by their
+/// norm if `renormalise`, times `scaling`. A bias and a softcap may be applied to the logits before scoring.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RouterConfig {
@@ -81,34 +79,35 @@ pub struct RouterConfig {
     pub top_k: usize,
     /// Whether the chosen scores are divided by their norm.
     pub renormalise: bool,
-    /// By what they are divided then: their sum, with 1e-20 added where scores are not probabilities, unless the model says otherwise.
+    /// The divisor if `renormalise`. The constructors set the sum, plus 1e-20 for scores that are not probabilities.
     pub norm: Norm,
-    /// Factor on the weights (`routed_scaling_factor`), 1 where the model has none.
+    /// Factor on the weights (`routed_scaling_factor`), 1 for none.
     pub scaling: f32,
-    /// Group-limited selection, where the model has it.
+    /// Group-limited selection, if the model uses it.
     pub groups: Option<GroupLimit>,
-    /// What the groups are ranked by.
+    /// Score of a group.
     pub group_score: GroupScore,
-    /// Whether there is a per-expert correction bias ([`WeightId::RouterBias`]) in the selection.
+    /// Whether selection adds a per-expert correction bias ([`WeightId::RouterBias`]).
     pub correction_bias: bool,
-    /// Whether logits, and not scores, are what the correction bias is added to and experts are selected by (Kolibri).
+    /// Whether experts are selected by logits instead of scores; the correction bias is then added to the logits
+    /// (Kolibri).
     pub select_logits: bool,
     /// Whether the logits have a trained bias ([`WeightId::LogitBias`], gpt-oss).
     pub logit_bias: bool,
     /// Logits become `softcap * tanh(logit / softcap)`; 0 for no cap.
     pub softcap: f32,
-    /// Whether the weight multiplies an expert's input, rather than its output (Llama 4).
+    /// Whether routing weights multiply an expert's input instead of its output (Llama 4).
     pub weigh_input: bool,
-    /// PhiMoE's router instead of scoring and top-k: see [`SparseMixer`].
+    /// PhiMoE's router, which replaces scoring and top-k: see [`SparseMixer`].
     pub sparse_mixer: Option<SparseMixer>,
-    /// Whether the caller routes every pass ([`MoeLayer::experts`](super::MoeLayer::experts)): the layer then has no router
-    /// weights, and of these fields only `top_k` counts.
+    /// Whether the caller routes every pass ([`MoeLayer::experts`](super::MoeLayer::experts)). The layer then has no
+    /// router weights and uses only `top_k` of these fields.
     pub external: bool,
 }
 
-/// Two experts, one after the other (SparseMixer-v2, arXiv 2409.12136, as it evaluates, without sampling): the best logit, and the best
-/// of the others. Each one's weight is its share in a softmax over the logits `l` left that are within
-/// `(best - l) / max(|l|, best) <= 2 jitter` of it.
+/// Chooses two experts in sequence (SparseMixer-v2, arXiv 2409.12136, in evaluation, without sampling): the best logit,
+/// then the best of the others. The weight of each is its share in a softmax over the remaining logits `l` with `(best
+/// - l) / max(|l|, best) <= 2 jitter`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SparseMixer {
     /// `router_jitter_noise`.
@@ -116,17 +115,17 @@ pub struct SparseMixer {
 }
 
 impl RouterConfig {
-    /// Softmax over all experts; the weights of the best `top_k` are divided by their sum.
+    /// Softmax over all experts; weights of the best `top_k` are divided by their sum.
     pub fn softmax(top_k: usize) -> Self {
         RouterConfig { renormalise: true, external: false, ..RouterConfig::external(top_k) }
     }
 
-    /// An independent sigmoid per expert; the weights of the best `top_k` are divided by their sum + 1e-20.
+    /// An independent sigmoid per expert; weights of the best `top_k` are divided by their sum + 1e-20.
     pub fn sigmoid(top_k: usize) -> Self {
         RouterConfig { scoring: Scoring::Sigmoid, norm: Norm::sum(1e-20), ..RouterConfig::softmax(top_k) }
     }
 
-    /// No router: the caller chooses up to `top_k` experts for each token, and their weights.
+    /// No router: the caller supplies up to `top_k` experts per token, with weights.
     pub fn external(top_k: usize) -> Self {
         RouterConfig {
             scoring: Scoring::Softmax,
@@ -147,26 +146,26 @@ impl RouterConfig {
     }
 }
 
-/// One expert's multi-layer perceptron.
+/// The multi-layer perceptron of one expert.
 ///
-/// Plain: `down(act(up(x)))`. Gated: `down(act(gate(x)) * up(x))`, or as [`Glu`] says. Each of `gate`, `up`, `down` is
-/// `y = x W^T + b` with `W` stored `[out, in]`.
+/// Plain: `down(act(up(x)))`. Gated: `down(act(gate(x)) * up(x))`, or a variant of it ([`Glu`]). Each of `gate`, `up`,
+/// `down` is `y = x W^T + b` with `W` stored `[out, in]`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MlpConfig {
     /// Inner width.
     pub intermediate: usize,
-    /// Whether there is a gate projection.
+    /// Whether it has a gate projection.
     pub gated: bool,
-    /// The nonlinearity.
+    /// The activation function.
     pub activation: Activation,
     /// Whether every projection has a bias.
     pub bias: bool,
-    /// How gate and up make the inner values, in a gated MLP.
+    /// The combination of gate and up in a gated MLP.
     pub glu: Glu,
 }
 
-/// An expert that every token passes through, added to the routed experts' sum.
+/// The shared expert, which processes every token; its output is added to the sum of the routed experts.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SharedConfig {
@@ -174,13 +173,13 @@ pub struct SharedConfig {
     pub mlp: MlpConfig,
     /// Whether its output is multiplied by `sigmoid(x w^T)`, `w` of shape `[1, hidden]` (Qwen2-MoE).
     pub sigmoid_gate: bool,
-    /// A constant factor on its output, 1 for most models.
+    /// Constant factor on its output, 1 for most models.
     pub scale: f32,
 }
 
-/// The whole layer.
+/// Configuration of the whole layer.
 ///
-/// Begin with [`LayerConfig::new`] and set what differs, so that a field that comes later keeps its default.
+/// Start from [`LayerConfig::new`] and set the fields that differ, so that fields added later keep their defaults.
 ///
 /// ```
 /// use aristos::moe::{Activation, LayerConfig, MlpConfig, Proj, RouterConfig, WeightId};
@@ -200,12 +199,12 @@ pub struct SharedConfig {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct LayerConfig {
-    /// Model width.
+    /// Hidden size of the model.
     pub hidden: usize,
     /// Number of routed experts.
     pub n_experts: usize,
-    /// Number of identity experts (LongCat-Flash's zero-computation experts, arXiv 2509.01322): the router chooses among them too, by the
-    /// indices from `n_experts` on, and such an expert's output is its input.
+    /// Number of identity experts (LongCat-Flash's zero-computation experts, arXiv 2509.01322). They have the indices
+    /// from `n_experts` on in the router, and their output is their input.
     pub identity_experts: usize,
     /// The router.
     pub router: RouterConfig,
@@ -213,9 +212,9 @@ pub struct LayerConfig {
     pub expert: MlpConfig,
     /// The shared expert, if any.
     pub shared: Option<SharedConfig>,
-    /// `None`: dropless. `Some(c)`: each expert keeps at most `ceil(c * top_k * tokens / n_experts)` of
-    /// the (token, expert) pairs routed to it, counted over all PEs; the pairs with the smallest global token
-    /// index are kept, the rest contribute nothing (the kept weights are not renormalised).
+    /// `None`: dropless. `Some(c)`: each expert keeps at most `ceil(c * top_k * tokens / n_experts)` of the (token,
+    /// expert) pairs routed to it, counted over all PEs, in the order of global token indices. Dropped pairs contribute
+    /// nothing, and kept weights are not renormalised.
     pub capacity_factor: Option<f64>,
     /// Coefficient of the load-balancing auxiliary loss (Fedus et al., Switch Transformers, section 2.2,
     /// summed over the top-k choices), 0 for none.
@@ -235,14 +234,14 @@ pub enum Proj {
     Down,
 }
 
-/// Names one weight of the layer, in no file's naming.
+/// Identifies one weight of the layer, independent of file naming.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WeightId {
     /// The router, `[n_experts + identity_experts, hidden]`.
     Router,
-    /// A bias of the router's logits, `[n_experts + identity_experts]`.
+    /// Bias of the router's logits, `[n_experts + identity_experts]`.
     LogitBias,
-    /// The router's correction bias, `[n_experts + identity_experts]`; it steers selection only and has no gradient.
+    /// The router's correction bias, `[n_experts + identity_experts]`. Used in selection only; it has no gradient.
     RouterBias,
     /// A routed expert's projection matrix.
     Expert(usize, Proj),
@@ -257,7 +256,7 @@ pub enum WeightId {
 }
 
 impl WeightId {
-    /// The routed expert that it is of, `None` for a weight that every PE holds.
+    /// The routed expert it belongs to; `None` for a weight that every PE holds.
     pub fn expert(self) -> Option<usize> {
         match self {
             WeightId::Expert(e, _) | WeightId::ExpertBias(e, _) => Some(e),
@@ -272,17 +271,17 @@ impl WeightId {
 }
 
 impl MlpConfig {
-    /// A gated MLP without biases, `intermediate` wide inside.
+    /// A gated MLP without biases, of inner width `intermediate`.
     pub fn gated(intermediate: usize, activation: Activation) -> Self {
         MlpConfig { intermediate, gated: true, activation, bias: false, glu: Glu::PRODUCT }
     }
 
-    /// An MLP without gate and without biases, `intermediate` wide inside.
+    /// An MLP without gate and biases, of inner width `intermediate`.
     pub fn plain(intermediate: usize, activation: Activation) -> Self {
         MlpConfig { gated: false, ..MlpConfig::gated(intermediate, activation) }
     }
 
-    /// The projections this MLP has, in a fixed order: gate (if gated), up, down.
+    /// The MLP's projections in a fixed order: gate (if gated), up, down.
     pub fn projections(&self) -> &'static [Proj] {
         if self.gated { &[Proj::Gate, Proj::Up, Proj::Down] } else { &[Proj::Up, Proj::Down] }
     }
@@ -295,14 +294,14 @@ impl MlpConfig {
         }
     }
 
-    /// Multiply-adds times two of a forward pass of one row: `2 * hidden * intermediate` per projection.
+    /// FLOP of a forward pass of one row: `2 * hidden * intermediate` per projection.
     pub fn forward_flop_per_row(&self, hidden: usize) -> f64 {
         2.0 * hidden as f64 * self.intermediate as f64 * self.projections().len() as f64
     }
 }
 
 impl SharedConfig {
-    /// A shared expert; `sigmoid_gate` says whether its output has the gate.
+    /// A shared expert with scale 1, and a sigmoid gate if `sigmoid_gate`.
     pub fn new(mlp: MlpConfig, sigmoid_gate: bool) -> Self {
         SharedConfig { mlp, sigmoid_gate, scale: 1.0 }
     }
@@ -341,29 +340,29 @@ impl LayerConfig {
         self.shared.map_or(self.expert, |s| s.mlp)
     }
 
-    /// What the router chooses among: routed and identity experts.
+    /// Number of choices of the router: routed and identity experts.
     pub fn choices(&self) -> usize {
         self.n_experts + self.identity_experts
     }
 
-    /// The most pairs of token and expert that an expert takes of so many over all PEs' tokens; `None` without a capacity factor.
+    /// Maximum pairs per expert, for `pairs` pairs over all PEs; `None` without a capacity factor.
     pub(crate) fn expert_capacity(&self, pairs: u64) -> Option<u64> {
         let (factor, top_k) = (self.capacity_factor?, self.router.top_k);
         let tokens = pairs / top_k as u64;
         Some((factor * top_k as f64 * tokens as f64 / self.n_experts as f64).ceil() as u64)
     }
 
-    /// Rows of the router's weight: the number of choices, 0 where the caller routes.
+    /// Rows of the router's weight: the number of choices, or 0 if the caller routes.
     pub(in crate::moe) fn router_rows(&self) -> usize {
         if self.router.external { 0 } else { self.choices() }
     }
 
-    /// Whether a loss has a coefficient, so that its sums over all PEs' tokens are needed.
+    /// Whether an auxiliary loss has a coefficient; load sums over all PEs' tokens are then needed.
     pub fn has_losses(&self) -> bool {
         self.aux_loss_coef != 0.0 || self.z_loss_coef != 0.0
     }
 
-    /// The weights every PE holds: router, correction bias, shared expert and its gate, in a fixed order.
+    /// The weights that every PE holds: router, correction bias, shared expert and its gate, in a fixed order.
     pub fn replicated_weights(&self) -> Vec<WeightId> {
         let mut ids = Vec::new();
         if !self.router.external {
@@ -401,7 +400,7 @@ impl LayerConfig {
         ids
     }
 
-    /// The same, each with its place where they lie one after another.
+    /// Like [`expert_weights`](Self::expert_weights), each with its element range in their concatenation.
     pub fn expert_parts(&self, expert: usize) -> Vec<(WeightId, Range<usize>)> {
         let mut end = 0;
         let part = |id| {
@@ -424,7 +423,7 @@ impl LayerConfig {
         ids
     }
 
-    /// Checks what only some families' routers have.
+    /// Checks the fields of the routers of particular model families.
     fn validate_router(&self) -> Result<(), ConfigError> {
         let err = |field: &'static str, value: String, expected: &str| {
             Err(ConfigError { field, value, expected: expected.into() })
@@ -466,10 +465,11 @@ impl LayerConfig {
         Ok(())
     }
 
-    /// Checks that the numbers fit together.
+    /// Checks the configuration for consistency.
     ///
     /// # Errors
-    /// One line that names the field, its value, and what would be right.
+    ///
+    /// Returns a `ConfigError` that names the first wrong field, its value, and the expected values.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let err = |field: &'static str, value: String, expected: String| Err(ConfigError { field, value, expected });
         let e = self.n_experts;
@@ -540,15 +540,15 @@ impl LayerConfig {
     }
 }
 
-/// Where a layer's weights come from: a checkpoint, or the synthetic generator.
+/// Source of a layer's weights: a checkpoint, or the synthetic generator.
 pub trait WeightSource {
-    /// The layer.
+    /// Configuration of the layer.
     fn config(&self) -> &LayerConfig;
 
-    /// The name, in the source's own naming, of the tensor that the weight is, or is a part of; gradients are written under it.
+    /// Name, in the source's naming, of the tensor that contains the weight. Gradients are written under it.
     fn name(&self, id: WeightId) -> String;
 
-    /// Where in that tensor the weight lies; all of it, unless the source has several weights in one tensor.
+    /// Position of the weight in that tensor: by default, the whole tensor.
     fn weight_place(&self, id: WeightId) -> WeightPlace {
         WeightPlace::whole(self.name(id), self.config().shape(id))
     }
@@ -556,12 +556,14 @@ pub trait WeightSource {
     /// Reads one weight, row-major, widened to f32 (exact for bf16 and f16).
     ///
     /// # Errors
-    /// One line that names the file, the tensor, and what is wrong with it.
+    ///
+    /// Returns a `WeightError` that names the file, the tensor and the fault.
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError>;
 }
 
 impl LayerConfig {
-    /// What the planner wants to know of a model of `(layers, moe_layers)` layers, those with experts being like this one.
+    /// The planner's description of a model with `layers` = (all layers, MoE layers), whose MoE layers are like this
+    /// one.
     pub fn model(&self, layers: (usize, usize)) -> Model {
         let replicated = self.replicated_weights();
         let routed = self.weights().into_iter().filter(|id| id.has_gradient() && !replicated.contains(id));
@@ -573,8 +575,8 @@ impl LayerConfig {
     }
 }
 
-/// FLOP of a step's GEMMs: `routed_rows` rows through routed experts and `tokens` through the shared one, forward, or
-/// with `backward` three times that. The router's are not counted.
+/// FLOP of a step's GEMMs: `routed_rows` rows through routed experts and `tokens` through the shared expert. Times
+/// three with `backward`. Excludes the router.
 pub fn gemm_flop(layer: &LayerConfig, routed_rows: u64, tokens: u64, backward: bool) -> f64 {
     let shared = layer.shared.map_or(0.0, |s| s.mlp.forward_flop_per_row(layer.hidden) * tokens as f64);
     let routed = layer.expert.forward_flop_per_row(layer.hidden) * routed_rows as f64;

@@ -1,4 +1,4 @@
-//! What can go wrong in a layer.
+//! Errors of a layer.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,20 +7,20 @@ use std::time::Duration;
 use super::metrics::Phase;
 use crate::shmem::{LostPe, Shmem, ShmemError, Transport, WaitTimeout};
 
-/// An error of the layer; each message is one line.
+/// An error of the layer, with a one-line message.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MoeError {
-    /// A configuration that cannot be.
+    /// Invalid configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// Symmetric memory.
+    /// Symmetric memory, such as a heap that is too small.
     #[error(transparent)]
     Shmem(#[from] ShmemError),
-    /// Weights that could not be loaded.
+    /// Weights cannot be loaded.
     #[error(transparent)]
     Weights(#[from] WeightError),
-    /// More (token, expert) pairs than 32 bits number.
+    /// The (token, expert) pairs of a PE cannot be numbered in 32 bits.
     #[error("{tokens} tokens of top-k {top_k} on one PE are too many; use more PEs or fewer tokens a step")]
     TooLarge {
         /// Tokens on one PE.
@@ -28,17 +28,17 @@ pub enum MoeError {
         /// Experts per token.
         top_k: usize,
     },
-    /// An argument of the wrong length.
+    /// An argument has the wrong length.
     #[error("{what} has {got} elements, expected {expected}")]
     Shape {
-        /// Which argument.
+        /// The argument.
         what: Cow<'static, str>,
         /// Its length.
         got: usize,
-        /// What would be right.
+        /// The expected length.
         expected: String,
     },
-    /// A peer that did not do its part in time.
+    /// A peer did not do its part before the deadline.
     #[error(
         "PE {pe} waited {:.1} s in phase {} for {}{what}: expected at least {expected}, seen {seen}",
         waited.as_secs_f64(), phase.name(), peer.map(|p| format!("PE {p}: ")).unwrap_or_default()
@@ -46,30 +46,30 @@ pub enum MoeError {
     Wait {
         /// The PE that waited.
         pe: usize,
-        /// The PE it waited for, where it is one.
+        /// The PE it waited for, if a single one.
         peer: Option<usize>,
-        /// What it waited for.
+        /// The event it waited for.
         what: &'static str,
-        /// What it had been doing.
+        /// The phase before the wait.
         phase: Phase,
         /// The signal value that would have ended the wait.
         expected: u64,
-        /// The signal value at its end.
+        /// The signal value at the timeout.
         seen: u64,
-        /// How long it waited.
+        /// Duration of the wait.
         waited: Duration,
     },
-    /// A PE was lost, whatever this one was waiting for.
+    /// A PE was lost while this one waited for any peer.
     #[error("PE {pe} in phase {}: {lost}", phase.name())]
     Lost {
-        /// The PE that noticed.
+        /// The PE that detected it.
         pe: usize,
-        /// What it had been doing.
+        /// The phase before the wait.
         phase: Phase,
         /// The PE that was lost.
         lost: LostPe,
     },
-    /// A call that this layer cannot take: what it is, and why not.
+    /// A call that this layer does not support or whose arguments are invalid.
     #[error("cannot {what}: {why}")]
     Usage {
         /// The call.
@@ -77,30 +77,30 @@ pub enum MoeError {
         /// The reason.
         why: String,
     },
-    /// The host ended a pass.
+    /// The host aborted a pass.
     #[error("PE {pe} was asked to end in phase {}", phase.name())]
     Aborted {
         /// The PE.
         pe: usize,
-        /// What it was doing.
+        /// Its phase.
         phase: Phase,
     },
-    /// The device.
+    /// An error of the device.
     #[cfg(feature = "device")]
     #[error(transparent)]
     Device(#[from] crate::gpu::GpuError),
-    /// A peer that said something impossible.
+    /// A peer sent invalid data.
     #[error("PE {pe} sent {what}")]
     Protocol {
         /// The peer.
         pe: usize,
-        /// What it sent.
+        /// The data.
         what: String,
     },
 }
 
 impl MoeError {
-    /// The PE that was waited for in vain, where the error is that.
+    /// The PE that a failed wait was for, or the lost PE.
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             MoeError::Wait { peer, .. } => *peer,
@@ -111,7 +111,7 @@ impl MoeError {
         }
     }
 
-    /// Of this PE of `shmem`; `peer` by its number there.
+    /// The error of a failed wait of this PE. `peer` is the number in `shmem`, and the error has world numbers.
     pub(crate) fn wait<T: Transport>(
         shmem: &Shmem<T>,
         peer: usize,
@@ -128,15 +128,15 @@ impl MoeError {
     }
 }
 
-/// A layer configuration that cannot be.
+/// A layer configuration with an invalid field.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ConfigError {
-    /// The field at fault.
+    /// The invalid field.
     pub field: &'static str,
-    /// What it was.
+    /// Its value.
     pub value: String,
-    /// What would be right.
+    /// The expected values.
     pub expected: String,
 }
 
@@ -148,12 +148,12 @@ impl fmt::Display for ConfigError {
 
 impl std::error::Error for ConfigError {}
 
-/// Why a [`WeightSource`](super::WeightSource) does not give a weight, in its own words: one line.
+/// The reason why a [`WeightSource`](super::WeightSource) cannot load a weight; one line.
 #[derive(Debug)]
 pub struct WeightError(Box<dyn std::error::Error + Send + Sync>);
 
 impl WeightError {
-    /// An error, or what it says.
+    /// From an error or a message.
     pub fn new(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> WeightError {
         WeightError(error.into())
     }

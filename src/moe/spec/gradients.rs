@@ -3,19 +3,19 @@
 use super::config::{LayerConfig, MlpConfig, Proj, WeightId};
 use super::placement::Placement;
 
-/// The gradients of the weights that a PE holds, overwritten by each backward, in the weights' shapes. Those of
+/// The gradients of the weights that a PE holds, in the weights' shapes; each backward overwrites them. Those of
 /// replicated weights are summed over all PEs.
 #[derive(Clone, Debug, Default)]
 pub struct Gradients {
-    /// `[n_experts + identity_experts, hidden]`, empty where the caller routes.
+    /// `[n_experts + identity_experts, hidden]`, empty if the caller routes.
     pub router: Vec<f32>,
-    /// Of the logits' bias, `[n_experts + identity_experts]`, empty where there is none.
+    /// Gradient of the logits' bias, `[n_experts + identity_experts]`, empty without one.
     pub logit_bias: Vec<f32>,
-    /// Of the local experts, in the order of [`Placement::experts`].
+    /// Gradients of the local experts, in the order of [`Placement::experts`].
     pub experts: Vec<MlpGradients>,
-    /// Of the shared expert.
+    /// Gradients of the shared expert.
     pub shared: MlpGradients,
-    /// Of the shared expert's gate, `[1, hidden]`, empty where there is none.
+    /// Gradient of the shared expert's gate, `[1, hidden]`, empty without one.
     pub shared_gate: Vec<f32>,
 }
 
@@ -32,7 +32,7 @@ impl Gradients {
         }
     }
 
-    /// The gradient of one weight; `None` when `pe` does not hold it or it has none.
+    /// The gradient of one weight; `None` if `pe` does not hold the weight or it has no gradient.
     pub fn get(&self, id: WeightId, placement: &Placement, pe: usize) -> Option<&[f32]> {
         let local = |e| placement.local_on(e, pe).map(|local| &self.experts[local]);
         match id {
@@ -55,14 +55,14 @@ impl Gradients {
 }
 
 impl Gradients {
-    /// Multiplies all by `factor`.
+    /// Multiplies all gradients by `factor`.
     pub fn scale(&mut self, factor: f32) {
         let experts = self.experts.iter_mut().flat_map(MlpGradients::all);
         experts.for_each(|values| values.iter_mut().for_each(|x| *x *= factor));
         self.replicated().for_each(|values| values.iter_mut().for_each(|x| *x *= factor));
     }
 
-    /// Adds another backward's, of the same shapes.
+    /// Adds the gradients of another backward, of the same shapes.
     pub(in crate::moe) fn add(&mut self, other: &mut Gradients) {
         let experts = self.experts.iter_mut().zip(&mut other.experts);
         let experts = experts.flat_map(|(to, from)| to.all().zip(from.all()));
@@ -75,12 +75,12 @@ impl Gradients {
     }
 }
 
-/// The gradients of one MLP's weights, in the weights' shapes; empty where there is no such weight.
+/// The gradients of one MLP's weights, in the weights' shapes; empty for a weight that the MLP does not have.
 #[derive(Clone, Debug, Default)]
 pub struct MlpGradients {
-    /// Of the gate, up and down matrices, `[out, in]`.
+    /// Gradients of the gate, up and down matrices, `[out, in]`.
     pub matrix: [Vec<f32>; 3],
-    /// Of their biases, `[out]`.
+    /// Gradients of their biases, `[out]`.
     pub bias: [Vec<f32>; 3],
 }
 
@@ -89,7 +89,7 @@ impl MlpGradients {
         self.matrix.iter_mut().chain(&mut self.bias)
     }
 
-    /// Where they are.
+    /// Mutable slices of all gradients.
     pub fn places(&mut self) -> MlpGradientsMut<'_> {
         MlpGradientsMut {
             matrix: self.matrix.each_mut().map(|m| &mut m[..]),
@@ -111,20 +111,20 @@ impl MlpGradients {
     }
 }
 
-/// Places for the gradients of one MLP's weights, as in [`MlpGradients`].
+/// Buffers for the gradients of one MLP's weights, as in [`MlpGradients`].
 #[derive(Debug)]
 pub struct MlpGradientsMut<'a> {
-    /// For the gate, up and down matrices, `[out, in]`.
+    /// Gate, up and down matrices, `[out, in]`.
     pub matrix: [&'a mut [f32]; 3],
-    /// For their biases, `[out]`.
+    /// Their biases, `[out]`.
     pub bias: [&'a mut [f32]; 3],
 }
 
-/// Takes the gradients of a caller's experts, one expert after the other: called with an expert, by its place among the local ones, and with
-/// what writes its gradients to the places that it is given.
-pub type TakeGradients<'a> = dyn FnMut(usize, &mut dyn FnMut(MlpGradientsMut<'_>)) + 'a;
+/// Receives the gradients of borrowed experts. Called once per expert with its local index and a function, which writes
+/// the gradients to the buffers that it is given.
+pub type GradientSink<'a> = dyn FnMut(usize, &mut dyn FnMut(MlpGradientsMut<'_>)) + 'a;
 
-/// The index of a projection in arrays of three.
+/// Index of a projection in arrays of three.
 pub fn proj_index(proj: Proj) -> usize {
     match proj {
         Proj::Gate => 0,
@@ -133,7 +133,7 @@ pub fn proj_index(proj: Proj) -> usize {
     }
 }
 
-/// MlpId MLP of the layer.
+/// Identifies one MLP of the layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MlpId {
     /// A routed expert, by its global number.
@@ -143,7 +143,7 @@ pub enum MlpId {
 }
 
 impl MlpId {
-    /// The names of a projection's matrix and bias.
+    /// The identifiers of a projection's matrix and bias.
     pub fn ids(self, proj: Proj) -> (WeightId, WeightId) {
         match self {
             MlpId::Routed(e) => (WeightId::Expert(e, proj), WeightId::ExpertBias(e, proj)),

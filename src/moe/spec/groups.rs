@@ -1,13 +1,13 @@
-//! Expert-parallel (EP) groups: each holds all experts, each has its own tokens, and together they make one layer.
+//! Expert-parallel (EP) groups: each group holds all experts and has its own tokens; together they form one layer.
 
 use super::placement::Placement;
 
-/// The EP groups of a world, and where each has its experts.
+/// The EP groups of a world, and the placement of experts in each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Groups {
-    /// The PEs of each group, in the order of their numbers in it.
+    /// The PEs of each group, by index in the group.
     members: Vec<Vec<usize>>,
-    /// Each group's placement, by numbers in the group.
+    /// The placement of each group, in terms of indices in the group.
     placements: Vec<Placement>,
 }
 
@@ -20,7 +20,9 @@ impl Groups {
     /// Groups of PEs `0..n_pes`, each with a placement of the same experts over its members.
     ///
     /// # Errors
-    /// What is wrong, in one line: a PE in no group or in two, a placement of other PEs or experts than there are.
+    ///
+    /// Returns a one-line message if a PE is in no group or in two, or if a placement has another number of PEs or
+    /// experts.
     pub fn new(n_pes: usize, groups: Vec<(Vec<usize>, Placement)>) -> Result<Self, String> {
         let (members, placements): (Vec<_>, Vec<_>) = groups.into_iter().unzip();
         let mut seen = vec![false; n_pes];
@@ -51,15 +53,16 @@ impl Groups {
         self.members.len()
     }
 
-    /// Whether there is no group, and so no PE.
+    /// Whether there is no group.
     pub fn is_empty(&self) -> bool {
         self.members.is_empty()
     }
 
-    /// The group of `pe`, and its number in it.
+    /// The group of `pe`, and its index in the group.
     ///
     /// # Panics
-    /// If there is no such PE.
+    ///
+    /// If `pe` is not a PE of these groups.
     pub fn place(&self, pe: usize) -> (usize, usize) {
         let mut all = self.members.iter().enumerate();
         all.find_map(|(g, members)| members.iter().position(|&member| member == pe).map(|index| (g, index)))
@@ -81,7 +84,7 @@ impl Groups {
         self.members[group][self.placements[group].owner(expert)]
     }
 
-    /// The PEs that hold each expert, in the order of groups, and in a group ascending in their numbers there.
+    /// The PEs that hold each expert, by group, and ascending by index within a group.
     pub fn holders(&self) -> Vec<Vec<usize>> {
         let in_group = |expert: usize, g: usize| {
             self.placements[g].holders(expert).into_iter().map(move |index| self.members[g][index])
@@ -90,7 +93,7 @@ impl Groups {
         (0..experts).map(|expert| (0..self.len()).flat_map(|g| in_group(expert, g)).collect()).collect()
     }
 
-    /// Whether an expert has replicas in a group.
+    /// Whether any expert has replicas within a group.
     pub fn has_replicas(&self) -> bool {
         self.placements.iter().any(Placement::has_replicas)
     }
@@ -107,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_that_cannot_be_are_named() {
+    fn invalid_groups_are_rejected() {
         let even = |pes| Placement::even(4, pes);
         let new = |groups| Groups::new(3, groups).map(|_| ()).unwrap_err();
         assert_eq!(new(vec![(vec![0, 1], even(2))]), "PE 2 is in no group");
@@ -119,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn every_pe_has_its_place() {
+    fn every_pe_has_a_group_and_a_number_in_it() {
         let groups = vec![(vec![3, 0], Placement::from_owners(vec![0, 1, 1], 2)), (vec![1, 2], Placement::even(3, 2))];
         let groups = Groups::new(4, groups).unwrap();
         assert_eq!((groups.place(0), groups.place(2)), ((0, 1), (1, 1)));

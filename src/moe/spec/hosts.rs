@@ -1,40 +1,41 @@
-//! Which PEs share a host, where a row crosses to another host once and is passed on there.
+//! The hosts of PEs, for rows that cross to another host once and are relayed there.
 
 use serde::{Deserialize, Serialize};
 
-/// The host of each PE, by number of PE; hosts have any numbers.
+/// The host number of each PE; host numbers are arbitrary.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hosts(Vec<usize>);
 
 impl Hosts {
-    /// From the host of each PE.
+    /// `hosts[pe]` is the host of PE `pe`.
     pub fn new(of: Vec<usize>) -> Hosts {
         Hosts(of)
     }
 
-    /// The hosts of some of these PEs, such as a group's, by their numbers among them; none where there are none.
+    /// The hosts of a subset of the PEs, such as a group, by index in it; empty if `self` is.
     pub fn of(&self, pes: &[usize]) -> Hosts {
         Hosts(pes.iter().filter_map(|&pe| self.0.get(pe).copied()).collect())
     }
 
-    /// How many PEs there are.
+    /// Number of PEs.
     pub fn n_pes(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether a row can be passed on to anyone: not where every PE has a host of its own, nor where all share one.
+    /// Whether rows are relayed: some host has several PEs, and there is more than one host.
     pub fn relays(&self) -> bool {
         (0..self.n_pes()).any(|pe| self.members(pe).nth(1).is_some() && self.0.iter().any(|host| *host != self.0[pe]))
     }
 
-    /// The PEs of a PE's host, itself among them, ascending.
+    /// The PEs on the host of `pe`, including itself, ascending.
     pub fn members(&self, pe: usize) -> impl Iterator<Item = usize> + '_ {
         (0..self.n_pes()).filter(move |other| self.0[*other] == self.0[pe])
     }
 
-    /// The PE to which the rows of `source` for `target` go first: on `source`'s host the target itself, on another host its *home* there. The
-    /// PEs of a host take homes on another in turn.
-    pub fn home(&self, source: usize, target: usize) -> usize {
+    /// The PE that receives the rows of `source` for `target` first: `target` itself on the same host, otherwise the
+    /// relay of `source` on the target's host. The PEs of a host are assigned to the relays of another host
+    /// round-robin.
+    pub fn relay(&self, source: usize, target: usize) -> usize {
         if self.0[source] == self.0[target] {
             return target;
         }
@@ -43,23 +44,23 @@ impl Hosts {
         members[rank % members.len()]
     }
 
-    /// The PEs of other hosts whose home on its own host a PE is, ascending.
-    pub fn served(&self, home: usize) -> Vec<usize> {
-        let others = (0..self.n_pes()).filter(|source| self.0[*source] != self.0[home]);
-        others.filter(|source| self.home(*source, home) == home).collect()
+    /// The PEs of other hosts for which `relay` is the relay on its host, ascending.
+    pub fn served(&self, relay: usize) -> Vec<usize> {
+        let others = (0..self.n_pes()).filter(|source| self.0[*source] != self.0[relay]);
+        others.filter(|source| self.relay(*source, relay) == relay).collect()
     }
 
-    /// How many hosts there are.
+    /// Number of hosts.
     pub fn count(&self) -> usize {
         (0..self.n_pes()).filter(|&pe| self.members(pe).next() == Some(pe)).count()
     }
 
-    /// The most PEs of a host.
+    /// Maximum number of PEs on a host.
     pub fn most_members(&self) -> usize {
         (0..self.n_pes()).map(|pe| self.members(pe).count()).max().unwrap_or(1)
     }
 
-    /// The most PEs that one is a home of.
+    /// Maximum number of PEs that one PE relays for.
     pub fn most_served(&self) -> usize {
         (0..self.n_pes()).map(|pe| self.served(pe).len()).max().unwrap_or(0)
     }
@@ -70,12 +71,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn homes_are_taken_in_turn() {
+    fn relays_are_assigned_round_robin() {
         let hosts = Hosts::new(vec![7, 2, 7, 2, 7]);
         assert_eq!(hosts.members(4).collect::<Vec<_>>(), [0, 2, 4]);
-        assert_eq!([0, 2, 4].map(|source| hosts.home(source, 1)), [1, 3, 1]);
-        assert_eq!([1, 3].map(|source| hosts.home(source, 4)), [0, 2]);
-        assert_eq!(hosts.home(0, 4), 4);
+        assert_eq!([0, 2, 4].map(|source| hosts.relay(source, 1)), [1, 3, 1]);
+        assert_eq!([1, 3].map(|source| hosts.relay(source, 4)), [0, 2]);
+        assert_eq!(hosts.relay(0, 4), 4);
         assert_eq!(
             (0..5).map(|pe| hosts.served(pe)).collect::<Vec<_>>(),
             [vec![1], vec![0, 4], vec![3], vec![2], vec![]]
@@ -83,9 +84,9 @@ mod tests {
         assert_eq!((hosts.most_members(), hosts.most_served()), (3, 2));
         assert_eq!((hosts.count(), Hosts::default().count()), (2, 0));
         assert!(hosts.relays());
-        // PE 4 of these is in a group the second of its host.
+        // In this group PE 4 is the second member of its host.
         let group = hosts.of(&[1, 2, 4]);
-        assert_eq!((group.home(0, 2), group.home(1, 0), group.served(1)), (1, 0, vec![0]));
+        assert_eq!((group.relay(0, 2), group.relay(1, 0), group.served(1)), (1, 0, vec![0]));
         assert!(group.relays() && !hosts.of(&[0, 2]).relays() && Hosts::default().of(&[1, 2]) == Hosts::default());
         assert!(!Hosts::new(vec![0, 1, 2]).relays() && !Hosts::new(vec![3, 3]).relays() && !Hosts::default().relays());
     }

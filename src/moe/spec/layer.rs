@@ -1,4 +1,5 @@
-//! The contract of a layer: what [`LayerSpec`] describes, and what every engine's layer does ([`MoeLayer`]).
+//! The interface of a layer: its description ([`LayerSpec`]), and the operations that every engine implements
+//! ([`MoeLayer`]).
 
 use std::borrow::{Borrow, BorrowMut};
 
@@ -19,59 +20,60 @@ use crate::shmem::{ShmTransport, Shmem};
 pub struct LayerSpec {
     /// Shapes, router, experts.
     pub config: LayerConfig,
-    /// Which PE owns which expert.
+    /// The placement of experts on PEs.
     pub placement: Placement,
     /// Element type of activations and expert weights.
     pub dtype: Dtype,
-    /// Most tokens of one PE in a pass.
+    /// Maximum tokens of one PE in a pass.
     pub max_tokens: usize,
-    /// Whether there are backward passes: memory for gradients, and on a device for what a backward needs.
+    /// Whether backward passes run: allocates gradients and, on a device, the memory that backward needs.
     pub training: bool,
-    /// How it runs.
+    /// Options of the engine.
     pub options: Options,
-    /// Most experts that a PE may come to hold when they move ([`MoeLayer::move_experts`]), for which there is symmetric memory then; `None`
-    /// where none ever does.
+    /// Maximum experts that a PE can hold after moves ([`MoeLayer::move_experts`]); reserves symmetric memory for them.
+    /// `None` if experts never move.
     pub slots: Option<usize>,
 }
 
 impl LayerSpec {
-    /// A layer for training in f32 on `n_pes` PEs with at most `max_tokens` tokens each, experts placed in even contiguous
-    /// blocks.
+    /// A layer for training in f32 on `n_pes` PEs with at most `max_tokens` tokens each; experts are placed in even
+    /// contiguous blocks.
     pub fn new(config: LayerConfig, n_pes: usize, max_tokens: usize) -> Self {
         let placement = Placement::even(config.n_experts, n_pes);
         let (dtype, options) = (Dtype::F32, Options::default());
         LayerSpec { config, placement, dtype, max_tokens, training: true, options, slots: None }
     }
 
-    /// With another placement.
+    /// Sets the placement.
     pub fn placement(self, placement: Placement) -> Self {
         LayerSpec { placement, ..self }
     }
 
-    /// With another element type.
+    /// Sets the element type.
     pub fn dtype(self, dtype: Dtype) -> Self {
         LayerSpec { dtype, ..self }
     }
 
-    /// With or without backward passes.
+    /// Sets whether backward passes run.
     pub fn training(self, training: bool) -> Self {
         LayerSpec { training, ..self }
     }
 
-    /// With other options.
+    /// Sets the options.
     pub fn options(self, options: Options) -> Self {
         LayerSpec { options, ..self }
     }
 
-    /// With experts that may move, as many on a PE as `slots`.
+    /// Lets experts move, with at most `slots` on a PE.
     pub fn slots(self, slots: usize) -> Self {
         LayerSpec { slots: Some(slots), ..self }
     }
 
-    /// Checks that the parts fit together, and `n_pes`, the PEs that are to run it.
+    /// Checks that the fields are consistent with each other and with `n_pes`, the number of PEs that run the layer.
     ///
     /// # Errors
-    /// Names the first field that is wrong, its value, and what would be right.
+    ///
+    /// Returns an error that names the first wrong field, its value, and the expected values.
     pub fn validate(&self, n_pes: usize) -> Result<(), MoeError> {
         self.config.validate()?;
         self.options.validate(self.dtype)?;
@@ -90,62 +92,64 @@ impl LayerSpec {
         Ok(())
     }
 
-    /// The symmetric heap that a PE needs for this layer and nothing else, bytes.
+    /// Size of a symmetric heap for this layer alone, bytes per PE.
     ///
     /// # Errors
-    /// [`MoeError::TooLarge`].
+    ///
+    /// Returns [`MoeError::TooLarge`] if the sizes exceed the protocol's limits.
     pub fn heap_bytes(&self) -> Result<usize, MoeError> {
         Ok(Shmem::<ShmTransport>::heap_bytes_for(self.placement.n_pes(), self.layout()?.total_bytes()))
     }
 
-    /// The weights that PE `pe` holds, in a fixed order: those that every PE holds, then its experts'.
+    /// The weights that PE `pe` holds, in a fixed order: replicated weights, then its experts' weights.
     pub fn held(&self, pe: usize) -> Vec<WeightId> {
         let mut ids = self.config.replicated_weights();
         ids.extend(self.placement.experts(pe).iter().flat_map(|&e| self.config.expert_weights(e)));
         ids
     }
 
-    /// The sizes of the chunks and windows.
+    /// Sizes of the symmetric memory.
     ///
     /// # Errors
-    /// [`MoeError::TooLarge`].
+    ///
+    /// Returns [`MoeError::TooLarge`] if the sizes exceed the protocol's limits.
     pub fn layout(&self) -> Result<Layout, MoeError> {
         let row_element_bytes = self.options.wire(self.dtype).bytes();
         Layout::new(&self.config, &self.placement, self.slots, row_element_bytes, self.max_tokens, &self.options)
     }
 }
 
-/// Where a pass's rows went: what a report, a capture of the routing, or the caller's own router wants to know.
+/// The routing of a pass, for reports, routing captures or the caller's own router.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Routed {
-    /// The experts of each of this PE's tokens, `[tokens, top_k]`; [`NO_EXPERT`] where a caller's routing has none.
+    /// The experts of each of this PE's tokens, `[tokens, top_k]`; [`NO_EXPERT`] where the caller's routing has none.
     pub chosen: Vec<u32>,
     /// Their routing weights, `[tokens, top_k]`.
     pub weights: Vec<f32>,
-    /// Rows that each local expert got, in the order of [`Placement::experts`].
+    /// Rows of each local expert, in the order of [`Placement::experts`].
     pub expert_rows: Vec<u64>,
-    /// What the losses are computed from, over all PEs' tokens; empty where no loss has a coefficient.
+    /// Load sums for the losses, over all PEs' tokens; empty if no loss has a coefficient.
     pub load: Load,
 }
 
-/// What a caller keeps of each expert that it holds, such as an optimizer's moments: it moves with the expert.
+/// Per-expert state of the caller, such as an optimizer's moments, which moves with the expert.
 pub trait ExpertState {
-    /// f32 values of an expert, on every PE alike.
+    /// f32 values per expert, the same on every PE.
     fn len(&self) -> usize;
-    /// Whether there are none.
+    /// Whether there are no values.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Copies the values of `expert` to `into`, for a PE that gets it.
+    /// Copies the values of `expert` to `into`, to be sent to another PE.
     fn give(&mut self, expert: usize, into: &mut [f32]);
-    /// This PE has `expert` from now on, with these values.
+    /// Stores the values of `expert`, which this PE holds from now on.
     fn take(&mut self, expert: usize, values: &[f32]);
-    /// This PE has `expert` no more.
+    /// Drops the values of `expert`, which this PE no longer holds.
     fn forget(&mut self, expert: usize);
 }
 
-/// Nothing kept.
+/// No state.
 impl ExpertState for () {
     fn len(&self) -> usize {
         0
@@ -158,76 +162,85 @@ impl ExpertState for () {
     fn forget(&mut self, _: usize) {}
 }
 
-/// In [`Routed::chosen`]: no expert. A caller's routing has -1 there.
+/// In [`Routed::chosen`]: no expert. The caller's routing has id -1 for it.
 pub const NO_EXPERT: u32 = u32::MAX;
 
-/// One PE's part of a MoE layer whose experts are spread over all PEs, whichever engine runs it.
+/// One PE's part of a MoE layer whose experts are spread over all PEs; implemented by each engine.
 ///
-/// Every PE makes its layer by the same [`LayerSpec`], and calls the same passes in the same order; how many tokens it brings to a
-/// pass, 0 included, is up to each. A pass may return before it has run: [`MoeLayer::finish`] waits for it. After an error the
-/// layer is not usable, because the PEs may be at different places of the protocol.
+/// Every PE makes its layer from the same [`LayerSpec`], and calls the same passes in the same order. The number of
+/// tokens may differ from PE to PE, and may be 0. A pass may return before it has run; [`MoeLayer::finish`] waits for
+/// it. A layer is unusable after an error, because its PEs may have reached different points of the protocol.
 ///
-/// A forward pass returns a [`Saved`](MoeLayer::Saved), which belongs to this layer: other layers refuse it
-/// ([`MoeError::Usage`]), and so does a second backward.
+/// A forward pass returns a [`Saved`](MoeLayer::Saved), which is valid for one backward of this layer. A second
+/// backward, or another layer, returns [`MoeError::Usage`].
 pub trait MoeLayer {
-    /// Rows of the layer's element type where the engine reads them, `[tokens, hidden]`: a slice, or a device's buffer.
+    /// Rows in the layer's element type in memory of the engine, `[tokens, hidden]`: a slice, or a device buffer.
     type Rows: ?Sized;
-    /// f32 values where the engine reads and writes them.
+    /// f32 values in memory of the engine.
     type Values: ?Sized;
-    /// i32 expert ids where the engine reads them.
+    /// i32 expert ids in memory of the engine.
     type Ids: ?Sized;
-    /// [`MoeLayer::Rows`] that the caller owns.
+    /// Owned [`MoeLayer::Rows`].
     type RowsBuf: Borrow<Self::Rows>;
-    /// [`MoeLayer::Values`] that the caller owns.
+    /// Owned [`MoeLayer::Values`].
     type ValuesBuf: BorrowMut<Self::Values>;
-    /// [`MoeLayer::Ids`] that the caller owns.
+    /// Owned [`MoeLayer::Ids`].
     type IdsBuf: Borrow<Self::Ids>;
-    /// What a forward pass leaves for its backward.
+    /// State that a forward pass keeps for its backward.
     type Saved;
 
-    /// What the layer was made by.
+    /// The layer's spec.
     fn spec(&self) -> &LayerSpec;
 
     /// This PE's number in its group.
     fn my_pe(&self) -> usize;
 
-    /// Rounds `values` to the layer's element type and puts them where the engine reads them; `name` is what errors call them.
+    /// Rounds `values` to the layer's element type and copies them to memory of the engine. `name` is their name in
+    /// errors.
     ///
     /// # Errors
-    /// A finite value that the element type cannot hold; too little memory.
+    ///
+    /// Returns an error if a finite value overflows the element type, or if allocation fails.
     fn rows(&self, values: &[f32], name: &str) -> Result<Self::RowsBuf, MoeError>;
 
-    /// Puts f32 values where the engine reads and writes them.
+    /// Copies f32 values to memory of the engine.
     ///
     /// # Errors
-    /// Too little memory.
+    ///
+    /// Returns an error if allocation fails.
     fn values(&self, values: &[f32]) -> Result<Self::ValuesBuf, MoeError>;
 
-    /// Puts expert ids where the engine reads them.
+    /// Copies expert ids to memory of the engine.
     ///
     /// # Errors
-    /// Too little memory.
+    ///
+    /// Returns an error if allocation fails.
     fn ids(&self, ids: &[i32]) -> Result<Self::IdsBuf, MoeError>;
 
-    /// Copies values to `into`, of the same length, after all passes that were called.
+    /// Copies values to `into`, of the same length, after all passes called before.
     ///
     /// # Errors
-    /// Another length; the device's.
+    ///
+    /// Returns an error if the lengths differ, or the device's error.
     fn read(&self, values: &Self::Values, into: &mut [f32]) -> Result<(), MoeError>;
 
-    /// `output = sum over chosen experts of weight * expert(x), plus the shared expert`, for this PE's tokens, by the layer's own
-    /// router; `x` and `output` are `[tokens, hidden]`. Give what it returns to [`MoeLayer::recycle`] in the end.
+    /// `output = sum over chosen experts of weight * expert(x)`, plus the shared expert, for this PE's tokens, routed
+    /// by the layer's own router. `x` and `output` are `[tokens, hidden]`. Pass the result to [`MoeLayer::recycle`] in
+    /// the end.
     ///
     /// # Errors
-    /// Arguments of the wrong length; a layer without a router; a peer that does not do its part within the wait limit, or sends
-    /// what does not fit the layer.
+    ///
+    /// Returns an error if an argument has the wrong length, if the layer has no router, or if a peer exceeds the wait
+    /// limit, is lost or sends invalid data.
     fn forward(&mut self, x: &Self::Rows, output: &mut Self::Values) -> Result<Self::Saved, MoeError>;
 
-    /// The backward of [`MoeLayer::forward`]: from the gradient of the output that of the input, and those of the weights
-    /// ([`MoeLayer::gradients`]). `x` is what forward was given. The losses count with their coefficients.
+    /// Backward of [`MoeLayer::forward`]: computes the gradient of the input from that of the output, and the gradients
+    /// of the weights ([`MoeLayer::gradients`]), including the auxiliary losses. `x` is the input of forward.
     ///
     /// # Errors
-    /// As for forward; a `saved` that is not this layer's, or of which there has been a backward; a layer not made for training.
+    ///
+    /// Those of `forward`, and an error if `saved` is another layer's, already had its backward, or if the layer was
+    /// not made for training.
     fn backward(
         &mut self,
         saved: &mut Self::Saved,
@@ -236,12 +249,13 @@ pub trait MoeLayer {
         grad_input: &mut Self::Values,
     ) -> Result<(), MoeError>;
 
-    /// `output = sum over the given experts of weight * expert(x)`: routed experts by the caller's routing, without the layer's
-    /// router and shared expert. `ids` are global expert ids and `weights` their weights, both `[tokens, top_k]` in any order;
-    /// an id of -1 is no expert, and its weight is not read.
+    /// `output = sum over the given experts of weight * expert(x)`: routed experts with the caller's routing, without
+    /// the layer's router and shared expert. `ids` are global expert ids and `weights` their weights, both `[tokens,
+    /// top_k]` in any order. Id -1 means no expert; its weight is not read.
     ///
     /// # Errors
-    /// As for forward; an id out of range, or twice in one token.
+    ///
+    /// Those of `forward`, and an error if an id is out of range or occurs twice in a token.
     fn experts(
         &mut self,
         x: &Self::Rows,
@@ -250,11 +264,12 @@ pub trait MoeLayer {
         output: &mut Self::Values,
     ) -> Result<Self::Saved, MoeError>;
 
-    /// The backward of [`MoeLayer::experts`]: also the gradient of the routing weights, `[tokens, top_k]`, 0 where there is no
-    /// expert.
+    /// Backward of [`MoeLayer::experts`]: also computes the gradient of the routing weights, `[tokens, top_k]`, 0 for
+    /// id -1.
     ///
     /// # Errors
-    /// As for [`MoeLayer::backward`].
+    ///
+    /// Those of [`MoeLayer::backward`].
     fn experts_backward(
         &mut self,
         saved: &mut Self::Saved,
@@ -264,71 +279,85 @@ pub trait MoeLayer {
         grad_weights: &mut Self::Values,
     ) -> Result<(), MoeError>;
 
-    /// Waits until the last pass, which was on `saved`, is done; what it took and sent. To be called after each pass whose outcome
-    /// is wanted: on a device the next pass overwrites it, on a CPU the next outcome has it too.
+    /// Waits until the last pass, which used `saved`, is done, and returns its times and traffic. Call it after each
+    /// pass whose outcome is wanted: on a device the next pass overwrites the outcome, on a CPU the next outcome
+    /// includes it.
     ///
     /// # Errors
-    /// A peer that did not do its part in time or sent what does not fit; the device's.
+    ///
+    /// Returns an error if a peer exceeds the wait limit, is lost or sent invalid data, or the device's error.
     fn finish(&mut self, saved: &Self::Saved) -> Result<PassOutcome, MoeError>;
 
-    /// Where the forward pass's rows went. Before its backward.
+    /// The routing of the forward pass. Call it before the backward.
     ///
     /// # Errors
-    /// A `saved` that is not this layer's; the device's.
+    ///
+    /// Returns an error if `saved` is another layer's, or the device's error.
     fn routed(&mut self, saved: &Self::Saved) -> Result<Routed, MoeError>;
 
-    /// Keeps the memory of a pass for the next one.
+    /// Reuses the memory of a pass for a later one.
     fn recycle(&mut self, saved: Self::Saved);
 
-    /// The gradients that the last backward left, or the sums over those since [`MoeLayer::set_accumulate`]; replicated weights'
-    /// are summed over all PEs.
+    /// The gradients of the last backward, or their sums since [`MoeLayer::set_accumulate`]. Those of replicated
+    /// weights are summed over all PEs.
     ///
     /// # Errors
-    /// A layer not made for training; the device's.
+    ///
+    /// Returns an error if the layer was not made for training, or the device's error.
     fn gradients(&mut self) -> Result<&Gradients, MoeError>;
 
-    /// Whether backward passes add to the gradients (gradient accumulation) rather than overwrite them, as at first. The same on
-    /// every PE. Takes memory for a second set of gradients when it is first turned on.
+    /// Sets whether backward passes add to the gradients (gradient accumulation) instead of overwriting them, the
+    /// default. Must be the same on every PE. Turning it on first allocates a second set of gradients.
     ///
     /// # Errors
-    /// A layer not made for training; too little memory.
+    ///
+    /// Returns an error if the layer was not made for training, or if allocation fails.
     fn set_accumulate(&mut self, accumulate: bool) -> Result<(), MoeError>;
 
-    /// Copies a weight that this PE holds to `into`, of its length, widened to f32: what the engine computes with.
+    /// Copies a weight that this PE holds to `into`, as f32, with the rounding that the engine computes with.
     ///
     /// # Errors
-    /// A weight that this PE does not hold, or another length.
+    ///
+    /// Returns an error if this PE does not hold the weight, or if the length differs.
     fn weights(&self, id: WeightId, into: &mut [f32]) -> Result<(), MoeError>;
 
-    /// Replaces a weight that this PE holds, in place: rounded and packed again, no allocation, nothing collective. The next pass
-    /// computes with it. Replicated weights must be given the same values on every PE, an expert's on every PE that holds it.
+    /// Replaces a weight that this PE holds, in place: rounds and packs it without allocation or communication. The
+    /// next pass uses it. Replicated weights must get the same values on every PE, an expert's weights on every PE that
+    /// holds it.
     ///
     /// # Errors
-    /// A weight that this PE does not hold, another length, or a finite value that the element type cannot hold.
+    ///
+    /// Returns an error if this PE does not hold the weight, if the length differs, or if a finite value overflows the
+    /// element type.
     fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError>;
 
-    /// Moves experts to where `groups` has them, between passes: their weights, one-sided, and the caller's `state` of them. This PE's group keeps its
-    /// PEs. Gradients are zero afterwards, and forward passes of before have no backward any more. Says how many experts were given
-    /// to a PE of this group (collective over all PEs).
+    /// Moves experts, with the caller's `state` of them, to the placement of `groups` (collective over all PEs,
+    /// one-sided, between passes). The members of this PE's group must not change. Gradients are zero afterwards, and
+    /// earlier forward passes can no longer have a backward. Returns the number of transfers within this group.
     ///
     /// # Errors
-    /// An engine whose experts do not move; a layer without room for it ([`LayerSpec::slots`]); a peer that does not do its part.
+    ///
+    /// Returns an error if the engine does not support moves, if the layer has too few [`LayerSpec::slots`], or if a
+    /// peer exceeds the wait limit or is lost.
     fn move_experts(&mut self, groups: &Groups, state: &mut dyn ExpertState) -> Result<usize, MoeError> {
         let _ = (groups, state);
         Err(MoeError::Usage { what: "move experts", why: "experts move on the CPU only".into() })
     }
 
-    /// Changes the mode of the passes from now on, on every PE alike.
+    /// Changes the mode of later passes; must be called on every PE.
     ///
     /// # Errors
-    /// The device's.
+    ///
+    /// Returns the device's error.
     fn set_mode(&mut self, mode: Mode) -> Result<(), MoeError>;
 
-    /// From now on the router takes these experts of each token, `[tokens, top_k]` global ids, in place of those with the best scores; its scores
-    /// make their weights. `None` lets it choose again. Each PE says it for its own tokens.
+    /// Replaces the router's choices in later passes by `choices`, `[tokens, top_k]` global ids for this PE's tokens.
+    /// The router's scores still determine the weights. `None` restores the router's choices.
     ///
     /// # Errors
-    /// An id out of range, or twice in one token; a router that cannot weigh every expert; an engine whose router cannot be told.
+    ///
+    /// Returns an error if an id is out of range or occurs twice in a token, if the router has no weights for arbitrary
+    /// experts, or if the engine does not support it.
     fn set_choices(&mut self, choices: Option<&[u32]>) -> Result<(), MoeError> {
         match choices {
             None => Ok(()),
@@ -339,12 +368,13 @@ pub trait MoeLayer {
         }
     }
 
-    /// Keeps spans from now on: what the layer did when ([`PassOutcome::spans`]).
+    /// Starts recording spans ([`PassOutcome::spans`]).
     fn record_spans(&mut self);
 
-    /// Waits for all PEs of the group, and for all of this one's passes (collective).
+    /// Waits for all PEs of the group, and for all passes of this one (collective).
     ///
     /// # Errors
-    /// A peer that does not come.
+    ///
+    /// Returns an error if a peer does not join.
     fn barrier(&mut self) -> Result<(), MoeError>;
 }

@@ -1,13 +1,13 @@
-//! The layer's symmetric memory: what is where, and how much of it there is.
+//! Layout of the layer's symmetric memory.
 //!
 //! Per PE, for each of its `n_pes - 1` peers:
 //!
 //! - two headers (of even and of odd forward passes), each with its signal word;
 //! - a window of `window_chunks` chunks that the peer writes rows into, and a signal word per chunk;
-//! - a credit word, which the peer adds to when it has emptied a chunk of *our* window at it;
-//! - a result word per chunk that we may have sent to it;
+//! - a credit word, to which the peer adds when it frees a slot of *this* PE's window at it;
+//! - a result word per chunk that this PE may send to it;
 //!
-//! and one return area, which all peers write results into, each where this PE told it to.
+//! and one return area for the results of all peers; each peer's header gives its offset in the area.
 
 use super::config::LayerConfig;
 use super::placement::Placement;
@@ -16,56 +16,56 @@ use super::{MoeError, Options};
 /// Words of a header before the counts of local experts.
 pub const HEADER_WORDS: usize = 6;
 
-/// Bits of a chunk's signal that number the rounds of a pass through a window; those above are the pass.
+/// Bits of a chunk's signal that hold the number of the window refill; the bits above hold the pass.
 pub const ROUND_BITS: u32 = 24;
 
 /// Sizes of the layer's symmetric memory; the same on every PE.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Other PEs.
+    /// Number of other PEs.
     pub peers: usize,
-    /// Most tokens on one PE.
+    /// Maximum tokens on one PE.
     pub max_tokens: usize,
-    /// Bytes of a row on its way: `hidden` elements.
+    /// Bytes of a row in transit: `hidden` elements.
     pub row_bytes: usize,
-    /// Most experts one row can have on one PE.
+    /// Maximum experts of a row on one PE, or on one host if rows are relayed.
     pub max_slots_per_row: usize,
     /// Rows of a full chunk.
     pub chunk_rows: usize,
     /// Chunks of a window.
     pub window_chunks: usize,
-    /// Most chunks one PE sends another in a pass.
+    /// Maximum chunks from one PE to another in a pass.
     pub max_chunks: usize,
     /// Words of a header.
     pub header_words: usize,
-    /// Words of the counts that a capacity limit exchanges first, 0 when dropless.
+    /// Words of the counts exchanged for a capacity factor, 0 without one.
     pub capacity_words: usize,
     /// Bytes of the return area.
     pub return_bytes: usize,
-    /// Elements of a piece of an expert that moves, 0 where none does.
+    /// Elements per piece of a moving expert, 0 if experts never move.
     pub move_len: usize,
-    /// Where rows cross to another host once: the most PEs that one PE passes rows on to; 0 elsewhere.
+    /// With relays: the maximum number of other PEs on a host. Otherwise 0.
     pub siblings: usize,
-    /// And the most PEs whose rows it passes on.
+    /// With relays: the maximum number of sources that one PE relays for. Otherwise 0.
     pub served: usize,
-    /// Bytes of the results of one such PE for the rows of another.
-    pub part_bytes: usize,
+    /// With relays: bytes of one sibling's partial results for the rows of one source.
+    pub partial_bytes: usize,
 }
 
-/// Most elements of a piece of an expert that moves: 1 MiB.
+/// Elements per piece of a moving expert: 1 MiB.
 const MOVE_LEN: usize = 1 << 18;
 
 impl Layout {
-    /// The sizes for a layer of at most `max_tokens` tokens per PE whose rows travel in elements of `element_bytes`.
+    /// The sizes for a layer with at most `max_tokens` tokens per PE and rows that are sent in elements of
+    /// `element_bytes`. With `slots`, for any placement of at most that many experts per PE.
     ///
-    /// With `slots`, for any placement of so many experts on a PE.
-    ///
-    /// The windows of all peers together are `budget_factor` times the even share: the rows that reach a PE
-    /// when every token goes to the largest possible number of PEs and all PEs receive the same.
+    /// The windows of all peers together hold `budget_factor` times the even share: the rows that reach a PE if every
+    /// token goes to the maximum number of PEs and all PEs receive equally.
     ///
     /// # Errors
-    /// [`MoeError::TooLarge`] when a PE's rows or slots cannot be numbered in 32 bits, or the rounds through a window
-    /// in `ROUND_BITS`.
+    ///
+    /// Returns [`MoeError::TooLarge`] if a PE's rows or slots cannot be numbered in 32 bits, or the window refills of a
+    /// pass in `ROUND_BITS`.
     pub fn new(
         config: &LayerConfig,
         placement: &Placement,
@@ -85,7 +85,7 @@ impl Layout {
         }
         let row_bytes = config.hidden * element_bytes;
         let window_rows = options.window_rows(max_tokens, targets, pes);
-        // Chunks of equal size, so that a window holds its rows, and fewer than `window_chunks` more by rounding.
+        // Chunks of equal size, so that a window exceeds its rows by less than `window_chunks`.
         let window_chunks = window_rows.div_ceil(options.chunk_rows(window_rows));
         let chunk_rows = window_rows.div_ceil(window_chunks);
         let max_chunks = max_tokens.div_ceil(chunk_rows).max(1);
@@ -94,7 +94,7 @@ impl Layout {
         }
         let relays = options.hosts.relays();
         let members = if relays { options.hosts.most_members() } else { 0 };
-        // Of all PEs of a host.
+        // Over all PEs of a host.
         let max_slots_per_row = top_k.min(max_local * members.max(1)).max(1);
         Ok(Layout {
             peers,
@@ -117,7 +117,7 @@ impl Layout {
             move_len: slots.map_or(0, |_| MOVE_LEN),
             siblings: members.saturating_sub(1),
             served: if relays { options.hosts.most_served() } else { 0 },
-            part_bytes: max_tokens * row_bytes + max_tokens * max_slots_per_row * 4,
+            partial_bytes: max_tokens * row_bytes + max_tokens * max_slots_per_row * 4,
         })
     }
 
@@ -126,23 +126,23 @@ impl Layout {
         self.chunk_rows * (self.row_bytes + 4 + 8 * self.max_slots_per_row)
     }
 
-    /// Bytes of the receive windows of all peers: the stated receive budget.
+    /// Bytes of the receive windows for all peers: the receive budget.
     pub fn window_bytes(&self) -> usize {
         self.peers * self.window_chunks * self.chunk_bytes()
     }
 
-    /// Signal words of all peers: two for headers, one for capacity counts, credit, chunks, results.
+    /// Signal words for all peers (two headers, capacity counts, credit, chunks, results) and for all relayed streams.
     pub(in crate::moe) fn signal_words(&self) -> usize {
         self.peers * (2 + 1 + 1 + self.window_chunks + self.max_chunks)
             + self.served * self.siblings * (1 + self.max_chunks)
     }
 
-    /// Bytes of the results that are added up for PEs of other hosts.
-    pub(in crate::moe) fn all_part_bytes(&self) -> usize {
-        self.served * self.siblings * self.part_bytes
+    /// Bytes of the partial results that a relay receives.
+    pub(in crate::moe) fn all_partial_bytes(&self) -> usize {
+        self.served * self.siblings * self.partial_bytes
     }
 
-    /// Bytes of everything, with every object rounded up to the heap's alignment.
+    /// Total bytes, with every object rounded up to the heap's alignment.
     pub fn total_bytes(&self) -> usize {
         let aligned = |bytes: usize| bytes.next_multiple_of(64);
         aligned(self.window_bytes())
@@ -151,7 +151,7 @@ impl Layout {
             + aligned(self.peers * self.capacity_words * 4)
             + aligned(self.signal_words() * 8)
             + aligned(self.move_len * 4)
-            + aligned(self.all_part_bytes())
+            + aligned(self.all_partial_bytes())
             + aligned(8)
             + 8 * 64
     }
@@ -164,7 +164,7 @@ mod tests {
     use crate::moe::synthetic::RouterKind;
 
     #[test]
-    fn chunks_are_fewer_rows_in_a_small_window() {
+    fn chunks_are_smaller_in_a_small_window() {
         let config = LayerConfig::new(1, 8, RouterKind::Softmax.config(8, 2), MlpConfig::plain(1, Activation::Relu));
         let of = |tokens, pes, chunk_rows| {
             let options = Options { chunk_rows, ..Options::default() };
@@ -182,10 +182,10 @@ mod tests {
     }
 
     #[test]
-    fn rounds_that_would_reach_into_the_number_of_the_pass_are_refused() {
+    fn too_many_rounds_for_the_signal_format_are_rejected() {
         let expert = MlpConfig::plain(1, Activation::Relu);
         let config = LayerConfig::new(1, 2, RouterKind::Softmax.config(2, 1), expert);
-        // Windows of one row: as many rounds as tokens.
+        // Windows of one row: as many refills as tokens.
         let options = Options { budget_factor: 1e-9, ..Options::default() };
         let layout = |tokens| Layout::new(&config, &Placement::even(2, 2), None, 4, tokens, &options);
         assert!(layout((1 << 24) - 1).is_ok());

@@ -1,9 +1,9 @@
-//! The sums over tokens that the losses are computed from.
+//! Sums over tokens for the auxiliary losses.
 
-/// Sums over tokens that the losses need; over one PE's tokens, or over all.
+/// Sums over tokens for the auxiliary losses, over the tokens of one PE or of all.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Load {
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: u64,
     /// (token, expert) pairs routed to each expert, before any drop.
     pub routed: Vec<u64>,
@@ -14,7 +14,7 @@ pub struct Load {
 }
 
 impl Load {
-    /// Of no tokens, for a layer of `n_experts`.
+    /// Zero tokens, for a layer of `n_experts`.
     pub(in crate::moe) fn zeros(n_experts: usize) -> Load {
         Load { routed: vec![0; n_experts], prob_sums: vec![0.0; n_experts], ..Load::default() }
     }
@@ -29,9 +29,9 @@ impl Load {
         self.prob_sums.iter_mut().zip(&other.prob_sums).for_each(|(a, b)| *a += b);
     }
 
-    /// The load-balancing loss, `n_experts * sum_e f_e P_e` with `f_e` the routed pairs per token and `P_e` the mean
-    /// probability (Switch Transformers, section 2.2, equation 4, summed over the top-k choices); without its
-    /// coefficient. 0 without tokens.
+    /// The load-balancing loss `n_experts * sum_e f_e P_e`, with `f_e` the routed pairs per token and `P_e` the mean
+    /// probability (Switch Transformers, section 2.2, equation 4, summed over the top-k choices). Without its
+    /// coefficient; 0 without tokens.
     pub fn aux_loss(&self) -> f64 {
         let t = self.tokens.max(1) as f64;
         let dot: f64 = self.routed.iter().zip(&self.prob_sums).map(|(&r, &p)| r as f64 / t * (p / t)).sum();

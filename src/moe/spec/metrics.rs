@@ -1,28 +1,28 @@
-//! Where a pass spends its time, and what it put on the wire.
+//! Time by phase, and traffic, of a pass.
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// What a PE is doing. Every nanosecond of a pass belongs to exactly one phase.
+/// The phase a PE is in. Every nanosecond of a pass belongs to exactly one phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
     /// Outside a pass.
     Idle,
     /// Logits, selection, routing tables, and their backward.
     Router,
-    /// Counts and rows on their way out, and arrived rows gathered into expert order.
+    /// Sending headers and rows, and gathering received rows into expert order.
     Dispatch,
-    /// GEMMs and activations of the experts, shared experts included; weight gradients too.
+    /// GEMMs and activations of the experts, including shared experts and weight gradients.
     Expert,
-    /// Partial sums on their way back, and the final sum.
+    /// Returning partial sums, and the final sum.
     Combine,
     /// Blocked on a peer.
     Waiting,
-    /// Sum over PEs of the gradients of replicated weights.
+    /// Summing the gradients of replicated weights over PEs.
     AllReduce,
-    /// Of a forward pass: experts' results times their routing weights, summed by token where the expert is. A device counts
-    /// it with [`Phase::Combine`].
+    /// Forward: weighting experts' results and summing them by token on the expert's PE. A device counts it as
+    /// [`Phase::Combine`].
     Scale,
-    /// Between passes: experts on their way to other PEs.
+    /// Between passes: moving experts to other PEs.
     Move,
 }
 
@@ -40,7 +40,7 @@ impl Phase {
         Phase::Move,
     ];
 
-    /// Those of passes: all but [`Phase::Idle`] and [`Phase::Move`].
+    /// The phases of passes: all except [`Phase::Idle`] and [`Phase::Move`].
     pub fn of_passes() -> impl Iterator<Item = Phase> {
         Self::ALL.into_iter().filter(|phase| !matches!(phase, Phase::Idle | Phase::Move))
     }
@@ -60,44 +60,44 @@ impl Phase {
         }
     }
 
-    /// Its index in [`Phase::ALL`].
+    /// Index in [`Phase::ALL`].
     pub const fn code(self) -> usize {
         self as usize
     }
 }
 
-/// What this PE has put to other PEs since the counters were reset. Bytes to itself are not counted.
+/// Data put to other PEs since the counters were reset. Puts to the PE itself are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Counts and offsets, bytes.
+    /// Headers: counts and offsets, bytes.
     pub header_bytes: u64,
-    /// Token rows (forward) and gradient rows (backward) on the dispatch routes, bytes.
+    /// Token rows (forward) and gradient rows (backward) in dispatch, bytes.
     pub dispatch_row_bytes: u64,
-    /// Which experts a row is for, and with which weights, bytes.
+    /// Experts and weights of the rows in dispatch, bytes.
     pub dispatch_slot_bytes: u64,
-    /// Partial sums (forward) and input gradients (backward) on the combine routes, bytes.
+    /// Partial sums (forward) and input gradients (backward) in combine, bytes.
     pub combine_row_bytes: u64,
-    /// Routing-weight gradients on the combine routes, bytes.
+    /// Routing-weight gradients in combine, bytes.
     pub combine_slot_bytes: u64,
-    /// Rows on the dispatch routes.
+    /// Rows in dispatch.
     pub dispatch_rows: u64,
-    /// Rows on the combine routes.
+    /// Rows in combine.
     pub combine_rows: u64,
-    /// Put calls; here and in the next two those of the sums of gradients are counted on devices, and of collectives on CPUs none.
+    /// Put calls. `puts`, `signals` and `fences` include gradient sums on devices, and exclude collectives on CPUs.
     pub puts: u64,
     /// Signal operations (with or without data).
     pub signals: u64,
     /// Fences.
     pub fences: u64,
-    /// Of all these bytes and those of the sums of gradients, what went to PEs that only a network reaches.
+    /// The part of all bytes, including gradient sums, for PEs that are reachable only over a network.
     pub network_bytes: u64,
-    /// With rows once per host, rows that PEs got by way of a home on their host, and parts of results, their gradients of routing weights included,
-    /// that they put to it. On a CPU these bytes are among the others too.
+    /// With relays: bytes of rows forwarded by relays, and of partial results sent to relays with their routing-weight
+    /// gradients. On a CPU the other counters include these bytes.
     pub relay_bytes: u64,
 }
 
 impl Traffic {
-    /// Adds another pass's.
+    /// Adds the traffic of another pass.
     pub fn add(&mut self, other: &Traffic) {
         self.header_bytes += other.header_bytes;
         self.dispatch_row_bytes += other.dispatch_row_bytes;
@@ -113,7 +113,7 @@ impl Traffic {
         self.relay_bytes += other.relay_bytes;
     }
 
-    /// All bytes put to other PEs by the layer's protocol (not the gradient all-reduce).
+    /// Bytes put to other PEs by the layer protocol, without the gradient sums.
     pub fn total_bytes(&self) -> u64 {
         self.header_bytes
             + self.dispatch_row_bytes
@@ -123,54 +123,55 @@ impl Traffic {
     }
 }
 
-/// A stretch of time in one phase.
+/// A time span in one phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// The phase.
     pub phase: Phase,
-    /// Start, nanoseconds: of `CLOCK_MONOTONIC`, comparable between the PEs of one host, or of the device's clock.
+    /// Start in nanoseconds: on a CPU `CLOCK_MONOTONIC`, comparable between PEs of a host; on a device its own clock.
     pub start_ns: u64,
     /// Duration, nanoseconds.
     pub dur_ns: u64,
-    /// Which of the things that a PE does at the same time: the block of a kernel; 0 on a CPU.
+    /// Parallel track of the PE: the thread block on a device, 0 on a CPU.
     pub track: u32,
 }
 
-/// What one pass, or several, took and sent.
+/// Times and traffic of one or more passes.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct PassOutcome {
-    /// Time of the pass, seconds; on a device the device's own.
+    /// Time of the pass, seconds; on a device by the device's clock.
     pub seconds: f64,
-    /// Of it by [`Phase::code`], seconds; on a device the time of the persistent kernel by what its blocks did.
+    /// The time by [`Phase::code`], seconds; on a device the persistent kernel's time, split by the phases of its
+    /// blocks.
     pub phases_s: [f64; Phase::ALL.len()],
-    /// Processor time of [`Phase::Expert`], seconds, which others on the same CPU do not stretch; 0 on a device.
+    /// CPU time in [`Phase::Expert`], seconds, which is independent of other load on the CPU; 0 on a device.
     pub expert_cpu_s: f64,
-    /// Rounds through the windows.
+    /// Window refills.
     pub rounds: u64,
-    /// What the protocol put to other PEs.
+    /// Traffic of the layer protocol.
     pub traffic: Traffic,
-    /// Bytes of the sums of gradients (of replicated weights; of experts between groups) put to other PEs.
+    /// Bytes of gradient sums (replicated weights; experts between groups) put to other PEs.
     pub all_reduce_bytes: u64,
-    /// What was done when, where spans are recorded.
+    /// Recorded spans, if enabled.
     pub spans: Vec<Span>,
 }
 
-/// Told what a PE is doing while it does it (for status displays and for naming the phase of a dead PE).
+/// Receives a PE's phase changes, for status displays and for reporting the phase of a lost PE.
 pub trait Observer: Send {
     /// The PE enters `phase`.
     fn phase(&self, phase: Phase);
 
-    /// The PE has computed `flop` FLOP of an expert's matrix products.
+    /// The PE has computed `flop` FLOP of an expert's GEMMs.
     fn computed(&self, flop: f64) {
         let _ = flop;
     }
 }
 
-/// An observer that ignores what it is told.
-pub struct Unobserved;
+/// An observer that ignores all calls.
+pub struct NoObserver;
 
-impl Observer for Unobserved {
+impl Observer for NoObserver {
     fn phase(&self, _: Phase) {}
 }
 
@@ -184,17 +185,17 @@ fn clock_ns(clock: ClockId) -> u64 {
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
-/// Accumulates the time of each phase and, when asked, the spans.
+/// Accumulates the time of each phase and, if enabled, spans.
 pub struct Recorder {
     observer: Box<dyn Observer>,
     phase: Phase,
     since_ns: u64,
     totals_ns: [u64; Phase::ALL.len()],
-    /// Processor time in [`Phase::Expert`], and the thread's at the last change to or from it.
+    /// CPU time in [`Phase::Expert`], and the thread's CPU time when it last entered or left that phase.
     expert_cpu_ns: u64,
     cpu_since_ns: u64,
     spans: Option<Vec<Span>>,
-    /// What was put to other PEs.
+    /// Traffic since the last [`take`](Self::take).
     pub traffic: Traffic,
 }
 
@@ -218,12 +219,12 @@ impl Recorder {
         self.phase
     }
 
-    /// Keeps spans from now on.
+    /// Starts recording spans.
     pub fn record_spans(&mut self) {
         self.spans.get_or_insert_default();
     }
 
-    /// Ends the current phase and begins `phase`; returns the one that ended.
+    /// Ends the current phase and starts `phase`; returns the previous one.
     pub fn enter(&mut self, phase: Phase) -> Phase {
         let before = self.phase;
         if phase != before {
@@ -249,24 +250,24 @@ impl Recorder {
         before
     }
 
-    /// Tells the observer that the phase had `flop` FLOP of an expert's matrix products.
+    /// Reports `flop` FLOP of an expert's GEMMs to the observer.
     pub fn computed(&self, flop: f64) {
         self.observer.computed(flop);
     }
 
-    /// Takes the times (nanoseconds, by [`Phase::code`]) and the traffic since the last call, and resets both.
+    /// Returns and resets the times (nanoseconds, by [`Phase::code`]) and the traffic.
     pub fn take(&mut self) -> ([u64; Phase::ALL.len()], Traffic) {
         let phase = self.enter(Phase::Idle);
         self.enter(phase);
         (std::mem::take(&mut self.totals_ns), std::mem::take(&mut self.traffic))
     }
 
-    /// Takes the processor time in [`Phase::Expert`] since the last call, nanoseconds.
+    /// Returns and resets the CPU time in [`Phase::Expert`], nanoseconds.
     pub fn take_expert_cpu_ns(&mut self) -> u64 {
         std::mem::take(&mut self.expert_cpu_ns)
     }
 
-    /// Takes the spans kept since the last call.
+    /// Returns and removes the recorded spans.
     pub fn take_spans(&mut self) -> Vec<Span> {
         self.spans.as_mut().map(std::mem::take).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! What a layer is, whichever engine runs it: configuration, placement, groups, options, gradients, metrics.
+//! Specification of a layer, common to both engines: configuration, placement, groups, options, gradients, metrics.
 
 mod config;
 mod error;
@@ -19,7 +19,7 @@ pub use config::{
     SparseMixer, WeightId, WeightSource, gemm_flop,
 };
 pub use error::{ConfigError, MoeError, WeightError};
-pub use gradients::{Gradients, MlpGradients, MlpGradientsMut, MlpId, TakeGradients, proj_index};
+pub use gradients::{GradientSink, Gradients, MlpGradients, MlpGradientsMut, MlpId, proj_index};
 pub use groups::Groups;
 pub use hosts::Hosts;
 pub use layer::{ExpertState, LayerSpec, MoeLayer, NO_EXPERT, Routed};

@@ -1,4 +1,4 @@
-//! How a layer runs: element type, mode, and what trades memory for time.
+//! Options of a layer: element type, mode, and trade-offs between memory and time.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::error::ConfigError;
 use super::hosts::Hosts;
 
-/// Element type of activations and expert weights; what [`Element`](crate::moe::cpu::kernels::Element) is at compile time.
+/// Element type of activations and expert weights; the run-time counterpart of
+/// [`Element`](crate::moe::cpu::kernels::Element).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Dtype {
@@ -20,7 +21,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Its name in reports.
+    /// Name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Dtype::F32 => "f32",
@@ -42,37 +43,37 @@ impl Dtype {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Mode {
-    /// Rows, tiles and results flow as they come; a PE waits only when it has nothing to do.
+    /// Rows, tiles and results are processed as they arrive; a PE waits only when it has no work.
     Pipelined,
-    /// Bulk-synchronous: all PEs finish each step (counts, rows, experts, results) before any begins the next. The
-    /// baseline.
+    /// Bulk-synchronous, the baseline: all PEs finish each phase (counts, rows, experts, results) before any starts the
+    /// next.
     Bulk,
 }
 
-/// How a layer runs; nothing here changes its results, other than by rounding. Must be the same on every PE.
+/// How a layer runs. Options affect results by rounding only, and must be the same on every PE.
 ///
-/// Begin with [`Options::default`] and set what differs.
+/// Start from [`Options::default`] and set the fields that differ.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Options {
     /// Pipelined or bulk.
     pub mode: Mode,
-    /// Receive windows, as a multiple of the even share of the rows (at least one row is always there).
+    /// Size of the receive windows, as a multiple of the even share of the rows; at least one row.
     pub budget_factor: f64,
-    /// Most rows sent under one signal; `None`: by the window, [`Options::chunk_rows`].
+    /// Maximum rows under one signal; `None`: derived from the window, see [`Options::chunk_rows`].
     pub chunk_rows: Option<usize>,
-    /// Rows that an expert's GEMMs are cut to, about; `None`: the engine's default. A device's tiles are its own, so it takes
-    /// none.
+    /// Approximate rows per GEMM tile; `None`: the engine's default. Not supported on a device, which has fixed tiles.
     pub tile_rows: Option<usize>,
-    /// Element type of rows between PEs, on a CPU: [`Dtype::Bf16`] in a layer of f32, which halves their bytes and rounds what crosses; `None`:
-    /// the layer's.
+    /// CPU engine: element type of rows between PEs. [`Dtype::Bf16`] in an f32 layer halves their bytes and rounds the
+    /// rows that cross; `None`: the layer's type.
     pub wire: Option<Dtype>,
-    /// Threads of a PE that compute tiles, on a CPU; the bits of the results are the same for any number.
+    /// CPU engine: threads per PE that compute tiles. Results are bitwise the same for any number.
     pub threads: usize,
-    /// The host of each PE, where a row is to cross to another host once: a PE there passes it on to the others that have experts of it,
-    /// and adds their results before they return. Default: none, every row goes to each PE, and results come from each.
+    /// The host of each PE. If set, a row crosses to another host once: a relay there forwards it to the other PEs with
+    /// experts of the row, and sums their results before they return. Default: empty, every row is sent to each PE
+    /// directly.
     pub hosts: Hosts,
-    /// How long a PE waits for a peer before it gives up.
+    /// How long a PE waits for a peer.
     pub wait_limit: Duration,
 }
 
@@ -92,22 +93,24 @@ impl Default for Options {
 }
 
 impl Options {
-    /// [`Options::tile_rows`] on a CPU where none are given.
+    /// Default of [`Options::tile_rows`] in the CPU engine.
     pub const DEFAULT_TILE_ROWS: usize = 512;
 
-    /// Rows that the CPU engine cuts an expert's GEMMs to.
+    /// Rows per tile of the CPU engine.
     pub fn tile_rows(&self) -> usize {
         self.tile_rows.unwrap_or(Self::DEFAULT_TILE_ROWS)
     }
 
-    /// Rows of a receive window: so many times the even share of what a PE has for `targets` of `pes` PEs that each of its tokens goes to.
+    /// Rows of a receive window: `budget_factor` times the even share of a PE's `tokens`, each of which goes to
+    /// `targets` of the `pes` PEs.
     pub(crate) fn window_rows(&self, tokens: usize, targets: usize, pes: usize) -> usize {
         let even_share = (tokens * targets).div_ceil(pes);
         ((even_share as f64 * self.budget_factor).ceil() as usize).clamp(1, tokens.max(1))
     }
 
-    /// Most rows sent under one signal, of a window of `window_rows`: where none are given a 16th, between 128 and 256. In a window of few chunks tiles
-    /// wait for rows that have come (`docs/decisions/2026-11-26-send-groups.md`).
+    /// Maximum rows under one signal in a window of `window_rows`; by default a 16th of the window, clamped to
+    /// 128..=256. With few chunks per window, tiles wait for rows that have already arrived
+    /// (`docs/decisions/2026-11-26-send-groups.md`).
     pub fn chunk_rows(&self, window_rows: usize) -> usize {
         self.chunk_rows.unwrap_or((window_rows / 16).clamp(128, 256)).clamp(1, window_rows.max(1))
     }
@@ -117,10 +120,11 @@ impl Options {
         self.wire.unwrap_or(dtype)
     }
 
-    /// Checks that a layer of `dtype` can run with these.
+    /// Checks the options for a layer of `dtype`.
     ///
     /// # Errors
-    /// Names the first option that is out of range, its value, and what would be right.
+    ///
+    /// Returns a `ConfigError` that names the first wrong option, its value, and the expected values.
     pub fn validate(&self, dtype: Dtype) -> Result<(), ConfigError> {
         for (field, value) in
             [("chunk rows", self.chunk_rows.unwrap_or(1)), ("tile rows", self.tile_rows()), ("threads", self.threads)]
@@ -141,11 +145,11 @@ impl Options {
         Ok(())
     }
 
-    /// When a wait that begins now is over.
+    /// Deadline of a wait that starts now.
     pub(crate) fn deadline(&self) -> Instant {
-        /// For a limit beyond what an [`Instant`] can hold: a century.
-        const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+        /// For a limit that an [`Instant`] cannot hold: a century.
+        const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
         let now = Instant::now();
-        now.checked_add(self.wait_limit).unwrap_or_else(|| now + FAR)
+        now.checked_add(self.wait_limit).unwrap_or_else(|| now + CENTURY)
     }
 }

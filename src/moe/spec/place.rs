@@ -1,36 +1,36 @@
-//! Where a weight lies in a tensor that holds several: all experts' in one, gate and up side by side or element by element,
-//! transposed.
+//! Position of a weight in a tensor that holds several: all experts in one tensor, gate and up concatenated or
+//! interleaved, transposed.
 
 use std::ops::Range;
 
-/// A weight's place in a tensor of a file, by strides: element `(row, column)` of the weight, in the layer's own shape (see
-/// [`LayerConfig::shape`](super::LayerConfig::shape)), is element `first + row * strides[0] + column * strides[1]` of the tensor in
-/// row-major order. A weight of one dimension is a column.
+/// Strided position of a weight in a tensor of a file: element `(row, column)` of the weight, in the layer's shape (see
+/// [`LayerConfig::shape`](super::LayerConfig::shape)), is element `first + row * strides[0] + column * strides[1]` of
+/// the tensor in row-major order. A one-dimensional weight is a single column.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WeightPlace {
     /// The tensor's name.
     pub tensor: String,
-    /// Its shape in the file.
+    /// Shape in the file.
     pub shape: Vec<usize>,
     /// Rows and columns of the weight.
     pub size: [usize; 2],
-    /// Where its first element is.
+    /// Offset of its first element.
     pub first: usize,
-    /// From a row to the next, and from a column to the next, in elements.
+    /// Elements between consecutive rows, and between consecutive columns.
     pub strides: [usize; 2],
-    /// The elements of the tensor that the same expert's weights have: its whole, or the expert's part of it.
+    /// Elements of the tensor that belong to the same expert: the whole tensor, or the expert's part of it.
     pub part: Range<usize>,
 }
 
 impl WeightPlace {
-    /// Of a weight that is a whole tensor.
+    /// A weight that is the whole tensor.
     pub fn whole(tensor: String, shape: Vec<usize>) -> WeightPlace {
         let rows = shape.first().copied().unwrap_or(1);
         let columns: usize = shape.iter().skip(1).product();
         WeightPlace { tensor, shape, size: [rows, columns], first: 0, strides: [columns, 1], part: 0..rows * columns }
     }
 
-    /// Whether the weight is the whole tensor, in its order.
+    /// Whether the weight is the whole tensor, in the same order.
     pub fn is_whole(&self) -> bool {
         self.strides == [self.size[1], 1]
             && self.part.len() == self.size[0] * self.size[1]
@@ -41,7 +41,7 @@ impl WeightPlace {
         self.shape.iter().product()
     }
 
-    /// The elements from the weight's first to its last, others' between them included.
+    /// Range from the weight's first element to its last, including elements of other weights in between.
     pub fn span(&self) -> Range<usize> {
         let [rows, columns] = self.size;
         if rows * columns == 0 {
@@ -50,10 +50,11 @@ impl WeightPlace {
         self.first..self.first + (rows - 1) * self.strides[0] + (columns - 1) * self.strides[1] + 1
     }
 
-    /// Takes the weight, row-major, out of `elements`, the tensor's elements from number `from` on.
+    /// Extracts the weight, row-major. `elements` are the tensor's elements from index `from` on.
     ///
     /// # Panics
-    /// If they do not cover [`WeightPlace::span`].
+    ///
+    /// If `elements` does not cover [`WeightPlace::span`].
     pub fn gather(&self, elements: &[f32], from: usize) -> Vec<f32> {
         let [rows, columns] = self.size;
         let mut weight = Vec::with_capacity(rows * columns);
@@ -64,10 +65,11 @@ impl WeightPlace {
         weight
     }
 
-    /// Puts the weight, row-major, into `elements`, the tensor's elements from number `from` on.
+    /// Writes the weight, row-major, to `elements`, which are the tensor's elements from index `from` on.
     ///
     /// # Panics
-    /// If they do not cover [`WeightPlace::span`], or `weight` has another size.
+    ///
+    /// If `elements` does not cover [`WeightPlace::span`], or if `weight` has another size.
     pub fn scatter(&self, weight: &[f32], elements: &mut [f32], from: usize) {
         let [rows, columns] = self.size;
         assert_eq!(weight.len(), rows * columns, "elements of a weight in {}", self.tensor);
@@ -83,8 +85,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn interleaved_and_transposed_weights_come_apart_and_together() {
-        // [2 experts, 3 in, 2 x 2 out], gate and up in turns: expert 1's up, as [out, in].
+    fn interleaved_and_transposed_weights_round_trip() {
+        // [2 experts, 3 in, 2 x 2 out] with gate and up interleaved: expert 1's up, as [out, in].
         let part = 12..24;
         let up = WeightPlace {
             tensor: "t".into(),

@@ -1,9 +1,9 @@
-//! Which PEs hold which routed expert, and who sends its tokens to which of them.
+//! Placement of routed experts on PEs, and the assignment of tokens to replicas.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Expert `e` lives on PE `owner(e)`, as that PE's expert number `local(e)`; and where it has replicas, on further PEs
+/// Expert `e` is on PE `owner(e)`, where its local number is `local(e)`, and on further PEs if it has replicas
 /// ([`Placement::with_replicas`]).
 ///
 /// ```
@@ -21,48 +21,49 @@ pub struct Placement {
     owner: Vec<u32>,
     local: Vec<u32>,
     by_pe: Vec<Vec<usize>>,
-    /// Of the experts with replicas.
-    splits: BTreeMap<usize, Cuts>,
+    /// By expert with replicas.
+    splits: BTreeMap<usize, ReplicaShares>,
 }
 
-/// An expert with replicas: who holds it, and who sends its tokens where.
+/// An expert with replicas: its holders, and each source's shares.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Split {
     /// The expert.
     pub expert: usize,
     /// The PEs that hold it, ascending; the first is its owner.
     pub holders: Vec<usize>,
-    /// `[n_pes, holders]`: of the pairs of each PE's tokens with this expert, the share that goes to each holder. A row's sum is 1.
+    /// `[n_pes, holders]`: the share of each source PE's pairs that goes to each holder. Rows sum to 1.
     pub shares: Vec<Vec<f64>>,
 }
 
-/// A [`Split`] in whole numbers, so that it is the same on every machine.
+/// A [`Split`] in integers, so that it is the same on every machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Cuts {
-    /// PE, and the expert's number there.
+struct ReplicaShares {
+    /// By holder: the PE, and the expert's local number there.
     holders: Vec<(usize, usize)>,
-    /// `[n_pes, holders]`: shares added up from the first holder on, in [`WHOLE`]ths.
+    /// `[n_pes, holders]`: cumulative shares in [`WHOLE`]ths.
     until: Vec<Vec<u64>>,
 }
 
-/// A share of 1 in [`Cuts::until`].
+/// A share of 1 in [`ReplicaShares::until`].
 const WHOLE: u64 = 1 << 32;
-/// How far a source's shares may be from 1 in sum.
+/// Tolerance of the sum of a source's shares.
 const SHARE_ERROR: f64 = 1e-6;
-/// The fraction of the golden ratio, in [`WHOLE`]ths: its multiples lie evenly between 0 and 1, however many there are.
+/// Fractional part of the golden ratio, in [`WHOLE`]ths; its multiples modulo 1 are evenly spread.
 const GOLDEN: u32 = 0x9E37_79B9;
 
 impl Placement {
-    /// Contiguous blocks; where `n_experts` does not divide by `n_pes`, the first PEs own one more. PEs beyond the
-    /// number of experts own none.
+    /// Contiguous blocks. If `n_experts` is not a multiple of `n_pes`, the first PEs own one more; if it is smaller,
+    /// the last PEs own none.
     pub fn even(n_experts: usize, n_pes: usize) -> Self {
         let owners = (0..n_pes).flat_map(|pe| block(n_experts, n_pes, pe).map(move |_| pe as u32)).collect();
         Self::from_owners(owners, n_pes)
     }
 
-    /// Any placement: `owners[e]` is the PE of expert `e`; a PE numbers its experts in ascending order.
+    /// `owners[e]` is the PE of expert `e`; each PE numbers its experts in ascending order.
     ///
     /// # Panics
+    ///
     /// If an owner is not below `n_pes`.
     pub fn from_owners(owner: Vec<u32>, n_pes: usize) -> Self {
         let mut by_pe = vec![Vec::new(); n_pes];
@@ -77,20 +78,21 @@ impl Placement {
         Placement { owner, local, by_pe, splits: BTreeMap::new() }
     }
 
-    /// The same with replicas of some experts: the first of an expert's holders is its owner from now on.
+    /// Adds replicas of some experts; the first holder of an expert becomes its owner.
     ///
-    /// A source's pairs with an expert are dealt in the order of tokens: the first share of them to the first holder, and so on, cut
-    /// where rounding with an offset of the source's own puts it. So the split takes no exchange, and a holder's pairs
-    /// are as many as its shares say, but for less than one of each source.
+    /// A source assigns its pairs of an expert in token order: the first share to the first holder, and so on. The
+    /// boundaries are rounded with an offset that depends on the source. The assignment therefore needs no
+    /// communication, and differs from a holder's shares by less than one pair per source.
     ///
     /// # Errors
-    /// What is wrong, in one line: an expert, a PE or a number of shares that cannot be.
+    ///
+    /// Returns a one-line message if an expert, a PE or the shares are invalid.
     ///
     /// ```
     /// use aristos::moe::Placement;
     /// use aristos::moe::placement::Split;
     ///
-    /// // Expert 0 of four on both PEs: each computes its own tokens' part of it.
+    /// // Expert 0 of four on both PEs: each computes the pairs of its own tokens.
     /// let split = Split { expert: 0, holders: vec![0, 1], shares: vec![vec![1.0, 0.0], vec![0.0, 1.0]] };
     /// let placement = Placement::even(4, 2).with_replicas(&[split])?;
     /// assert_eq!((placement.experts(0), placement.experts(1)), (&[0, 1][..], &[0, 2, 3][..]));
@@ -139,7 +141,7 @@ impl Placement {
             }
             self.owner[*e] = holders[0] as u32;
             let holders = holders.iter().map(|&pe| (pe, 0)).collect();
-            if self.splits.insert(*e, Cuts { holders, until }).is_some() {
+            if self.splits.insert(*e, ReplicaShares { holders, until }).is_some() {
                 return Err(format!("expert {e} has two splits, expected one"));
             }
         }
@@ -149,8 +151,8 @@ impl Placement {
         for (e, local) in local.iter_mut().enumerate() {
             *local = number(e, owner[e] as usize) as u32;
         }
-        for (&e, cuts) in splits {
-            cuts.holders.iter_mut().for_each(|(pe, local)| *local = number(e, *pe));
+        for (&e, replicas) in splits {
+            replicas.holders.iter_mut().for_each(|(pe, local)| *local = number(e, *pe));
         }
         Ok(self)
     }
@@ -160,27 +162,28 @@ impl Placement {
         self.owner[e] as usize
     }
 
-    /// Expert `e`'s number on its owner.
+    /// Expert `e`'s local number on its owner.
     pub fn local(&self, e: usize) -> usize {
         self.local[e] as usize
     }
 
-    /// Expert `e`'s number on `pe`, where `pe` holds it.
+    /// Expert `e`'s local number on `pe`; `None` if `pe` does not hold it.
     pub fn local_on(&self, e: usize, pe: usize) -> Option<usize> {
         self.by_pe.get(pe)?.binary_search(&e).ok()
     }
 
     /// The PEs that hold expert `e`, ascending; the first is its owner.
     pub fn holders(&self, e: usize) -> Vec<usize> {
-        self.splits.get(&e).map_or_else(|| vec![self.owner(e)], |cuts| cuts.holders.iter().map(|(pe, _)| *pe).collect())
+        self.splits
+            .get(&e)
+            .map_or_else(|| vec![self.owner(e)], |replicas| replicas.holders.iter().map(|(pe, _)| *pe).collect())
     }
 
-    /// The PEs that hold expert `e`, ascending, and its number on each; with each how much of `source`'s pairs with it goes to that PE or one
-    /// before it, in 2^32ths.
+    /// The holders of expert `e`, ascending, as (PE, local number, cumulative share of `source`'s pairs in 2^32ths).
     pub(in crate::moe) fn shares(&self, e: usize, source: usize) -> Vec<(usize, usize, u64)> {
         match self.splits.get(&e) {
             None => vec![(self.owner(e), self.local(e), WHOLE)],
-            Some(Cuts { holders, until }) => {
+            Some(ReplicaShares { holders, until }) => {
                 holders.iter().zip(&until[source]).map(|(&(pe, local), &until)| (pe, local, until)).collect()
             }
         }
@@ -191,18 +194,19 @@ impl Placement {
         !self.splits.is_empty()
     }
 
-    /// Deals the pairs of `source`'s tokens to the PEs that hold their experts; `pairs(e)` says how many it has with expert `e`.
-    pub(in crate::moe) fn deal(&self, source: usize, pairs: impl Fn(usize) -> u64) -> Deal<'_> {
+    /// Assigns the pairs of `source`'s tokens to holders; `pairs(e)` is the number of its pairs with expert `e`.
+    pub(in crate::moe) fn replica_assigner(&self, source: usize, pairs: impl Fn(usize) -> u64) -> ReplicaAssigner<'_> {
         let mut replicated = BTreeMap::new();
         for &e in self.splits.keys() {
-            // Less than one: else all sources would round the same way, and one holder get what is left over.
+            // An offset below one pair. Without it all sources would round alike, and one holder would get every
+            // remainder.
             let offset = u64::from((source as u32).wrapping_add(e as u32).wrapping_mul(GOLDEN));
             let n = pairs(e).min(u64::from(u32::MAX));
             let shares = self.shares(e, source).into_iter();
             let holders = shares.map(|(pe, local, until)| (pe, local, (n * until + offset) / WHOLE)).collect();
-            replicated.insert(e, Dealt { holders, dealt: 0 });
+            replicated.insert(e, Assignment { holders, assigned: 0 });
         }
-        Deal { placement: self, replicated }
+        ReplicaAssigner { placement: self, replicated }
     }
 
     /// The experts of `pe`, ascending.
@@ -220,7 +224,7 @@ impl Placement {
         self.owner.len()
     }
 
-    /// Number of PEs that own at least one expert.
+    /// Number of PEs that hold at least one expert.
     pub fn hosts(&self) -> usize {
         self.by_pe.iter().filter(|e| !e.is_empty()).count()
     }
@@ -231,31 +235,31 @@ impl Placement {
     }
 }
 
-/// Where a source's pairs go, one after the other.
-pub(in crate::moe) struct Deal<'p> {
+/// Assigns a source's pairs to holders, one after the other.
+pub(in crate::moe) struct ReplicaAssigner<'p> {
     placement: &'p Placement,
-    replicated: BTreeMap<usize, Dealt>,
+    replicated: BTreeMap<usize, Assignment>,
 }
 
-struct Dealt {
-    /// PE, the expert's number there, and the pair below which those that are left are its.
+struct Assignment {
+    /// By holder: the PE, the expert's local number there, and the end of its pairs in the source's order.
     holders: Vec<(usize, usize, u64)>,
-    dealt: u64,
+    assigned: u64,
 }
 
-impl Deal<'_> {
-    /// The PE that gets the next pair with expert `e`, and the expert's number there.
+impl ReplicaAssigner<'_> {
+    /// The PE that gets the next pair with expert `e`, and the expert's local number there.
     pub fn next(&mut self, e: usize) -> (usize, usize) {
         let Some(of) = self.replicated.get_mut(&e) else { return (self.placement.owner(e), self.placement.local(e)) };
-        let holder = of.holders.partition_point(|(.., until)| *until <= of.dealt);
-        of.dealt += 1;
+        let holder = of.holders.partition_point(|(.., until)| *until <= of.assigned);
+        of.assigned += 1;
         let (pe, local, _) = of.holders[holder.min(of.holders.len() - 1)];
         (pe, local)
     }
 }
 
-/// The `pe`-th of `n_pes` contiguous blocks of `0..n`, sizes differing by at most one, larger ones first. Tokens
-/// are split this way too.
+/// Block `pe` of `n_pes` contiguous blocks of `0..n`; sizes differ by at most one, larger blocks first. Tokens are
+/// split this way, too.
 pub fn block(n: usize, n_pes: usize, pe: usize) -> Range<usize> {
     let (base, extra) = (n / n_pes, n % n_pes);
     let start = pe * base + pe.min(extra);
@@ -267,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_cover_everything_once() {
+    fn blocks_cover_each_expert_once() {
         for n in [0, 1, 5, 8, 13] {
             for p in 1..=9 {
                 let all: Vec<usize> = (0..p).flat_map(|pe| block(n, p, pe)).collect();
@@ -277,16 +281,16 @@ mod tests {
     }
 
     #[test]
-    fn more_pes_than_experts_leaves_pes_without() {
+    fn some_pes_have_no_experts_if_there_are_more_pes() {
         let p = Placement::even(2, 3);
         assert_eq!((p.experts(0), p.experts(1), p.experts(2)), (&[0][..], &[1][..], &[][..]));
         assert_eq!((p.hosts(), p.max_local()), (2, 1));
     }
 
     #[test]
-    fn pairs_are_dealt_as_the_shares_say_whatever_their_number() {
+    fn assignments_follow_the_shares_for_any_count() {
         let n_pes = 16;
-        // A third to each, but PE 0 keeps its own.
+        // A third to each holder, but PE 0 keeps its own pairs.
         let mut shares = vec![vec![1.0 / 3.0; 3]; n_pes];
         shares[0] = vec![1.0, 0.0, 0.0];
         let split = Split { expert: 1, holders: vec![0, 2, 5], shares };
@@ -299,22 +303,22 @@ mod tests {
         for pairs in [0u64, 1, 2, 3, 100] {
             let mut got = [0u64; 3];
             for source in 1..n_pes {
-                let mut deal = placement.deal(source, |_| pairs);
-                let to: Vec<usize> = (0..pairs).map(|_| deal.next(1).0).collect();
+                let mut assigner = placement.replica_assigner(source, |_| pairs);
+                let to: Vec<usize> = (0..pairs).map(|_| assigner.next(1).0).collect();
                 assert!(to.is_sorted(), "{to:?}");
                 to.iter().for_each(|pe| got[[0, 2, 5].iter().position(|holder| holder == pe).unwrap()] += 1);
-                assert_eq!(deal.next(3), (3, 0));
+                assert_eq!(assigner.next(3), (3, 0));
             }
-            // An even deal but for a few, although every source rounds.
+            // Nearly even, although every source rounds.
             let even = (n_pes as u64 - 1) * pairs / 3;
             assert!(got.iter().all(|&got| got.abs_diff(even) <= 2), "{pairs} pairs each: {got:?}");
-            let mut own = placement.deal(0, |_| pairs);
+            let mut own = placement.replica_assigner(0, |_| pairs);
             assert!((0..pairs).all(|_| own.next(1) == (0, 1)));
         }
     }
 
     #[test]
-    fn replicas_that_cannot_be_are_named() {
+    fn invalid_replicas_are_rejected() {
         let with = |expert, holders: &[usize], shares: Vec<Vec<f64>>| {
             let split = Split { expert, holders: holders.to_vec(), shares };
             Placement::even(4, 2).with_replicas(&[split.clone(), split]).unwrap_err()

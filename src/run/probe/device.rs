@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow};
 use bytemuck::{Pod, Zeroable};
 
+use super::host::{MEMORY_SHARE, host_name, probe_sources};
 use super::links::{DeviceProber, RECORD_BYTES, symmetric_bytes};
-use super::{MEMORY_SHARE, host_name, probe_sources};
-use crate::cluster::{Cluster, Device, LinkProber, ProbeOptions, ProbeStage, probe_links_by};
+use crate::cluster::{Cluster, Device};
 use crate::gpu::{Buffer, DeviceLimits, Gpu, SymmetricBy};
 use crate::job::device::{OpenDevice, WantedDevice, before_part, with_symmetric};
 use crate::job::host::MemoryHost;
@@ -18,6 +18,7 @@ use crate::moe::{
     Groups, LayerConfig, LayerSpec, MoeError, MoeLayer, Options, Placement, RouterConfig, WeightError, WeightId,
     WeightSource,
 };
+use crate::probe::{LinkProber, ProbeOptions, ProbeStage, probe_links_by};
 use crate::report::median;
 use crate::shmem::host_id;
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 use anyhow::Result;
 use bytemuck::{Pod, Zeroable};
 
-use crate::cluster::{LinkProber, ProbeOptions};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
+use crate::probe::{LinkProber, ProbeOptions};
 use crate::report::median;
 
 /// Most blocks that share a message: more bring no more bytes over any link of today.

@@ -2,6 +2,7 @@
 
 #[cfg(feature = "device")]
 pub mod device;
+mod host;
 #[cfg(feature = "device")]
 pub mod links;
 
@@ -10,19 +11,19 @@ use std::collections::BTreeMap;
 use anyhow::{Result, bail};
 use half::bf16;
 
-use crate::cluster::{Cluster, OwnDevice, ProbeOptions, ProbeStage, probe};
+use host::{MEMORY_SHARE, host_name, probe_sources};
+
+use crate::cluster::Cluster;
 use crate::job::host::{Host, MemoryHost, PePart};
 use crate::job::request::{DeviceKind, ProbeRequest, ProbedExpert};
 use crate::moe::cpu::experts::{Batch, Mlp, Scratch};
 use crate::moe::kernels::Element;
 use crate::moe::{Dtype, MlpGradients, MlpId, Options, WeightId};
+use crate::probe::{OwnDevice, ProbeOptions, ProbeStage, probe};
 use crate::shmem::{Shmem, Transport, available_bytes};
 
 /// The names of what a PE of a probe may be doing, by status code.
 pub const PROBE_PHASES: [&str; 4] = ["start-up", "links alone", "links together", "expert GEMM"];
-
-/// The share of the available memory that experts may take; the rest is for tokens, symmetric heaps and whatever else runs.
-const MEMORY_SHARE: f64 = 0.75;
 
 impl ProbedExpert {
     /// FLOP of its forward GEMMs for one row: what `expert_flop` of a workload is over the expert's rows.
@@ -82,14 +83,6 @@ impl ProbeRequest {
     }
 }
 
-/// Where the number of experts comes from, which `memory` holds.
-fn probe_sources(request: &ProbeRequest, memory: &str) -> impl Iterator<Item = (&'static str, String)> {
-    let expert = request.expert;
-    let gradient = if expert.training { " with its gradient in f32" } else { "" };
-    let mb = expert.bytes(request.device) * 1e-6;
-    std::iter::once(("memory_experts", format!("{memory}, over {mb:.3} MB of {}{gradient}", expert.text())))
-}
-
 impl ProbeRequest {
     /// Where each figure comes from.
     fn sources(&self, transport: &str) -> BTreeMap<String, String> {
@@ -118,7 +111,7 @@ impl ProbeRequest {
 /// `transport` is what the cluster calls the transport. `progress` is told what is done.
 ///
 /// # Errors
-/// [`ProbeError`](crate::cluster::ProbeError); memory that cannot be told.
+/// [`ProbeError`](crate::probe::ProbeError); memory that cannot be told.
 pub fn probe_pes<T: Transport>(
     shmem: &Shmem<T>,
     request: &ProbeRequest,
@@ -160,15 +153,6 @@ fn probe_as<T: Transport, E: Element>(
     let mut cluster = probe(shmem, &request.options, transport, own, progress)?;
     cluster.sources = request.sources(transport);
     Ok(cluster)
-}
-
-/// This host's name, as the kernel has it.
-fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    match name.trim() {
-        "" => "localhost".to_string(),
-        name => name.to_string(),
-    }
 }
 
 /// The symmetric heap that a probe of `pes` PEs needs, bytes.

@@ -7,13 +7,13 @@ fn members<T: Transport>(shmem: &Shmem<T>, list: &[usize]) -> Option<Team> {
     shmem.team_split(shmem.world(), list).unwrap()
 }
 
-/// After a synchronisation everybody's arrival counts, in every round, however far somebody is ahead.
+/// After a synchronisation all members have arrived, in every round, even if one PE runs ahead.
 pub fn teams_synchronise_one_pe_ahead(world: &impl World) {
     for n_pes in [2, 3, 4, 5] {
         world.run(n_pes, |shmem| {
             let (rounds, n) = (12, shmem.n_pes());
             let arrived = shmem.alloc::<u64>(rounds).unwrap();
-            // Everybody, then all but the last in reverse order, by turns.
+            // Alternates between all PEs and all but the last in reverse order.
             let all = shmem.world().clone();
             let some = members(shmem, &(0..n - 1).rev().collect::<Vec<_>>());
             for round in 0..rounds {
@@ -29,7 +29,7 @@ pub fn teams_synchronise_one_pe_ahead(world: &impl World) {
     }
 }
 
-/// Teams within teams, that share PEs.
+/// Nested teams that share PEs.
 pub fn nested_teams(world: &impl World) {
     world.run(4, |shmem| {
         let arrived = shmem.alloc::<u64>(4).unwrap();
@@ -61,12 +61,12 @@ fn value(pe: usize, i: usize) -> f32 {
     (1.0 + i as f32 * 0.37) * 10f32.powi(((pe * 7 + i) % 5) as i32 * 2 - 4)
 }
 
-/// What adding up in the team's order gives.
+/// The sum in team order.
 fn sum(team: &Team, i: usize) -> f32 {
     team.members().iter().map(|&pe| value(pe, i)).reduce(|sum, x| sum + x).unwrap()
 }
 
-/// The sums are those of the team's order, bit for bit, on every member; for short and long data.
+/// The sums have the bits of the sum in team order on every member, for short and long data.
 pub fn all_reduce_adds_in_team_order(world: &impl World) {
     for n_pes in [1, 2, 3, 4] {
         world.run(n_pes, |shmem| {
@@ -83,7 +83,7 @@ pub fn all_reduce_adds_in_team_order(world: &impl World) {
     }
 }
 
-/// One after the other, on changing teams, with nothing between: nobody overwrites what a slower PE still needs.
+/// Back-to-back reductions on changing teams: no PE overwrites data that a slower one still needs.
 pub fn all_reduce_back_to_back(world: &impl World) {
     world.run(3, |shmem| {
         let pairs = [members(shmem, &[0, 1]), members(shmem, &[2, 1]), members(shmem, &[0, 2])];
@@ -100,7 +100,7 @@ pub fn all_reduce_back_to_back(world: &impl World) {
     });
 }
 
-/// Everybody has everybody's, in team order.
+/// Every member gets all members' values, in team order.
 pub fn all_gather_collects(world: &impl World) {
     world.run(3, |shmem| {
         let team = members(shmem, &[1, 2, 0]).unwrap();

@@ -1,6 +1,6 @@
-//! What every transport must do: one suite, run over each of them through its [`World`].
+//! The conformance suite: requirements of every transport, run on each through its [`World`].
 //!
-//! [`conformance_tests!`] makes a test of each function here for one world.
+//! [`conformance_tests!`] turns every function here into a test for one world.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -13,15 +13,15 @@ pub use collectives::*;
 /// The size of every PE's heap, bytes.
 pub const HEAP_BYTES: usize = 256 << 10;
 
-/// How PEs come to be over one transport.
+/// Creates PEs over one transport.
 pub trait World {
     /// The transport.
     type T: Transport;
-    /// Runs `f` on each of `n_pes` new PEs, as often as makes sense; panics when one of them does.
+    /// Runs `f` on each of `n_pes` new PEs, possibly several times; panics if one of them panics.
     fn run(&self, n_pes: usize, f: impl Fn(&Shmem<Self::T>) + Sync);
 }
 
-/// A deadline that a working transport never meets.
+/// A deadline that a working transport never reaches.
 pub fn soon() -> Instant {
     Instant::now() + Duration::from_secs(30)
 }
@@ -31,19 +31,18 @@ pub fn wait<T: Transport>(shmem: &Shmem<T>, signal: Sym<u64>, cmp: Cmp, value: u
     shmem.wait_until(Wait { signal, cmp, value }, soon()).unwrap()
 }
 
-/// All of `sym` on this PE.
+/// Reads all of `sym` on this PE.
 pub fn read<T: Transport>(shmem: &Shmem<T>, sym: Sym<u64>) -> Vec<u64> {
     let mut values = vec![0; sym.len()];
     shmem.get(&mut values, sym, shmem.my_pe());
     values
 }
 
-/// The next PE.
 fn next<T: Transport>(shmem: &Shmem<T>) -> usize {
     (shmem.my_pe() + 1) % shmem.n_pes()
 }
 
-/// Every PE writes its row of everybody's table; after a barrier all rows are there.
+/// Every PE writes its row of each PE's table; after a barrier all rows have arrived.
 pub fn puts_are_complete_after_a_barrier(world: &impl World) {
     for n_pes in [1, 2, 3, 5] {
         world.run(n_pes, |shmem| {
@@ -56,14 +55,14 @@ pub fn puts_are_complete_after_a_barrier(world: &impl World) {
                 shmem.barrier_all(soon()).unwrap();
                 let expected: Vec<u64> = (0..n * 9).map(|i| (i / 9 * 100 + i % 9 + round * 1000) as u64).collect();
                 assert_eq!(read(shmem, table), expected);
-                // Nobody overwrites what somebody still reads.
+                // So that no PE overwrites rows that another one still reads.
                 shmem.sync_all(soon()).unwrap();
             }
         });
     }
 }
 
-/// Who sees put_signal's signal sees its data; one word per message, no fence.
+/// A PE that sees put_signal's signal sees its data; one word per message, no fence.
 pub fn put_signal_brings_its_own_data(world: &impl World) {
     world.run(3, |shmem| {
         let (rounds, len) = (8, 33);
@@ -83,7 +82,7 @@ pub fn put_signal_brings_its_own_data(world: &impl World) {
     });
 }
 
-/// A signal after a fence announces all puts before it: put, put_nbi, put_signal.
+/// A signal after a fence announces all earlier puts: put, put_nbi, put_signal.
 pub fn a_fence_orders_puts_before_a_signal(world: &impl World) {
     world.run(2, |shmem| {
         let data = shmem.alloc::<u64>(30).unwrap();
@@ -127,7 +126,7 @@ pub fn fences_order_writes_of_one_place(world: &impl World) {
     });
 }
 
-/// After quiet, the source of put_nbi may change and the destination of get_nbi is there.
+/// After quiet, the source of put_nbi may change and the destination of get_nbi is filled.
 pub fn quiet_completes_nbi(world: &impl World) {
     world.run(3, |shmem| {
         let (me, to) = (shmem.my_pe() as u64, next(shmem));
@@ -148,7 +147,7 @@ pub fn quiet_completes_nbi(world: &impl World) {
     });
 }
 
-/// get reads a peer's memory, and part of it.
+/// get reads a peer's memory, and a part of it.
 pub fn get_reads_a_peer(world: &impl World) {
     world.run(3, |shmem| {
         let mine = shmem.alloc::<u32>(50).unwrap();
@@ -164,7 +163,7 @@ pub fn get_reads_a_peer(world: &impl World) {
     });
 }
 
-/// fetch_add gives every caller another number.
+/// fetch_add returns a different number to every caller.
 pub fn fetch_add_hands_out_tickets(world: &impl World) {
     world.run(4, |shmem| {
         let (counter, taken) = (shmem.alloc::<u64>(1).unwrap(), shmem.alloc::<u64>(40).unwrap());
@@ -183,7 +182,7 @@ pub fn fetch_add_hands_out_tickets(world: &impl World) {
     });
 }
 
-/// A fetch_add after a fence comes after the puts before it, and wakes who waits for its word.
+/// A fetch_add after a fence is delivered after the puts before it, and wakes a waiter on its word.
 pub fn fetch_add_after_a_fence_announces(world: &impl World) {
     world.run(2, |shmem| {
         let (word, data) = (shmem.alloc::<u64>(1).unwrap(), shmem.alloc::<u64>(9).unwrap());
@@ -195,7 +194,7 @@ pub fn fetch_add_after_a_fence_announces(world: &impl World) {
     });
 }
 
-/// ADDs of all PEs add up; SET replaces.
+/// ADDs of all PEs accumulate; SET replaces.
 pub fn signals_set_and_add(world: &impl World) {
     world.run(4, |shmem| {
         let (sum, set) = (shmem.alloc::<u64>(1).unwrap(), shmem.alloc::<u64>(1).unwrap());
@@ -212,9 +211,9 @@ pub fn signals_set_and_add(world: &impl World) {
     });
 }
 
-/// Every comparison waits until it holds, and test agrees with it.
+/// A wait with any comparison ends when it holds, and test agrees.
 pub fn waits_compare(world: &impl World) {
-    // (comparison, its right side, values in the order they are set): it holds for the last only.
+    // (comparison, right side, values in the order in which they are set): only the last value satisfies it.
     let cases = [
         (Cmp::Eq, 5, [4, 6, 5]),
         (Cmp::Ne, 0, [0, 0, 1]),
@@ -248,7 +247,7 @@ pub fn waits_compare(world: &impl World) {
     });
 }
 
-/// wait_until_any finds whichever comes, each one once its word is changed.
+/// wait_until_any finds each word once it has changed.
 pub fn wait_any_finds_all(world: &impl World) {
     world.run(3, |shmem| {
         let words = shmem.alloc::<u64>(3).unwrap();
@@ -263,7 +262,7 @@ pub fn wait_any_finds_all(world: &impl World) {
     });
 }
 
-/// PE 0 polls with test, and gets there.
+/// PE 0 polls with test until the signal arrives.
 pub fn polling_gets_there(world: &impl World) {
     world.run(2, |shmem| {
         let word = shmem.alloc::<u64>(1).unwrap();
@@ -276,7 +275,7 @@ pub fn polling_gets_there(world: &impl World) {
     });
 }
 
-/// A wait past its deadline says what it wanted and saw; what holds already is found in spite of it.
+/// A wait past its deadline reports the expected and the seen value; a condition that already holds succeeds.
 pub fn a_deadline_ends_a_wait(world: &impl World) {
     world.run(2, |shmem| {
         let word = shmem.alloc::<u64>(2).unwrap();
@@ -297,7 +296,7 @@ pub fn a_deadline_ends_a_wait(world: &impl World) {
     });
 }
 
-/// A collective that a PE does not come to names that PE.
+/// A collective operation names a PE that does not take part.
 pub fn a_missing_pe_is_named(world: &impl World) {
     world.run(2, |shmem| {
         if shmem.my_pe() == 0 {
@@ -310,7 +309,7 @@ pub fn a_missing_pe_is_named(world: &impl World) {
     });
 }
 
-/// Objects of no elements, and of no bytes on the wire.
+/// Objects without elements, and transfers without bytes.
 pub fn nothing_is_an_ordinary_size(world: &impl World) {
     world.run(2, |shmem| {
         let (none, word) = (shmem.alloc::<f32>(0).unwrap(), shmem.alloc::<u64>(1).unwrap());
@@ -324,7 +323,7 @@ pub fn nothing_is_an_ordinary_size(world: &impl World) {
     });
 }
 
-/// The allocator: symmetric offsets, alignment, reuse, accounts, errors.
+/// The allocator: symmetric offsets, alignment, reuse, usage counters, errors.
 pub fn allocation(world: &impl World) {
     world.run(2, |shmem| {
         let reserved = shmem.used_bytes();
@@ -345,7 +344,7 @@ pub fn allocation(world: &impl World) {
     });
 }
 
-/// What is out of bounds panics, with the numbers, and touches nothing.
+/// Out-of-bounds operations panic with the numbers and change nothing.
 pub fn misuse_panics(world: &impl World) {
     world.run(1, |shmem| {
         let sym = shmem.alloc::<u64>(4).unwrap();
@@ -364,7 +363,7 @@ pub fn misuse_panics(world: &impl World) {
     });
 }
 
-/// Calls the macro `$then` with what is given and then the names of all checks.
+/// Calls the macro `$then` with `$given` and the names of all checks.
 #[macro_export]
 macro_rules! conformance_checks {
     ($then:ident $given:tt) => {
@@ -378,7 +377,7 @@ macro_rules! conformance_checks {
     };
 }
 
-/// Makes a `#[test]` of every check for the world that `$world` is an expression of.
+/// Makes a `#[test]` of every check for the world that the expression `$world` creates.
 #[macro_export]
 macro_rules! conformance_tests {
     ($world:expr) => {
@@ -394,7 +393,7 @@ macro_rules! conformance_tests {
     };
 }
 
-/// Makes `$table`, all checks by name, for worlds of the type `$world`.
+/// Makes a table `$table` of all checks by name, for worlds of the type `$world`.
 #[macro_export]
 macro_rules! conformance_table {
     ($table:ident, $world:ident) => {

@@ -6,7 +6,7 @@
 
 use super::Engine;
 use super::event::{Kind, Message, What};
-use super::work::Work;
+use super::types::Work;
 
 /// Of the link's latency what each way takes.
 const WAY: f64 = 0.2;

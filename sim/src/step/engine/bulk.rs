@@ -2,8 +2,9 @@
 
 use std::cmp::Reverse;
 
-use super::rows::Copying;
-use super::{Engine, Phase, What};
+use super::event::What;
+use super::types::Copying;
+use super::{Engine, Phase};
 
 impl Engine<'_> {
     pub(super) fn begin_bulk(&mut self, group: usize) {

@@ -2,22 +2,6 @@
 
 use super::Engine;
 use super::event::{Kind, Message};
-use crate::step::plan::Crossing;
-
-/// What is still to come of a crossing in a pass.
-pub(super) struct Relaying {
-    /// PEs that have not gathered their part of its rows, and when the last of the others' credits is there, s.
-    ungathered: u32,
-    free_s: f64,
-    /// PEs whose part of its results is not there.
-    uncollected: u32,
-}
-
-impl Relaying {
-    pub fn new(crossing: &Crossing) -> Relaying {
-        Relaying { ungathered: crossing.parts.len() as u32, free_s: 0.0, uncollected: crossing.result_parts }
-    }
-}
 
 impl Engine<'_> {
     /// Rows have crossed: the relay passes each PE its part, whatever else it is at.

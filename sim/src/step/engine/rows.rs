@@ -1,59 +1,13 @@
 //! Rows and results on their way: what a PE puts, gathers and sums, and when it may.
 
 use std::cmp::Reverse;
-use std::collections::VecDeque;
 
+use super::Engine;
 use super::event::{Kind, Message, What};
-use super::{Engine, Schedule};
+use super::types::Copying;
+use crate::step::Schedule;
 use crate::step::plan::Chunk;
-use crate::timeline::Span;
-
-/// What a PE does with a chunk.
-#[derive(Clone, Copy)]
-pub(super) enum Copying {
-    /// Puts rows to a PE, which receives them as this chunk, or hands them on.
-    Send { to: u32, chunk: u32, kind: Kind },
-    /// Takes rows that have come, or its own, into their tiles.
-    Gather { chunk: u32 },
-    /// Sums the results of a chunk, and puts them to where its rows are from.
-    Return { chunk: u32 },
-    /// Adds results that came from `at`, of its chunk `chunk`, or that it has collected.
-    Add { at: u32, chunk: u32, kind: Kind },
-    /// Sums and adds results of its own rows.
-    AddOwn { chunk: u32 },
-}
-
-impl Copying {
-    pub fn is_put(self) -> bool {
-        matches!(self, Copying::Send { .. } | Copying::Return { .. })
-    }
-}
-
-/// What a PE is to do with chunks, by what comes first: sending, gathering, returning, adding.
-#[derive(Default)]
-pub(super) struct Copies([VecDeque<(Copying, f64)>; 4]);
-
-impl Copies {
-    fn push(&mut self, copy: Copying, flop: f64) {
-        let rank = match copy {
-            Copying::Send { .. } => 0,
-            Copying::Gather { .. } => 1,
-            Copying::Return { .. } => 2,
-            Copying::Add { .. } | Copying::AddOwn { .. } => 3,
-        };
-        self.0[rank].push_back((copy, flop));
-    }
-
-    /// The next of those that other PEs, or tiles, wait for.
-    pub fn urgent(&mut self) -> Option<(Copying, f64)> {
-        self.0[..3].iter_mut().find_map(VecDeque::pop_front)
-    }
-
-    /// The next of the others.
-    pub fn last(&mut self) -> Option<(Copying, f64)> {
-        self.0[3].pop_front()
-    }
-}
+use aristos_formats::Span;
 
 impl Engine<'_> {
     /// Has a PE copy, which is done at once where it costs nothing. [`Engine::compute`] is to follow.

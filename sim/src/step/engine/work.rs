@@ -2,72 +2,11 @@
 
 use std::cmp::Reverse;
 
-use super::rows::Copying;
-use super::{Engine, Phase, Schedule, What};
-use crate::step::Cores;
-use crate::timeline::Span;
-
-/// A piece of a PE's work.
-#[derive(Clone, Copy)]
-pub(super) enum Work {
-    /// Routes its tokens.
-    Route,
-    /// The router's gradients.
-    Router,
-    Tile(u32),
-    Copy(Copying),
-    /// Is in a put, until its target has taken it.
-    Put(Copying),
-    /// Work that nobody waits for: the shared expert, gradients of weights.
-    Filler,
-}
-
-/// The PEs at work on a host whose cores they share.
-#[derive(Default)]
-pub(super) struct HostWork {
-    working: Vec<OnCore>,
-    /// As of when, s.
-    at_s: f64,
-    /// Changes of who works: what was expected before one is void.
-    turn: u64,
-}
-
-/// A PE at work.
-struct OnCore {
-    pe: usize,
-    core: usize,
-    /// How long its work would still take alone, s.
-    left_s: f64,
-}
-
-impl HostWork {
-    /// PEs at work on each core.
-    fn on_cores(&self, cores: &Cores) -> Vec<usize> {
-        let mut on = vec![0; cores.count];
-        self.working.iter().for_each(|own| on[own.core] += 1);
-        on
-    }
-
-    /// Moves a PE at work from a core with three or more to one that has at least two fewer.
-    fn balance(&mut self, cores: &Cores) {
-        let on = self.on_cores(cores);
-        let most = (0..cores.count).max_by_key(|&core| on[core]).unwrap_or(0);
-        let least = (0..cores.count).min_by_key(|&core| on[core]).unwrap_or(0);
-        if on[most] >= 3
-            && on[most] >= on[least] + 2
-            && let Some(last) = self.working.iter_mut().rev().find(|own| own.core == most)
-        {
-            last.core = least;
-        }
-    }
-
-    /// By PE at work, how many times as long as alone its work takes.
-    fn slowdowns(&self, cores: &Cores) -> Vec<f64> {
-        let on = self.on_cores(cores);
-        let busy = on.iter().filter(|&&on| on > 0).count();
-        self.working.iter().map(|own| cores.slowdown(busy) * on[own.core] as f64).collect()
-    }
-}
+use super::event::What;
+use super::types::{Copying, OnCore, Work};
+use super::{Engine, Phase};
+use crate::step::{Cores, Schedule};
+use aristos_formats::Span;
 
 impl Engine<'_> {
     /// Begins a piece of work of so many FLOP on a PE that has none.

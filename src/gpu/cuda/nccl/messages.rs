@@ -1,4 +1,4 @@
-//! Matched sends and receives between the PEs' devices, on the stream: what one-sided operations are compared with.
+//! Two-sided sends and receives between the PEs' devices on the stream: the baseline of the one-sided benchmarks.
 
 use std::ffi::{c_int, c_void};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use super::super::CudaGpu;
 use super::{Communicator, Deadline, Library, SUCCESS, find_library, start};
 use crate::gpu::{GpuError, SymmetricBuffer};
 
-/// A communicator of all PEs, on this PE's stream. Ended when dropped, whatever the others do.
+/// A communicator of all PEs on this PE's stream. Dropping it aborts the communicator without waiting for the other PEs.
 pub struct Nccl<'g> {
     gpu: &'g CudaGpu,
     library: &'static Library,
@@ -17,24 +17,25 @@ pub struct Nccl<'g> {
 }
 
 impl CudaGpu {
-    /// Starts NCCL among the PEs, and has every PE send a byte to the next one (collective). `place` is used for that, its
-    /// first 512 bytes.
+    /// Starts NCCL among the PEs and lets every PE send a byte to the next one (collective), using the first 512 bytes of
+    /// `buffer`.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`], on all PEs alike, where one has no NCCL, or NCCL refuses, as it does several PEs on one
-    /// device. All else is for the end of the process: something that is not ready within `limit`.
+    /// [`GpuError::Unavailable`], on all PEs, if a PE has no NCCL or NCCL refuses, for example because PEs share a device.
+    /// After any other error, such as a time-out after `limit`, the process must exit.
     ///
     /// # Panics
-    /// If the place is shorter.
-    pub fn nccl(&self, place: &SymmetricBuffer<'_>, limit: Duration) -> Result<Nccl<'_>, GpuError> {
-        assert!(place.bytes() >= 512, "a place of {} bytes", place.bytes());
+    /// If `buffer` is shorter than 512 bytes.
+    pub fn nccl(&self, buffer: &SymmetricBuffer<'_>, limit: Duration) -> Result<Nccl<'_>, GpuError> {
+        assert!(buffer.bytes() >= 512, "a buffer of {} bytes, expected at least 512", buffer.bytes());
         let deadline = Deadline::after(limit);
         let (me, n) = (self.bootstrap.my_pe(), self.bootstrap.n_pes());
-        let (stream, address) = (self.context.stream as usize, place.address());
+        let (stream, address) = (self.context.stream as usize, buffer.address());
         let first = move |library: &'static Library, Communicator(communicator)| {
             let (next, before) = (((me + 1) % n) as c_int, ((me + n - 1) % n) as c_int);
             let (stream, byte) = (stream as cudaStream_t, ncclDataType_t::ncclUint8);
-            // SAFETY: two places of a byte in memory of this device; both PEs of a pair take part.
+            // SAFETY: `address` and `address + 256` are in device memory of at least 512 bytes, and both PEs of each pair take
+            // part.
             let code = unsafe {
                 let f = &library.functions;
                 let codes = [
@@ -59,16 +60,16 @@ impl Nccl<'_> {
         self.gpu.context.stream.cast()
     }
 
-    /// Sends to a PE, which receives as many bytes, in the stream's order. Returns without waiting.
+    /// Enqueues a send of `bytes` bytes to `pe`, which must receive as many. Returns without waiting.
     ///
     /// # Safety
-    /// `bytes` bytes of this device's memory at `from`, which stay until it is done.
+    /// `from` points to `bytes` bytes of this device's memory, which stay allocated until the send completes.
     ///
     /// # Errors
-    /// NCCL's.
+    /// NCCL's error.
     pub unsafe fn send(&self, from: u64, bytes: u64, pe: usize) -> Result<(), GpuError> {
         let (from, byte) = (from as *const c_void, ncclDataType_t::ncclUint8);
-        // SAFETY: by this function's contract; this PE's stream.
+        // SAFETY: the caller guarantees the buffer; communicator and stream belong to this PE.
         let code = unsafe {
             let send = self.library.functions.ncclSend;
             send(from, bytes as usize, byte, pe as c_int, self.communicator.0, self.stream())
@@ -76,16 +77,16 @@ impl Nccl<'_> {
         self.library.check(code, "send by NCCL")
     }
 
-    /// Receives from a PE, which sends as many bytes, in the stream's order. Returns without waiting.
+    /// Enqueues a receive of `bytes` bytes from `pe`, which must send as many. Returns without waiting.
     ///
     /// # Safety
-    /// `bytes` bytes of this device's memory at `to`, which stay until it is done.
+    /// `to` points to `bytes` bytes of this device's memory, which stay allocated until the receive completes.
     ///
     /// # Errors
-    /// NCCL's.
+    /// NCCL's error.
     pub unsafe fn receive(&self, to: u64, bytes: u64, pe: usize) -> Result<(), GpuError> {
         let (to, byte) = (to as *mut c_void, ncclDataType_t::ncclUint8);
-        // SAFETY: by this function's contract; this PE's stream.
+        // SAFETY: the caller guarantees the buffer; communicator and stream belong to this PE.
         let code = unsafe {
             let receive = self.library.functions.ncclRecv;
             receive(to, bytes as usize, byte, pe as c_int, self.communicator.0, self.stream())
@@ -93,15 +94,15 @@ impl Nccl<'_> {
         self.library.check(code, "receive by NCCL")
     }
 
-    /// What `work` sends and receives, as one operation of the stream's.
+    /// Groups the sends and receives of `work` into one operation of the stream.
     ///
     /// # Errors
-    /// `work`'s; NCCL's.
+    /// The error of `work`; NCCL's error.
     pub fn group(&self, work: impl FnOnce() -> Result<(), GpuError>) -> Result<(), GpuError> {
-        // SAFETY: begins a group in this thread, ended below.
+        // SAFETY: starts a group of this thread, which is ended below.
         self.library.check(unsafe { (self.library.functions.ncclGroupStart)() }, "begin a group of NCCL's")?;
         let done = work();
-        // SAFETY: begun above.
+        // SAFETY: ends the group started above.
         let ended = self.library.check(unsafe { (self.library.functions.ncclGroupEnd)() }, "end a group of NCCL's");
         done.and(ended)
     }
@@ -112,7 +113,8 @@ impl Drop for Nccl<'_> {
         if self.gpu.context.stuck.get() {
             return;
         }
-        // SAFETY: started by `CudaGpu::nccl`, and not used any more. Not ncclCommDestroy, which may wait for the other PEs.
+        // SAFETY: created by `CudaGpu::nccl`; this is the last use. ncclCommDestroy is not used because it may wait for other
+        // PEs.
         unsafe { (self.library.functions.ncclCommAbort)(self.communicator.0) };
     }
 }

@@ -1,11 +1,11 @@
-//! NCCL: its library, and a communicator of the PEs. `messages` are what one-sided operations are compared with, `windows`
-//! symmetric memory.
+//! NCCL: its library and a communicator of the PEs. `messages` is the two-sided baseline, `windows` provides symmetric memory.
 //!
-//! The library is opened at run time, and where there is none, or it refuses, that is [`GpuError::Unavailable`]. The types
-//! are those of the crate `cudarc`, called as the driver's are ([`super::driver`]), with codes that are numbers.
+//! The library is loaded at run time; if it is missing or refuses to start, the error is [`GpuError::Unavailable`]. The types
+//! come from the crate `cudarc`; as with the driver ([`super::driver`]), codes are integers.
 //!
-//! NCCL waits without a limit, for its peers while it starts, while two of them first talk, and where memory is registered. So each is
-//! done in a thread that this one waits for within a limit. Its own non-blocking mode makes a thread in each call, which would be measured.
+//! NCCL waits for its peers without a limit when it starts, at the first message between two PEs, and when memory is
+//! registered. These calls therefore run in a second thread, for which this one waits with a limit. NCCL's own non-blocking
+//! mode would create a thread in every call, which would distort measurements.
 
 mod messages;
 pub(super) mod windows;
@@ -27,22 +27,22 @@ use super::context::Context;
 use crate::gpu::GpuError;
 use crate::gpu::nvshmem::Bootstrap;
 
-/// The library's file name. Its number is that of NCCL's major version.
+/// The library's file name, with NCCL's major version.
 pub const LIBRARY: &str = "libnccl.so.2";
-/// The oldest version with symmetric memory whose addresses the host can ask for (`ncclGetPeerDevicePointer`).
+/// The oldest version with host access to the addresses of symmetric memory (`ncclGetPeerDevicePointer`).
 pub const OLDEST_WITH_WINDOWS: [u32; 3] = [2, 29, 2];
-/// The oldest version that several PEs of one device can use, where the environment allows it.
+/// The oldest version in which several PEs may use one device, if [`SHARED_DEVICES`] allows it.
 pub const OLDEST_WITH_SHARED_DEVICES: [u32; 3] = [2, 30, 0];
-/// What allows it, set to 1.
+/// Environment variable that allows PEs to share a device if it is 1.
 pub const SHARED_DEVICES: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
-/// What makes PEs of one host find each other over the loopback interface: only what the user has not set.
+/// Makes the PEs of one host connect over the loopback interface, unless the user has set the variable.
 const ONE_HOST: (&str, &str) = ("NCCL_SOCKET_IFNAME", "lo");
 const SUCCESS: u32 = ncclResult_t::ncclSuccess as u32;
 const ID_BYTES: usize = size_of::<ncclUniqueId>();
-/// Of Linux's dlfcn.h: only what is open already.
+/// From Linux's dlfcn.h: succeed only if the library is already loaded.
 const RTLD_NOLOAD: c_int = 4;
 
-/// Defines a table of functions: each of `cudarc`'s type, but for the code that it returns.
+/// Defines a table of functions with `cudarc`'s types, except that codes are integers.
 macro_rules! functions {
     ($(#[$about:meta])* $table:ident { $($name:ident($($arg:ty),*) -> $code:ty = $raw:ty;)* }) => {
         $(#[$about])*
@@ -50,23 +50,23 @@ macro_rules! functions {
         struct $table { $($name: unsafe extern "C" fn($($arg),*) -> $raw,)* }
 
         impl $table {
-            /// Looks all of them up; the error is the dynamic loader's.
+            /// Resolves all functions. The error is the dynamic loader's.
             ///
             /// # Safety
-            /// The library is NCCL, and stays open.
+            /// `library` is NCCL and stays loaded.
             unsafe fn of(library: &libloading::os::unix::Library) -> Result<$table, libloading::Error> {
-                // SAFETY: by this function's contract they have these types, which `cudarc` made from NCCL's header.
+                // SAFETY: the caller guarantees that the library is NCCL; `cudarc` generated these types from its header.
                 unsafe { Ok($table { $($name: *library.get(concat!(stringify!($name), "\0").as_bytes())?,)* }) }
             }
         }
 
-        // A function of another type does not compile. Nothing calls `cudarc`'s: they panic without the library.
+        // Compile-time check of the types. `cudarc`'s functions are never called: they panic if the library is missing.
         $(const _: unsafe fn($($arg),*) -> $code = sys::$name;)*
     };
 }
 
 functions! {
-    /// What every version has from 2.13 on.
+    /// Functions of all versions from 2.13 on.
     Functions {
         ncclGetVersion(*mut c_int) -> ncclResult_t = u32;
         ncclGetLastError(ncclComm_t) -> *const c_char = *const c_char;
@@ -81,7 +81,7 @@ functions! {
 }
 
 functions! {
-    /// What symmetric memory needs besides.
+    /// Additional functions for symmetric memory.
     WindowFunctions {
         ncclMemAlloc(*mut *mut c_void, usize) -> ncclResult_t = u32;
         ncclMemFree(*mut c_void) -> ncclResult_t = u32;
@@ -94,47 +94,47 @@ functions! {
     }
 }
 
-/// `ncclGetPeerDevicePointer` of nccl_device/host.h, which `cudarc` leaves out: window, offset, rank, where the address goes; null where
-/// loads and stores do not reach.
+/// `ncclGetPeerDevicePointer` of nccl_device/host.h, which `cudarc` lacks. Arguments: window, offset, rank, result; the result
+/// is null if loads and stores do not reach the rank.
 type GetPeerDevicePointer = unsafe extern "C" fn(ncclWindow_t, usize, c_int, *mut *mut c_void) -> u32;
 
-/// The functions for symmetric memory, all of them.
+/// All functions for symmetric memory.
 struct ForWindows {
     functions: WindowFunctions,
     peer_pointer: GetPeerDevicePointer,
 }
 
-/// The library, opened once and never closed: it leaves threads behind.
+/// The library. It is never closed, because NCCL leaves threads behind.
 pub struct Library {
     functions: Functions,
-    /// Or what is missing.
+    /// The error names the missing function.
     for_windows: Result<ForWindows, String>,
-    /// Where it is; a bare name where the dynamic loader found it.
+    /// Path, or a bare name that the dynamic loader resolved.
     pub path: PathBuf,
     /// Major, minor, patch.
     pub version: [u32; 3],
 }
 
-/// Where the library may be, in the order of looking: NCCL_HOME/lib, then where the dynamic loader looks.
-pub fn places(nccl_home: Option<&OsStr>) -> Vec<PathBuf> {
+/// Candidate paths of the library: NCCL_HOME/lib if it has the library, then the loader's path.
+pub fn candidate_paths(nccl_home: Option<&OsStr>) -> Vec<PathBuf> {
     let home = nccl_home.filter(|home| !home.is_empty()).map(|home| Path::new(home).join("lib").join(LIBRARY));
-    home.into_iter().filter(|place| place.exists()).chain([PathBuf::from(LIBRARY)]).collect()
+    home.into_iter().filter(|path| path.exists()).chain([PathBuf::from(LIBRARY)]).collect()
 }
 
-/// Opens the first library that is there.
+/// Loads the first candidate, once per process.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`]: none is there, or it cannot be loaded.
+/// [`GpuError::Unavailable`] if the library is missing or cannot be loaded.
 pub fn find_library() -> Result<&'static Library, GpuError> {
     static FOUND: OnceLock<Result<Library, String>> = OnceLock::new();
-    let find = || open(places(std::env::var_os("NCCL_HOME").as_deref()).swap_remove(0), RTLD_NOW | RTLD_LOCAL);
+    let find = || open(candidate_paths(std::env::var_os("NCCL_HOME").as_deref()).swap_remove(0), RTLD_NOW | RTLD_LOCAL);
     FOUND.get_or_init(find).as_ref().map_err(|message| GpuError::Unavailable(message.clone()))
 }
 
-/// The library that this process has open already: the one that a communicator of the caller's is of.
+/// The library already loaded in this process, to which a caller's communicator belongs.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`]: none is open under its name, as where it is part of another library.
+/// [`GpuError::Unavailable`] if no library of this name is loaded, for example because NCCL is linked statically.
 fn loaded_library() -> Result<&'static Library, GpuError> {
     static LOADED: OnceLock<Result<Library, String>> = OnceLock::new();
     let find = || {
@@ -144,14 +144,14 @@ fn loaded_library() -> Result<&'static Library, GpuError> {
     LOADED.get_or_init(find).as_ref().map_err(|message| GpuError::Unavailable(message.clone()))
 }
 
-fn open(place: PathBuf, flags: c_int) -> Result<Library, String> {
+fn open(path: PathBuf, flags: c_int) -> Result<Library, String> {
     let cause = |error: libloading::Error| error.source().map_or_else(|| error.to_string(), ToString::to_string);
     let error = |error| format!("no NCCL ({}): set NCCL_HOME (docs/cuda.md)", cause(error));
-    // SAFETY: a file of the library's name, where it is to be; kept open for ever.
+    // SAFETY: `path` ends in NCCL's library name, and the library is never closed.
     let (functions, for_windows) = unsafe {
-        let library = libloading::os::unix::Library::open(Some(&place), flags).map_err(error)?;
+        let library = libloading::os::unix::Library::open(Some(&path), flags).map_err(error)?;
         let functions = Functions::of(&library).map_err(error)?;
-        // Opened from nccl_device/host.h's declaration, the others from `cudarc`'s.
+        // `peer_pointer` has nccl_device/host.h's type, the other functions `cudarc`'s.
         let for_windows = WindowFunctions::of(&library).and_then(|functions| {
             let peer_pointer = *library.get::<GetPeerDevicePointer>(b"ncclGetPeerDevicePointer\0")?;
             Ok(ForWindows { functions, peer_pointer })
@@ -160,12 +160,12 @@ fn open(place: PathBuf, flags: c_int) -> Result<Library, String> {
         (functions, for_windows.map_err(cause))
     };
     let mut number = 0;
-    // SAFETY: sets the number; needs nothing else.
+    // SAFETY: writes the number; may be called at any time.
     unsafe { (functions.ncclGetVersion)(&raw mut number) };
-    Ok(Library { functions, for_windows, path: place, version: parse_version(number.unsigned_abs()) })
+    Ok(Library { functions, for_windows, path, version: parse_version(number.unsigned_abs()) })
 }
 
-/// NCCL's number of a version: 1000 major + 100 minor + patch until 2.8, 10000 major from 2.9 on.
+/// Splits NCCL's version number: 1000 major + 100 minor + patch up to 2.8, 10000 major + ... from 2.9 on.
 fn parse_version(number: u32) -> [u32; 3] {
     let per_major = if number < 10000 { 1000 } else { 10000 };
     [number / per_major, number % per_major / 100, number % 100]
@@ -175,22 +175,22 @@ fn dotted([major, minor, patch]: [u32; 3]) -> String {
     format!("{major}.{minor}.{patch}")
 }
 
-/// The environment variable that the processes of PEs on one host are to be started with, unless it is set.
+/// The environment variable with which the PE processes of a single host must be started, if it is unset.
 pub fn one_host_environment() -> Option<(String, String)> {
     let (name, value) = ONE_HOST;
     std::env::var_os(name).is_none().then(|| (name.to_string(), value.to_string()))
 }
 
 impl Library {
-    /// Its version, "2.29.2".
+    /// The version, such as "2.29.2".
     pub fn version_text(&self) -> String {
         dotted(self.version)
     }
 
-    /// That it has symmetric memory, with addresses that the host can ask for.
+    /// Checks that the library has symmetric memory with host access to its addresses.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`], with the version that is needed.
+    /// [`GpuError::Unavailable`] with the required version.
     pub fn check_windows(&self) -> Result<(), GpuError> {
         self.for_windows().map(|_| ())
     }
@@ -213,16 +213,16 @@ impl Library {
         if code == SUCCESS { Ok(()) } else { Err(self.failure(code, what)) }
     }
 
-    /// What NCCL says of an error: its last message, which names the cause, or else the code.
+    /// Builds the error of a code, with NCCL's last message if there is one.
     fn failure(&self, code: u32, what: &str) -> GpuError {
         let last = self.last_error();
         let says = if last.is_empty() { String::new() } else { format!(" ({last})") };
         GpuError::failed(what, format!("NCCL {} answers {code}{says}", self.version_text()))
     }
 
-    /// NCCL's last message, in one line; empty where there is none.
+    /// NCCL's last message on one line; empty if there is none.
     fn last_error(&self) -> String {
-        // SAFETY: takes no communicator, and returns a string of NCCL's or null.
+        // SAFETY: accepts a null communicator, and returns null or a NUL-terminated string, which is copied at once.
         let last = unsafe {
             let text = (self.functions.ncclGetLastError)(ptr::null_mut());
             if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
@@ -231,12 +231,12 @@ impl Library {
     }
 }
 
-/// NCCL's refusal to start: what does not need NCCL goes on without it.
-fn refused(error: GpuError) -> GpuError {
+/// Converts an error at start to [`GpuError::Unavailable`], so that callers can continue without NCCL.
+fn unavailable(error: GpuError) -> GpuError {
     GpuError::Unavailable(error.to_string())
 }
 
-/// How long a start, or what follows it, may take.
+/// Time limit of a start and its first operations.
 #[derive(Clone, Copy)]
 struct Deadline {
     start: Instant,
@@ -253,15 +253,16 @@ impl Deadline {
     }
 }
 
-/// A communicator, from one thread to another.
+/// A communicator that may be moved to another thread.
 #[derive(Clone, Copy)]
 struct Communicator(ncclComm_t);
 
-// SAFETY: a communicator may be used by any thread, one at a time: those that make one here hand it over, or are waited for.
+// SAFETY: NCCL accepts a communicator from any thread, one at a time; a thread that creates one here hands it over or is waited
+// for.
 unsafe impl Send for Communicator {}
 
-/// Does `work` in a thread of its own, with the device's context, and waits for it until the deadline. After an error of that nothing waits for
-/// the device any more, and the process is to end.
+/// Runs `work` in a new thread with the device's context and waits for it until the deadline. After a time-out the context is
+/// marked as stuck, and the process must exit.
 fn within<T: Send + 'static>(
     context: &Context,
     what: &str,
@@ -271,7 +272,7 @@ fn within<T: Send + 'static>(
     let (sender, receiver) = sync_channel(1);
     let enter = context.enter();
     let body = move || {
-        // Nobody hears it where the limit is over: then the process ends.
+        // Fails if the deadline has passed; then the process is exiting.
         let _ = sender.send(enter().and_then(|()| work()));
     };
     std::thread::Builder::new().spawn(body).map_err(|error| GpuError::failed(what, error))?;
@@ -287,11 +288,11 @@ fn within<T: Send + 'static>(
     }
 }
 
-/// Starts a communicator of all PEs, and does `first` with it in the thread that waits for NCCL (collective). `found` is this PE's library.
+/// Starts a communicator of all PEs and runs `first` with it in the second thread (collective). `found` is this PE's library.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`], on all PEs alike, where one has no NCCL, or NCCL refuses. All else is for the end of the process: something that
-/// is not ready in time.
+/// [`GpuError::Unavailable`], on all PEs, if a PE has no NCCL or NCCL refuses. After any other error, such as a time-out, the
+/// process must exit.
 fn start(
     found: Result<&'static Library, GpuError>,
     (context, bootstrap): (&Context, &dyn Bootstrap),
@@ -304,20 +305,20 @@ fn start(
         if me == 0 {
             // SAFETY: fills the id.
             let code = unsafe { (library.functions.ncclGetUniqueId)(&raw mut id) };
-            library.check(code, "make a unique id for NCCL").map_err(refused)?;
+            library.check(code, "make a unique id for NCCL").map_err(unavailable)?;
         }
         Ok(library)
     });
-    // What PE 0 made, and whether each PE has what it needs, so that nobody starts alone.
+    // PE 0's id, and whether each PE has its library, so that no PE starts alone.
     let mut mine = vec![u8::from(found.is_ok())];
     mine.extend(id.internal.iter().map(|c| c.cast_unsigned()));
     let all = bootstrap.all_gather(&mine, deadline.left())?;
-    let library = agreed(found, all.chunks(mine.len()).map(|of_pe| of_pe[0] == 1))?;
+    let library = require_all(found, all.chunks(mine.len()).map(|of_pe| of_pe[0] == 1))?;
     id.internal.iter_mut().zip(&all[1..]).for_each(|(to, from)| *to = from.cast_signed());
 
     let run = move || {
         let mut communicator = ptr::null_mut();
-        // SAFETY: sets the communicator; the id is PE 0's.
+        // SAFETY: writes the communicator; the id is PE 0's.
         let code = unsafe { (library.functions.ncclCommInitRank)(&raw mut communicator, n as c_int, id, me as c_int) };
         library.check(code, "start NCCL")?;
         let communicator = Communicator(communicator);
@@ -327,19 +328,19 @@ fn start(
     if context.stuck.get() {
         return started.map(|communicator| (library, communicator));
     }
-    let started = started.map_err(refused);
+    let started = started.map_err(unavailable);
     let own = started.as_ref().ok().copied();
     let all = bootstrap.all_gather(&[started.is_ok().into()], deadline.left())?;
-    let agreed = agreed(started, all.iter().map(|ready| *ready == 1));
+    let agreed = require_all(started, all.iter().map(|ready| *ready == 1));
     if let (Err(_), Some(Communicator(own))) = (&agreed, own) {
-        // SAFETY: started just now, and used by nobody.
+        // SAFETY: created above and not used by another thread.
         unsafe { (library.functions.ncclCommAbort)(own) };
     }
     agreed.map(|communicator| (library, communicator))
 }
 
-/// What this PE has, where all PEs have it.
-fn agreed<T>(mine: Result<T, GpuError>, all: impl Iterator<Item = bool>) -> Result<T, GpuError> {
+/// This PE's result if all PEs succeeded, otherwise an error.
+fn require_all<T>(mine: Result<T, GpuError>, all: impl Iterator<Item = bool>) -> Result<T, GpuError> {
     let lacking = all.enumerate().find(|(_, has)| !has);
     match (mine, lacking) {
         (Ok(_), Some((pe, _))) => Err(GpuError::Unavailable(format!("no NCCL on PE {pe}"))),
@@ -352,20 +353,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_read_as_nccl_has_them() {
+    fn versions_are_decoded() {
         assert_eq!([2708, 21805, 22703, 23203].map(parse_version), [[2, 7, 8], [2, 18, 5], [2, 27, 3], [2, 32, 3]]);
     }
 
     #[test]
-    fn the_user_s_home_comes_first_where_it_has_the_library() {
+    fn home_with_a_library_is_the_first_candidate() {
         let home = tempfile::tempdir().unwrap();
         let name = Path::new(LIBRARY);
-        assert_eq!(places(Some(home.path().as_os_str())), [name]);
+        assert_eq!(candidate_paths(Some(home.path().as_os_str())), [name]);
         std::fs::create_dir(home.path().join("lib")).unwrap();
         let library = home.path().join("lib").join(name);
         std::fs::write(&library, "").unwrap();
-        assert_eq!(places(Some(home.path().as_os_str())), [library.as_path(), name]);
-        assert_eq!(places(Some(OsStr::new(""))), [name]);
-        assert_eq!(places(None), [name]);
+        assert_eq!(candidate_paths(Some(home.path().as_os_str())), [library.as_path(), name]);
+        assert_eq!(candidate_paths(Some(OsStr::new(""))), [name]);
+        assert_eq!(candidate_paths(None), [name]);
     }
 }

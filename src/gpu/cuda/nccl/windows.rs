@@ -1,9 +1,9 @@
-//! Symmetric memory of NCCL's: memory of each PE's device, registered as a window of a communicator, which maps it at all other PEs that
-//! loads and stores reach (NCCL's LSA team). Only PEs of one host whose devices reach each other are served; of NCCL nothing runs on the
-//! device, and the layer's kernels see addresses.
+//! Symmetric memory through NCCL: device memory of each PE, registered as a window of a communicator, which maps it on every PE
+//! that can access it by loads and stores (NCCL's LSA team). All PEs must be on one host, and their devices must reach each
+//! other. NCCL runs no device code here; the layer's kernels only see addresses.
 //!
-//! Everything here is collective, but for [`Windows::peer`]. NCCL would wait for a PE that does not come without naming it: so the PEs meet first,
-//! and tell each other afterwards how it went, so that all have the same outcome.
+//! All functions except [`Windows::peer`] are collective. NCCL waits for a missing PE without naming it, so the PEs synchronise
+//! first and exchange their results afterwards, so that all return the same outcome.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -15,58 +15,58 @@ use cudarc::nccl::sys::{ncclResult_t, ncclWindow_t};
 
 use super::super::context::Context;
 use super::{
-    Communicator, Deadline, ForWindows, Library, OLDEST_WITH_SHARED_DEVICES, SHARED_DEVICES, SUCCESS, agreed, dotted,
-    find_library, loaded_library, refused, start, within,
+    Communicator, Deadline, ForWindows, Library, OLDEST_WITH_SHARED_DEVICES, SHARED_DEVICES, SUCCESS, dotted,
+    find_library, loaded_library, require_all, start, unavailable, within,
 };
 use crate::gpu::GpuError;
 use crate::gpu::nvshmem::Bootstrap;
 
-/// `NCCL_WIN_COLL_SYMMETRIC` of nccl.h: all ranks register as many bytes.
+/// `NCCL_WIN_COLL_SYMMETRIC` of nccl.h: all ranks register the same number of bytes.
 const SYMMETRIC: c_int = 1;
 const IN_PROGRESS: u32 = ncclResult_t::ncclInProgress as u32;
-/// How often a communicator that does not block is asked whether it is done.
+/// Interval between queries of a non-blocking communicator.
 const POLL: Duration = Duration::from_micros(200);
-/// What is allocated to see whether it works.
-const TRIAL_BYTES: u64 = 4096;
+/// Size of the trial allocation.
+const TEST_BYTES: u64 = 4096;
 
-/// The PEs, as one of them has to do with the others.
+/// The context and bootstrap that a collective operation needs.
 #[derive(Clone, Copy)]
-pub(in crate::gpu::cuda) struct Meeting<'a> {
+pub(in crate::gpu::cuda) struct CollectiveContext<'a> {
     pub context: &'a Context,
     pub bootstrap: &'a dyn Bootstrap,
     pub limit: Duration,
 }
 
-/// A communicator, and what is registered with it.
+/// A communicator and its registered memory.
 pub(in crate::gpu::cuda) struct Windows {
     library: &'static Library,
     functions: &'static ForWindows,
     communicator: Communicator,
-    /// Whether it ends with this.
+    /// Whether this value owns the communicator and ends it.
     own: bool,
-    /// By their first byte at this PE.
+    /// Keyed by this PE's address.
     allocations: RefCell<BTreeMap<u64, Allocation>>,
 }
 
 struct Allocation {
     bytes: u64,
     window: Window,
-    /// Where the first byte of each PE's is for this PE.
+    /// Addresses on this PE of each PE's memory.
     peers: Vec<u64>,
 }
 
 #[derive(Clone, Copy)]
 struct Window(ncclWindow_t);
 
-// SAFETY: a handle, which NCCL takes from any thread.
+// SAFETY: an opaque handle, which NCCL accepts from any thread.
 unsafe impl Send for Window {}
 
-/// How a registration went at one PE, as it tells the others: a state, and of [`UNREACHED`] which PE.
+/// Result of a registration on one PE, sent to all: a state, and for [`UNREACHABLE`] the unreachable PE.
 type Outcome = [u8; 5];
 const REGISTERED: u8 = 0;
 const FAILED: u8 = 1;
 const NO_WINDOW: u8 = 2;
-const UNREACHED: u8 = 3;
+const UNREACHABLE: u8 = 3;
 
 fn outcome(state: u8, pe: usize) -> Outcome {
     let [a, b, c, d] = u32::try_from(pe).unwrap_or(u32::MAX).to_le_bytes();
@@ -74,11 +74,13 @@ fn outcome(state: u8, pe: usize) -> Outcome {
 }
 
 impl Windows {
-    /// Starts a communicator of all PEs, and sees whether each reaches every other. So many PEs have this PE's device.
+    /// Starts a communicator of all PEs and checks that every PE reaches every other. `sharing` is the number of PEs on this
+    /// PE's device.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`], on all PEs, in one line: no NCCL, too old a one, PEs that share a device, devices that do not reach each other.
-    pub fn start(pes: Meeting<'_>, sharing: usize) -> Result<Self, GpuError> {
+    /// [`GpuError::Unavailable`], on all PEs, if NCCL is missing or too old, PEs share a device without permission, or devices
+    /// do not reach each other.
+    pub fn start(pes: CollectiveContext<'_>, sharing: usize) -> Result<Self, GpuError> {
         let found = find_library().and_then(|library| {
             library.check_windows()?;
             check_sharing(library.version, sharing, std::env::var(SHARED_DEVICES).ok().as_deref())?;
@@ -89,19 +91,19 @@ impl Windows {
         tracing::debug!(pe = pes.bootstrap.my_pe(), library = %library.path.display(), version = ?library.version, "NCCL");
         let functions = library.for_windows()?;
         let windows = Windows { library, functions, communicator, own: true, allocations: RefCell::default() };
-        windows.try_one(pes)?;
+        windows.test_allocation(pes)?;
         Ok(windows)
     }
 
-    /// Takes a communicator of the caller's, whose ranks are the PEs, and sees whether each reaches every other.
+    /// Uses the caller's communicator, whose ranks must be the PEs, and checks that every PE reaches every other.
     ///
     /// # Safety
-    /// `communicator` is one of the NCCL that this process has open, on the context's device, and lives as long as this; nothing else is done with it
-    /// while a function of this is called.
+    /// `communicator` belongs to the NCCL loaded in this process and to the context's device, and outlives this value. It is
+    /// not used otherwise during a call of this type.
     ///
     /// # Errors
-    /// As of [`Windows::start`]; a communicator of other ranks.
-    pub unsafe fn share(communicator: usize, pes: Meeting<'_>) -> Result<Self, GpuError> {
+    /// As for [`Windows::start`]; [`GpuError::Unavailable`] if the ranks differ from the PEs.
+    pub unsafe fn share(communicator: usize, pes: CollectiveContext<'_>) -> Result<Self, GpuError> {
         let communicator = Communicator(communicator as *mut _);
         // SAFETY: by this function's contract.
         let found = unsafe { ranks(communicator) }.and_then(|(library, rank, of)| {
@@ -115,68 +117,70 @@ impl Windows {
             Ok((library, library.for_windows()?))
         });
         let all = pes.bootstrap.all_gather(&[found.is_ok().into()], pes.limit)?;
-        let (library, functions) = agreed(found, all.iter().map(|has| *has == 1))?;
+        let (library, functions) = require_all(found, all.iter().map(|has| *has == 1))?;
         let windows = Windows { library, functions, communicator, own: false, allocations: RefCell::default() };
-        windows.try_one(pes)?;
+        windows.test_allocation(pes)?;
         Ok(windows)
     }
 
-    fn try_one(&self, pes: Meeting<'_>) -> Result<(), GpuError> {
-        let place = self.alloc(pes, TRIAL_BYTES).map_err(refused)?;
-        // SAFETY: allocated just now, and used by nobody; all PEs have it.
-        unsafe { self.free(place) };
+    fn test_allocation(&self, pes: CollectiveContext<'_>) -> Result<(), GpuError> {
+        let address = self.alloc(pes, TEST_BYTES).map_err(unavailable)?;
+        // SAFETY: allocated above and not used; all PEs have registered it.
+        unsafe { self.free(address) };
         Ok(())
     }
 
-    /// Allocates; this PE's address.
+    /// Allocates and registers memory; returns this PE's address.
     ///
     /// # Errors
-    /// [`GpuError::OutOfMemory`] on every PE where one has not that much; unlike sizes; a PE that does not come.
-    pub fn alloc(&self, pes: Meeting<'_>, bytes: u64) -> Result<u64, GpuError> {
+    /// [`GpuError::OutOfMemory`], on every PE, if one has too little memory; [`GpuError::Failed`] if the PEs request different
+    /// sizes; [`GpuError::Barrier`] if a PE is missing.
+    pub fn alloc(&self, pes: CollectiveContext<'_>, bytes: u64) -> Result<u64, GpuError> {
         let functions = &self.functions.functions;
-        let mut place = ptr::null_mut();
-        // SAFETY: sets the address; the device's context is current in this thread.
-        let code = unsafe { (functions.ncclMemAlloc)(&raw mut place, bytes as usize) };
+        let mut address = ptr::null_mut();
+        // SAFETY: writes the address; the device's context is current in this thread.
+        let code = unsafe { (functions.ncclMemAlloc)(&raw mut address, bytes as usize) };
         let made = self.library.check(code, &format!("allocate {bytes} bytes of symmetric memory"));
-        // NCCL has one code for all that the driver answers, and names it in its message.
+        // NCCL returns one code for all driver errors, so the message decides.
         let (free, total) = pes.context.memory().unwrap_or((0, 0));
         let full = made.is_err() && (bytes > free || self.library.last_error().contains("out of memory"));
-        let mine = Asked { state: if full { FULL } else { u64::from(made.is_err()) }, bytes, free, total };
+        let mine = AllocResult { state: if full { FULL } else { u64::from(made.is_err()) }, bytes, free, total };
         let all = pes.bootstrap.all_gather(&mine.to_bytes(), pes.limit)?;
         if let Err(error) = agree_on_size(made, bytes, &all) {
             if code == SUCCESS {
-                // SAFETY: allocated just now, and used by nobody.
-                self.noted("free symmetric memory", unsafe { (functions.ncclMemFree)(place) });
+                // SAFETY: allocated above, not registered, last use.
+                self.log_error("free symmetric memory", unsafe { (functions.ncclMemFree)(address) });
             }
             return Err(error);
         }
-        self.register(pes, place as u64, bytes).inspect_err(|_| {
+        self.register(pes, address as u64, bytes).inspect_err(|_| {
             if !pes.context.stuck.get() {
-                // SAFETY: allocated just now, and not registered.
-                self.noted("free symmetric memory", unsafe { (functions.ncclMemFree)(place) });
+                // SAFETY: allocated above, not registered any more, last use.
+                self.log_error("free symmetric memory", unsafe { (functions.ncclMemFree)(address) });
             }
         })
     }
 
-    /// Registers what every PE has allocated.
-    fn register(&self, pes: Meeting<'_>, place: u64, bytes: u64) -> Result<u64, GpuError> {
+    /// Registers memory that every PE has allocated.
+    fn register(&self, pes: CollectiveContext<'_>, address: u64, bytes: u64) -> Result<u64, GpuError> {
         let (me, n) = (pes.bootstrap.my_pe(), pes.bootstrap.n_pes());
         let (library, functions, communicator) = (self.library, self.functions, self.communicator);
         let what = "register symmetric memory with NCCL";
         let work = move || {
             let handle = communicator;
             let mut window = ptr::null_mut();
-            // SAFETY: memory of this device of that many bytes; sets the window, at the latest when the communicator is done.
+            // SAFETY: `address` points to `bytes` bytes of this device's memory. `window` is written before the communicator has
+            // settled.
             let code = unsafe {
                 let register = functions.functions.ncclCommWindowRegister;
-                let code = register(handle.0, place as *mut c_void, bytes as usize, &raw mut window, SYMMETRIC);
-                settled(functions, handle, code)
+                let code = register(handle.0, address as *mut c_void, bytes as usize, &raw mut window, SYMMETRIC);
+                wait_until_settled(functions, handle, code)
             };
             library.check(code, what)?;
-            // SAFETY: a window just registered, or null.
+            // SAFETY: the window was just registered, or is null.
             let peers = unsafe { peers_of(functions, window, n) }.map_err(|code| {
                 let error = library.failure(code, "ask NCCL where a peer's memory is");
-                // SAFETY: as above, and not used after this.
+                // SAFETY: the window was just registered; last use.
                 unsafe { (functions.functions.ncclCommWindowDeregister)(handle.0, window) };
                 error
             })?;
@@ -184,28 +188,28 @@ impl Windows {
         };
         let done = within(pes.context, what, Deadline::after(pes.limit), work);
         if done.is_err() && pes.context.stuck.get() {
-            return done.map(|_| place);
+            return done.map(|_| address);
         }
         let mine = match &done {
             Err(_) => outcome(FAILED, me),
             Ok((window, _)) if window.0.is_null() => outcome(NO_WINDOW, me),
             Ok((_, peers)) => match peers.iter().enumerate().find(|(pe, address)| **address == 0 && *pe != me) {
-                Some((pe, _)) => outcome(UNREACHED, pe),
+                Some((pe, _)) => outcome(UNREACHABLE, pe),
                 None => outcome(REGISTERED, me),
             },
         };
-        let told = pes.bootstrap.all_gather(&mine, pes.limit);
-        let agreed = told.and_then(|all| self.agree_on_windows(&all));
+        let gathered = pes.bootstrap.all_gather(&mine, pes.limit);
+        let agreed = gathered.and_then(|all| self.agree_on_windows(&all));
         let (window, peers) = done?;
         if let Err(error) = agreed {
             self.deregister(window);
             return Err(error);
         }
-        self.allocations.borrow_mut().insert(place, Allocation { bytes, window, peers });
-        Ok(place)
+        self.allocations.borrow_mut().insert(address, Allocation { bytes, window, peers });
+        Ok(address)
     }
 
-    /// That every PE has a window, and reaches every other's.
+    /// Checks that every PE has a window and reaches every other PE's.
     fn agree_on_windows(&self, all: &[u8]) -> Result<(), GpuError> {
         let outcomes = all.chunks_exact(size_of::<Outcome>());
         let Some((pe, &[state, a, b, c, d])) = outcomes
@@ -216,7 +220,7 @@ impl Windows {
             return Ok(());
         };
         Err(match state {
-            UNREACHED => GpuError::Unavailable(format!(
+            UNREACHABLE => GpuError::Unavailable(format!(
                 "PE {pe}'s GPU does not reach the memory of PE {}'s by loads and stores, which `symmetric` nccl needs: use `symmetric` nvshmem",
                 u32::from_le_bytes([a, b, c, d])
             )),
@@ -229,33 +233,35 @@ impl Windows {
         })
     }
 
-    /// Gives memory back. NCCL waits for nobody here.
+    /// Frees memory. NCCL does not wait for other PEs here.
     ///
     /// # Safety
-    /// `place` is what [`Windows::alloc`] returned and not freed; nobody uses it any more, and nothing that is under way does.
-    pub unsafe fn free(&self, place: u64) {
-        let Some(allocation) = self.allocations.borrow_mut().remove(&place) else { return };
+    /// `address` was returned by [`Windows::alloc`] and has not been freed, and no operation in flight or later uses it.
+    pub unsafe fn free(&self, address: u64) {
+        let Some(allocation) = self.allocations.borrow_mut().remove(&address) else { return };
         self.deregister(allocation.window);
-        // SAFETY: by this function's contract, of `alloc`; registered no more. Where a peer has it mapped still it stays until that ends.
-        self.noted("free symmetric memory", unsafe { (self.functions.functions.ncclMemFree)(place as *mut c_void) });
+        // SAFETY: allocated by `alloc` and deregistered. A peer that still maps it keeps it alive until it unmaps it.
+        self.log_error("free symmetric memory", unsafe {
+            (self.functions.functions.ncclMemFree)(address as *mut c_void)
+        });
     }
 
     fn deregister(&self, window: Window) {
         if !window.0.is_null() {
-            // SAFETY: registered with this communicator, once, and not used after this.
+            // SAFETY: registered with this communicator; last use.
             let code = unsafe { (self.functions.functions.ncclCommWindowDeregister)(self.communicator.0, window.0) };
-            self.noted("deregister symmetric memory", code);
+            self.log_error("deregister symmetric memory", code);
         }
     }
 
-    /// What nobody can do anything about is said.
-    fn noted(&self, what: &str, code: u32) {
+    /// Logs a teardown error and continues.
+    fn log_error(&self, what: &str, code: u32) {
         if let Err(error) = self.library.check(code, what) {
             tracing::warn!("{error}");
         }
     }
 
-    /// This PE's address of what lies at `pe` where `address` is here; 0 where nothing is registered.
+    /// The address on this PE of `pe`'s copy of `address`; 0 if `address` is not in registered memory.
     pub fn peer(&self, address: u64, pe: usize) -> u64 {
         let allocations = self.allocations.borrow();
         let Some((first, allocation)) = allocations.range(..=address).next_back() else { return 0 };
@@ -264,17 +270,17 @@ impl Windows {
         peer.map_or(0, |peer| peer + offset)
     }
 
-    /// Ends it, when all PEs have come to the end; what is still allocated is given back.
+    /// Ends the communicator and frees remaining memory, once all PEs have finished their work.
     pub fn finish(self) {
         let left: Vec<u64> = self.allocations.borrow().keys().copied().collect();
-        for place in left {
-            // SAFETY: of `alloc`; all PEs have come to the end.
-            unsafe { self.free(place) };
+        for address in left {
+            // SAFETY: returned by `alloc`; all PEs have finished their work.
+            unsafe { self.free(address) };
         }
         if self.own {
-            // SAFETY: started by `start`, and not used any more. Not ncclCommDestroy, which may wait for the other PEs.
+            // SAFETY: created by `start`; last use. ncclCommDestroy is not used because it may wait for other PEs.
             let code = unsafe { (self.library.functions.ncclCommAbort)(self.communicator.0) };
-            self.noted("end NCCL", code);
+            self.log_error("end NCCL", code);
         }
     }
 }
@@ -282,56 +288,57 @@ impl Windows {
 /// A communicator's library, this process's rank, and the number of ranks.
 ///
 /// # Safety
-/// As of [`Windows::share`].
+/// As for [`Windows::share`].
 unsafe fn ranks(communicator: Communicator) -> Result<(&'static Library, usize, usize), GpuError> {
     let (mut rank, mut of) = (0, 0);
-    // SAFETY: by this function's contract.
+    // SAFETY: the caller guarantees the communicator; the results are written to locals.
     let library =
-        unsafe { ask(communicator, |f| [(f.ncclCommUserRank, &raw mut rank), (f.ncclCommCount, &raw mut of)]) }?;
+        unsafe { query(communicator, |f| [(f.ncclCommUserRank, &raw mut rank), (f.ncclCommCount, &raw mut of)]) }?;
     Ok((library, usize::try_from(rank).unwrap_or(usize::MAX), usize::try_from(of).unwrap_or(0)))
 }
 
-/// The number of the device that a communicator is on.
+/// The index of a communicator's device.
 ///
 /// # Safety
-/// As of [`Windows::share`].
+/// As for [`Windows::share`].
 pub(in crate::gpu::cuda) unsafe fn device_of(communicator: usize) -> Result<usize, GpuError> {
     let mut device = 0;
-    // SAFETY: by this function's contract.
-    unsafe { ask(Communicator(communicator as *mut _), |f| [(f.ncclCommCuDevice, &raw mut device)]) }?;
+    // SAFETY: the caller guarantees the communicator; the result is written to a local.
+    unsafe { query(Communicator(communicator as *mut _), |f| [(f.ncclCommCuDevice, &raw mut device)]) }?;
     usize::try_from(device).map_err(|error| GpuError::failed("ask the communicator for its device", error))
 }
 
-type Question = (unsafe extern "C" fn(cudarc::nccl::sys::ncclComm_t, *mut c_int) -> u32, *mut c_int);
+type Query = (unsafe extern "C" fn(cudarc::nccl::sys::ncclComm_t, *mut c_int) -> u32, *mut c_int);
 
-/// Asks a communicator of the caller's what it is.
+/// Queries integers of a caller's communicator.
 ///
 /// # Safety
-/// As of [`Windows::share`]; the questions' answers go to numbers that are alive.
-unsafe fn ask<const N: usize>(
+/// As for [`Windows::share`]; the result pointers are valid.
+unsafe fn query<const N: usize>(
     communicator: Communicator,
-    questions: impl FnOnce(&super::WindowFunctions) -> [Question; N],
+    queries: impl FnOnce(&super::WindowFunctions) -> [Query; N],
 ) -> Result<&'static Library, GpuError> {
     if communicator.0.is_null() {
         return Err(GpuError::Unavailable("the communicator is null, expected an ncclComm_t".into()));
     }
     let library = loaded_library()?;
-    for (get, answer) in questions(&library.for_windows()?.functions) {
-        // SAFETY: by this function's contract.
+    for (get, answer) in queries(&library.for_windows()?.functions) {
+        // SAFETY: guaranteed by the caller.
         library.check(unsafe { get(communicator.0, answer) }, "ask the communicator what it is")?;
     }
     Ok(library)
 }
 
-/// Where each of `n` ranks' part of a window begins; 0 where loads and stores do not reach it, all where the window is null. The error is NCCL's code.
+/// Addresses of the `n` ranks' parts of a window; 0 if loads and stores do not reach a rank, all 0 if the window is null. The
+/// error is NCCL's code.
 ///
 /// # Safety
-/// The window is registered, or null.
+/// The window is registered or null.
 unsafe fn peers_of(functions: &ForWindows, window: ncclWindow_t, n: usize) -> Result<Vec<u64>, u32> {
     let mut peers = vec![0; n];
     for (pe, peer) in peers.iter_mut().enumerate().filter(|_| !window.is_null()) {
         let mut address = ptr::null_mut();
-        // SAFETY: by this function's contract; sets the address, or null.
+        // SAFETY: the caller guarantees the window; writes an address or null.
         match unsafe { (functions.peer_pointer)(window, 0, pe as c_int, &raw mut address) } {
             SUCCESS => *peer = address as u64,
             code => return Err(code),
@@ -340,22 +347,22 @@ unsafe fn peers_of(functions: &ForWindows, window: ncclWindow_t, n: usize) -> Re
     Ok(peers)
 }
 
-/// What an operation came to, where the communicator does not block and its answer is that it goes on.
+/// Waits until an operation of a non-blocking communicator has completed; returns its code.
 ///
 /// # Safety
-/// The communicator lives.
-unsafe fn settled(functions: &ForWindows, communicator: Communicator, mut code: u32) -> u32 {
+/// The communicator is valid.
+unsafe fn wait_until_settled(functions: &ForWindows, communicator: Communicator, mut code: u32) -> u32 {
     while code == IN_PROGRESS {
         std::thread::sleep(POLL);
         let mut state = SUCCESS;
-        // SAFETY: by this function's contract; writes a number, which NCCL's enum is.
+        // SAFETY: the caller guarantees the communicator; NCCL's enum has the size of `state`.
         let asked = unsafe { (functions.functions.ncclCommGetAsyncError)(communicator.0, (&raw mut state).cast()) };
         code = if asked == SUCCESS { state } else { asked };
     }
     code
 }
 
-/// That NCCL takes PEs that share a device, where they do.
+/// Checks that NCCL supports the number of PEs per device.
 pub(in crate::gpu::cuda) fn check_sharing(
     version: [u32; 3],
     sharing: usize,
@@ -374,10 +381,10 @@ pub(in crate::gpu::cuda) fn check_sharing(
     )))
 }
 
-/// What a PE asks for and has, as it tells the others.
+/// A PE's allocation result, sent to all.
 #[derive(Clone, Copy)]
-struct Asked {
-    /// 0: it has it; 1: something failed; [`FULL`].
+struct AllocResult {
+    /// 0: allocated; 1: failed; [`FULL`]: out of memory.
     state: u64,
     bytes: u64,
     free: u64,
@@ -386,22 +393,22 @@ struct Asked {
 
 const FULL: u64 = 2;
 
-impl Asked {
+impl AllocResult {
     fn to_bytes(self) -> Vec<u8> {
         [self.state, self.bytes, self.free, self.total].into_iter().flat_map(u64::to_le_bytes).collect()
     }
 
-    fn read(bytes: &[u8]) -> Asked {
+    fn read(bytes: &[u8]) -> AllocResult {
         let mut words =
             bytes.chunks_exact(8).map(|word| word.first_chunk::<8>().map_or(0, |word| u64::from_le_bytes(*word)));
         let mut next = || words.next().unwrap_or(0);
-        Asked { state: next(), bytes: next(), free: next(), total: next() }
+        AllocResult { state: next(), bytes: next(), free: next(), total: next() }
     }
 }
 
-/// The same outcome on all PEs, given what each has told.
+/// Derives the same outcome on all PEs from everyone's [`AllocResult`].
 fn agree_on_size(mine: Result<(), GpuError>, bytes: u64, all: &[u8]) -> Result<(), GpuError> {
-    let all: Vec<Asked> = all.chunks_exact(size_of::<Asked>()).map(Asked::read).collect();
+    let all: Vec<AllocResult> = all.chunks_exact(size_of::<AllocResult>()).map(AllocResult::read).collect();
     let first = all.first().map_or(bytes, |first| first.bytes);
     if let Some((pe, other)) = all.iter().enumerate().find(|(_, other)| other.bytes != first) {
         let message = format!("PE 0 asks for {first} bytes and PE {pe} for {}: all ask for the same", other.bytes);
@@ -425,33 +432,33 @@ fn agree_on_size(mine: Result<(), GpuError>, bytes: u64, all: &[u8]) -> Result<(
 mod tests {
     use super::*;
 
-    fn told(all: &[Asked]) -> Vec<u8> {
+    fn gathered(all: &[AllocResult]) -> Vec<u8> {
         all.iter().flat_map(|one| one.to_bytes()).collect()
     }
 
     #[test]
-    fn one_pe_without_memory_is_said_on_all_with_what_it_has() {
-        let has = Asked { state: 0, bytes: 4096, free: 1 << 30, total: 2 << 30 };
-        let full = Asked { state: FULL, free: 100, ..has };
-        assert!(agree_on_size(Ok(()), 4096, &told(&[has, has])).is_ok());
-        let error = agree_on_size(Ok(()), 4096, &told(&[has, full])).unwrap_err();
+    fn out_of_memory_on_one_pe_is_reported_by_all() {
+        let has = AllocResult { state: 0, bytes: 4096, free: 1 << 30, total: 2 << 30 };
+        let full = AllocResult { state: FULL, free: 100, ..has };
+        assert!(agree_on_size(Ok(()), 4096, &gathered(&[has, has])).is_ok());
+        let error = agree_on_size(Ok(()), 4096, &gathered(&[has, full])).unwrap_err();
         assert!(matches!(error, GpuError::OutOfMemory { asked: 4096, free: 100, .. }), "{error}");
-        let failed = Asked { state: 1, ..has };
-        let error = agree_on_size(Ok(()), 4096, &told(&[has, failed])).unwrap_err().to_string();
+        let failed = AllocResult { state: 1, ..has };
+        let error = agree_on_size(Ok(()), 4096, &gathered(&[has, failed])).unwrap_err().to_string();
         assert!(error.contains("PE 1 has failed"), "{error}");
-        let own = agree_on_size(Err(GpuError::failed("do it", "no")), 4096, &told(&[failed, has])).unwrap_err();
+        let own = agree_on_size(Err(GpuError::failed("do it", "no")), 4096, &gathered(&[failed, has])).unwrap_err();
         assert_eq!(own.to_string(), "cannot do it: no");
     }
 
     #[test]
-    fn unlike_sizes_name_the_pe() {
-        let of = |bytes| Asked { state: 0, bytes, free: 1, total: 1 };
-        let error = agree_on_size(Ok(()), 64, &told(&[of(64), of(64), of(128)])).unwrap_err().to_string();
+    fn different_sizes_name_the_pe() {
+        let of = |bytes| AllocResult { state: 0, bytes, free: 1, total: 1 };
+        let error = agree_on_size(Ok(()), 64, &gathered(&[of(64), of(64), of(128)])).unwrap_err().to_string();
         assert!(error.contains("PE 0 asks for 64 bytes and PE 2 for 128"), "{error}");
     }
 
     #[test]
-    fn pes_that_share_a_device_need_a_newer_nccl_that_is_allowed_to() {
+    fn sharing_a_device_needs_a_newer_nccl_and_permission() {
         let (old, new) = ([2, 29, 7], [2, 30, 3]);
         assert!(check_sharing(old, 1, None).is_ok() && check_sharing(new, 2, Some("1")).is_ok());
         let text = |version, allowed| check_sharing(version, 2, allowed).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Partial sums on their way back, and the final sum.
+//! Returns partial sums to the tokens' PEs and adds them there.
 
 use super::dispatch::put_pieces;
 use super::wire::WireRows;
@@ -9,7 +9,7 @@ use crate::moe::spec::metrics::{Phase, Recorder};
 use crate::shmem::Transport;
 
 impl<T: Transport, E: Element> Engine<'_, T, E> {
-    /// Sends back the results of the chunks whose slots are all computed.
+    /// Returns the results of all chunks whose slots are computed.
     pub(super) fn return_chunks(&mut self) {
         for pe in self.peers() {
             while self.is_computed(pe, self.progress.returned[pe]) {
@@ -20,12 +20,12 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Whether there is a chunk `chunk` of results for the rows of `pe`, and all of them are computed.
+    /// Whether chunk `chunk` of results for `pe` exists and all of its rows are computed.
     fn is_computed(&mut self, pe: usize, chunk: usize) -> bool {
         let from = &self.saved.inbound[pe];
         let (range, p) = (self.chunk_range(from.rows, chunk), &mut self.progress);
-        let undone = &p.undone[pe];
-        let computed = from.returns[p.computed[pe]..].iter().take_while(|&&row| undone.get(row as usize) == Some(&0));
+        let pending = &p.pending[pe];
+        let computed = from.returns[p.computed[pe]..].iter().take_while(|&&row| pending.get(row as usize) == Some(&0));
         p.computed[pe] += computed.count();
         !range.is_empty() && p.computed[pe] >= range.end
     }
@@ -39,38 +39,38 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         enter_scale(self.rec, self.direction);
         let mut slots = 0;
         for (k, &j) in from.returns[range.clone()].iter().enumerate() {
-            let places = from.places(j as usize);
-            slots += from.passed.as_ref().map_or(places.len(), |passed| passed.row(j as usize).len());
+            let batch_rows = from.batch_rows(j as usize);
+            slots += from.relayed.as_ref().map_or(batch_rows.len(), |relayed| relayed.row(j as usize).len());
             self.progress.row.fill(0.0);
-            if from.passed.is_some() {
+            if from.relayed.is_some() {
                 let mut row = std::mem::take(&mut self.progress.row);
-                self.sum_parts(pe, j as usize, &mut row, &mut d_weights);
+                self.sum_partials(pe, j as usize, &mut row, &mut d_weights);
                 rows.set(k * h, &row);
                 self.progress.row = row;
                 continue;
             }
-            sum_places(&self.saved.batches, places, self.direction, &mut self.progress.row);
+            sum_batch_rows(&self.saved.batches, batch_rows, self.direction, &mut self.progress.row);
             rows.set(k * h, &self.progress.row);
             if self.direction == Direction::Backward {
-                d_weights.extend(places.iter().map(|&(e, k)| self.saved.batches[e as usize].d_weight[k as usize]));
+                d_weights.extend(batch_rows.iter().map(|&(e, k)| self.saved.batches[e as usize].d_weight[k as usize]));
             }
         }
         self.rec.enter(Phase::Combine);
         let from = &self.saved.inbound[pe];
-        // Parts of a home's results lie by themselves.
-        let base = if self.home_of(pe).is_some() { (0, 0) } else { (from.return_row, from.return_slot) };
+        // A relay has a separate buffer for each PE's partial results, so their offsets start at 0.
+        let base = if self.relay_of(pe).is_some() { (0, 0) } else { (from.return_row, from.return_slot) };
         let start = return_offset(base, (range.start, self.progress.returned_slots[pe]), row_bytes, self.direction);
         self.progress.returned_slots[pe] += slots;
         let pieces = [rows.as_bytes(), bytemuck::cast_slice::<f32, u8>(&d_weights)];
-        let place = start..start + pieces[0].len() + pieces[1].len();
-        let (place, signal, to) = match self.home_of(pe) {
-            None => (self.memory.returns().slice(place), self.memory.result_signal(me, pe, chunk), pe),
-            Some((home, served, sibling)) => {
-                let parts = self.memory.parts(served, sibling);
-                (parts.slice(place), self.memory.stream_result(served, sibling, chunk), home)
+        let dst = start..start + pieces[0].len() + pieces[1].len();
+        let (dst, signal, to) = match self.relay_of(pe) {
+            None => (self.memory.returns().slice(dst), self.memory.result_signal(me, pe, chunk), pe),
+            Some((relay, served, sibling)) => {
+                let partials = self.memory.partials(served, sibling);
+                (partials.slice(dst), self.memory.stream_result(served, sibling, chunk), relay)
             }
         };
-        let relayed = self.home_of(pe).is_some();
+        let relayed = self.relay_of(pe).is_some();
         let traffic = &mut self.rec.traffic;
         if relayed {
             traffic.relay_bytes += (pieces[0].len() + pieces[1].len()) as u64;
@@ -78,10 +78,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         traffic.combine_rows += range.len() as u64;
         traffic.combine_row_bytes += pieces[0].len() as u64;
         traffic.combine_slot_bytes += pieces[1].len() as u64;
-        put_pieces(self.shmem, place, pieces.into_iter(), (signal, self.pass), to, traffic);
+        put_pieces(self.shmem, dst, pieces.into_iter(), (signal, self.pass), to, traffic);
     }
 
-    /// Adds the results that have come back, in the order of PEs whatever came first (a token has one row at most at each). Says whether any had.
+    /// Adds the returned results, in the order of PEs whatever their order of arrival, so that sums are reproducible.
+    /// Returns true if it added any.
     pub(super) fn combine_arrived(&mut self) -> bool {
         let (me, n) = (self.me(), self.shmem.n_pes());
         let mut new = false;
@@ -122,14 +123,14 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         for &j in &routes.returns[self.chunk_range(routes.tokens.len(), chunk)] {
             let j = j as usize;
             let token = routes.tokens[j] as usize;
-            let places = from.places(j);
-            // Summed apart and then added, as a row that came back is.
+            let batch_rows = from.batch_rows(j);
+            // Summed separately before it is added, as a returned row is, so that both round alike.
             let row = &mut self.progress.row;
             row.fill(0.0);
-            sum_places(&self.saved.batches, places, self.direction, row);
+            sum_batch_rows(&self.saved.batches, batch_rows, self.direction, row);
             kernels::axpy(&mut self.output[token * h..(token + 1) * h], 1.0, row);
             if self.direction == Direction::Backward {
-                for (slot, &(e, k)) in routes.row(j).iter().zip(places) {
+                for (slot, &(e, k)) in routes.row(j).iter().zip(batch_rows) {
                     self.d_weights[slot.choice as usize] = self.saved.batches[e as usize].d_weight[k as usize];
                 }
             }
@@ -170,31 +171,31 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 }
 
-/// From here on results are weighed and summed, which in backward they are not.
+/// Starts the phase in which forward weights and sums results; backward does not weight them.
 fn enter_scale(rec: &mut Recorder, direction: Direction) {
     if direction == Direction::Forward {
         rec.enter(Phase::Scale);
     }
 }
 
-/// Adds the results of a row's places, in the order of experts, to `acc`.
-pub(super) fn sum_places<E: Element>(
+/// Adds the results of one row's slots, in the order of experts, to `acc`.
+pub(super) fn sum_batch_rows<E: Element>(
     batches: &[Batch<E>],
-    places: &[(u32, u32)],
+    batch_rows: &[(u32, u32)],
     direction: Direction,
     acc: &mut [f32],
 ) {
     let h = acc.len();
-    for &(e, place) in places {
-        let (batch, place) = (&batches[e as usize], place as usize);
+    for &(e, row) in batch_rows {
+        let (batch, row) = (&batches[e as usize], row as usize);
         let weighs = direction == Direction::Forward && !batch.weighed_input;
-        let weight = if weighs { batch.weight[place] } else { 1.0 };
-        kernels::axpy(acc, weight, &batch.out[place * h..(place + 1) * h]);
+        let weight = if weighs { batch.weight[row] } else { 1.0 };
+        kernels::axpy(acc, weight, &batch.out[row * h..(row + 1) * h]);
     }
 }
 
-/// Byte offset, in the sender's return area, of the results of its rows from `row` on: `base` and `first` are
-/// (rows, slots) before its rows to this PE, and before the chunk among these. Only backward returns slots.
+/// Byte offset of results in the sender's return area. `base` counts the (rows, slots) before this PE's part of the
+/// area, `first` those before the chunk within the part. Only backward returns slots.
 pub(super) fn return_offset(
     base: (usize, usize),
     first: (usize, usize),

@@ -1,4 +1,4 @@
-//! Counts and rows on their way out, and in.
+//! Sends and receives headers and rows.
 
 use std::ops::Range;
 
@@ -10,7 +10,8 @@ use crate::moe::spec::{HEADER_WORDS, Load, MoeError};
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
 impl<T: Transport, E: Element> Engine<'_, T, E> {
-    /// Puts to every peer: how many rows and slots it gets, where their results go, and how many for each expert.
+    /// Sends each peer its header: its rows and slots, their offsets in this PE's return area, and its slots per
+    /// expert.
     pub(super) fn send_headers(&mut self) {
         if self.direction == Direction::Backward {
             return;
@@ -30,10 +31,10 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 None => routes.counts(self.placement.experts(pe).len()),
                 Some(announced) => announced.counts.clone(),
             };
-            let from_home = self.relay.as_ref().is_some_and(|relay| relay.home[pe] != pe);
+            let is_relayed = self.relay_map.as_ref().is_some_and(|map| map.relay[pe] != pe);
             let [rows, slots, first_row, first_slot] = match announced {
-                // Its results go to its home.
-                Some(announced) if from_home => [announced.rows, announced.slots, 0, 0],
+                // This PE's results return through the relay.
+                Some(announced) if is_relayed => [announced.rows, announced.slots, 0, 0],
                 _ => [routes.tokens.len(), routes.slots.len(), row, slot],
             };
             row += routes.tokens.len();
@@ -52,7 +53,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                     [bits as u32, (bits >> 32) as u32]
                 }));
             }
-            words.extend(self.announced_on_host_of(pe));
+            words.extend(self.host_row_counts(pe));
             let signal = self.memory.header_signal(me, pe, self.forward);
             let at = self.memory.header(me, pe, self.forward);
             self.shmem.put_signal(at, &words, signal, self.forward, SignalOp::Set, pe);
@@ -63,9 +64,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Reads the headers that have arrived; once all have, every row has its place. Says whether anything was new.
-    pub(super) fn take_headers(&mut self) -> Result<bool, MoeError> {
-        if self.progress.placed {
+    /// Reads the headers that have arrived, and assigns batch rows once all have. Returns true if it did either.
+    pub(super) fn receive_headers(&mut self) -> Result<bool, MoeError> {
+        if self.progress.batches_assigned {
             return Ok(false);
         }
         let mut new = false;
@@ -79,7 +80,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
         if self.progress.headers.iter().all(|&h| h) {
             self.rec.enter(Phase::Dispatch);
-            self.place();
+            self.assign_batch_rows();
             new = true;
         }
         Ok(new)
@@ -89,7 +90,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Wait { signal: self.memory.header_signal(pe, self.me(), self.forward), cmp: Cmp::Ge, value: self.forward }
     }
 
-    /// A peer's header is untrusted: it is validated here, once, and trusted afterwards.
+    /// Reads and validates the header from `pe`. A peer's header is untrusted until it is validated here.
     fn read_header(&mut self, pe: usize) -> Result<(), MoeError> {
         let (me, local, e) = (self.me(), self.experts.len(), self.config.n_experts);
         let layout = &self.memory.layout;
@@ -99,12 +100,12 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let counts: Vec<usize> = words[HEADER_WORDS..HEADER_WORDS + local].iter().map(|&c| c as usize).collect();
         let top_k = self.config.router.top_k;
         let own_slots = counts.iter().sum::<usize>();
-        let passes_on = self.passes_on(pe);
+        let is_relay_for = self.is_relay_for(pe);
         let valid = rows <= tokens
             && tokens <= layout.max_tokens
             && slots <= rows * layout.max_slots_per_row
             && slots >= rows
-            && (own_slots == slots || passes_on && own_slots < slots)
+            && (own_slots == slots || is_relay_for && own_slots < slots)
             && (return_row + rows) * layout.row_bytes + (return_slot + slots) * 4 <= layout.return_bytes
             && return_slot + slots <= tokens * top_k
             && rounds <= layout.max_chunks;
@@ -125,14 +126,14 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.saved.rounds = self.saved.rounds.max(rounds);
         self.saved.inbound[pe] =
             Inbound { rows, slots, return_row, return_slot, counts, starts: vec![0; local], ..Inbound::default() };
-        if passes_on {
+        if is_relay_for {
             let losses = if self.config.has_losses() { 2 + 3 * e } else { 0 };
             self.open_streams(pe, &words[HEADER_WORDS + local + losses..])?;
         }
         Ok(())
     }
 
-    /// Sends the chunks below `limit` that have a place in their receiver's window.
+    /// Sends the chunks below `limit` whose window slot is free.
     pub(super) fn send_chunks(&mut self, limit: usize) {
         let me = self.me();
         for pe in self.peers() {
@@ -152,7 +153,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// What must hold before chunk `chunk` may be written at `pe`: its place has been emptied.
+    /// The wait for the window slot of chunk `chunk` at `pe`; `None` if the slot is used for the first time in the
+    /// pass.
     pub(super) fn credit_wait(&self, pe: usize, chunk: usize) -> Option<Wait> {
         let reused = (chunk + 1).checked_sub(self.memory.layout.window_chunks)?;
         let value = self.credits_used[pe] + reused as u64;
@@ -171,7 +173,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
         }
         let slot_bytes: &[u8] = bytemuck::cast_slice(&slots);
-        let place = self.memory.chunk(self.me(), pe, chunk);
+        let dst = self.memory.chunk(self.me(), pe, chunk);
         let input = self.input;
         let data = rows.clone().map(|j| {
             let token = routes.tokens[j] as usize;
@@ -183,17 +185,17 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         traffic.dispatch_slot_bytes += slot_bytes.len() as u64;
         if self.options.wire.is_none() {
             let pieces = data.map(bytemuck::cast_slice).chain(std::iter::once(slot_bytes));
-            return put_pieces(self.shmem, place, pieces, signal, pe, traffic);
+            return put_pieces(self.shmem, dst, pieces, signal, pe, traffic);
         }
         let mut packed = WireRows::<E>::zeros(self.options.wire, rows.len() * h);
         for (k, row) in data.enumerate() {
             E::widen(row, &mut self.progress.row);
             packed.set(k * h, &self.progress.row);
         }
-        put_pieces(self.shmem, place, [packed.as_bytes(), slot_bytes].into_iter(), signal, pe, traffic);
+        put_pieces(self.shmem, dst, [packed.as_bytes(), slot_bytes].into_iter(), signal, pe, traffic);
     }
 
-    /// Gathers the rows that stay on this PE, straight from the input.
+    /// Copies the rows that stay on this PE from the input to the batches.
     pub(super) fn gather_own(&mut self) {
         self.rec.enter(Phase::Dispatch);
         let (me, h) = (self.me(), self.config.hidden);
@@ -202,15 +204,15 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             let routes = &self.saved.routes[me];
             let from = &mut self.saved.inbound[me];
             let mut next = from.starts.clone();
-            from.place_start = routes.slot_start.clone();
-            from.places = routes
+            from.slot_start = routes.slot_start.clone();
+            from.batch_rows = routes
                 .slots
                 .iter()
                 .map(|s| {
-                    let place = next[s.expert as usize];
+                    let batch_row = next[s.expert as usize];
                     next[s.expert as usize] += 1;
-                    self.saved.batches[s.expert as usize].weight[place] = s.weight;
-                    (s.expert, place as u32)
+                    self.saved.batches[s.expert as usize].weight[batch_row] = s.weight;
+                    (s.expert, batch_row as u32)
                 })
                 .collect();
         }
@@ -220,19 +222,19 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 let token = self.saved.routes[me].tokens[j] as usize;
                 let row = &self.input[token * h..(token + 1) * h];
                 let from = &self.saved.inbound[me];
-                for &(e, place) in &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize] {
+                for &(e, batch_row) in &from.batch_rows[from.slot_start[j] as usize..from.slot_start[j + 1] as usize] {
                     let batch = &mut self.saved.batches[e as usize];
                     let to = if self.direction == Direction::Forward { &mut batch.x } else { &mut batch.g };
-                    to[place as usize * h..(place as usize + 1) * h].copy_from_slice(row);
+                    to[batch_row as usize * h..(batch_row as usize + 1) * h].copy_from_slice(row);
                 }
             }
             self.mark_gathered(me, range);
         }
     }
 
-    /// Gathers the chunks that have arrived into the experts' batches. Says whether there were any.
+    /// Copies received chunks to the experts' batches. Returns true if there were any.
     pub(super) fn gather_chunks(&mut self) -> Result<bool, MoeError> {
-        if !self.progress.placed {
+        if !self.progress.batches_assigned {
             return Ok(false);
         }
         let mut new = false;
@@ -247,7 +249,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 self.rec.enter(Phase::Dispatch);
                 self.gather_chunk(pe, chunk)?;
                 if chunk + self.memory.layout.window_chunks < self.chunks(rows) {
-                    // The sender waits for this place.
+                    // The sender has another chunk for this window slot.
                     let (credit, sender) = self.credit_of(pe);
                     self.shmem.signal_op(credit, 1, SignalOp::Add, sender);
                     self.rec.traffic.signals += 1;
@@ -273,19 +275,19 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let mut packed = self.options.wire.map(|_| WireRows::<E>::zeros(self.options.wire, h));
         for (k, j) in range.clone().enumerate() {
             let row = data.slice(k * row_bytes..(k + 1) * row_bytes);
-            if from.passed.is_some() {
-                let passing = &mut self.progress.passing[pe];
-                passing.resize((j + 1) * row_bytes, 0);
-                self.shmem.get(&mut passing[j * row_bytes..], row, me);
+            if from.relayed.is_some() {
+                let relay_rows = &mut self.progress.relay_rows[pe];
+                relay_rows.resize((j + 1) * row_bytes, 0);
+                self.shmem.get(&mut relay_rows[j * row_bytes..], row, me);
             }
             if let Some(packed) = &mut packed {
                 self.shmem.get(packed.as_bytes_mut(), row, me);
                 packed.widen(&mut self.progress.row);
             }
-            for &(e, place) in &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize] {
+            for &(e, batch_row) in &from.batch_rows[from.slot_start[j] as usize..from.slot_start[j + 1] as usize] {
                 let batch = &mut self.saved.batches[e as usize];
                 let to = if self.direction == Direction::Forward { &mut batch.x } else { &mut batch.g };
-                let to = &mut to[place as usize * h..(place as usize + 1) * h];
+                let to = &mut to[batch_row as usize * h..(batch_row as usize + 1) * h];
                 match &packed {
                     None => self.shmem.get(bytemuck::cast_slice_mut(to), row, me),
                     Some(_) => E::convert(&self.progress.row, to),
@@ -300,89 +302,88 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Ok(())
     }
 
-    /// Reads which experts the rows of a chunk are for. Allegations again: checked against the header's counts.
+    /// Reads the slots of a chunk's rows and validates them against the counts in the header.
     fn read_slots(&mut self, pe: usize, range: &Range<usize>, data: Sym<u8>) -> Result<(), MoeError> {
         let (me, layout, named) = (self.me(), &self.memory.layout, self.shmem.world_pe(pe));
-        let bad = |what: &str| Err(MoeError::Protocol { pe: named, what: format!("rows {range:?} {what}") });
+        let protocol_error = |what: &str| Err(MoeError::Protocol { pe: named, what: format!("rows {range:?} {what}") });
         let at = range.len() * layout.row_bytes;
         let mut counts = vec![0u32; range.len()];
         let slots_at = at + 4 * counts.len();
         self.shmem.get(bytemuck::cast_slice_mut(&mut counts), data.slice(at..slots_at), me);
         if counts.iter().any(|&c| c == 0 || c as usize > layout.max_slots_per_row) {
-            return bad("with an impossible number of experts");
+            return protocol_error("with an impossible number of experts");
         }
         let slots: usize = counts.iter().map(|&c| c as usize).sum();
         let mut words = vec![0u32; 2 * slots];
         self.shmem.get(bytemuck::cast_slice_mut(&mut words), data.slice(slots_at..slots_at + 8 * slots), me);
-        if self.passes_on(pe) {
-            words = self.read_passed(pe, range, &mut counts, &words)?;
+        if self.is_relay_for(pe) {
+            words = self.read_relayed_slots(pe, range, &mut counts, &words)?;
         }
         let from = &mut self.saved.inbound[pe];
-        if from.place_start.is_empty() {
-            from.place_start.push(0);
+        if from.slot_start.is_empty() {
+            from.slot_start.push(0);
         }
         let mut before = range.start.checked_sub(1).map_or(0, |row| from.first_expert(row));
         let mut rest = &words[..];
         for count in counts {
-            from.place_start.push(from.place_start.last().expect("starts with 0") + count);
+            from.slot_start.push(from.slot_start.last().expect("starts with 0") + count);
             let (row, others) = rest.split_at(2 * count as usize);
             rest = others;
-            if from.passed.is_some() {
+            if from.relayed.is_some() {
                 continue;
             }
             let first = row.iter().step_by(2).min().copied().unwrap_or(0);
-            // What returns when is known by it.
+            // The order of results relies on this order.
             if first < before {
-                return bad("out of the order of experts");
+                return protocol_error("out of the order of experts");
             }
             before = first;
         }
-        // `taken[e]`: how many places of expert e this PE's rows have so far.
-        let taken = &mut self.progress.taken[pe];
+        let received = &mut self.progress.received_slots[pe];
         for slot in words.chunks_exact(2) {
             let e = slot[0] as usize;
-            if e >= from.counts.len() || taken[e] == from.counts[e] {
-                return bad(&format!("for expert {e} beyond the announced counts"));
+            if e >= from.counts.len() || received[e] == from.counts[e] {
+                return protocol_error(&format!("for expert {e} beyond the announced counts"));
             }
-            let place = from.starts[e] + taken[e];
-            taken[e] += 1;
-            from.places.push((slot[0], place as u32));
-            self.saved.batches[e].weight[place] = f32::from_bits(slot[1]);
+            let batch_row = from.starts[e] + received[e];
+            received[e] += 1;
+            from.batch_rows.push((slot[0], batch_row as u32));
+            self.saved.batches[e].weight[batch_row] = f32::from_bits(slot[1]);
         }
-        if range.end == from.rows && from.places.len() != from.counts.iter().sum::<usize>() {
-            return bad("end short of the announced counts");
+        if range.end == from.rows && from.batch_rows.len() != from.counts.iter().sum::<usize>() {
+            return protocol_error("end short of the announced counts");
         }
         Ok(())
     }
 
-    /// The rows of a chunk are in their batches: their tiles come nearer.
+    /// Counts rows that are now in their batches towards their tiles.
     fn mark_gathered(&mut self, pe: usize, range: Range<usize>) {
-        let (start, parts) = (range.start, self.parts_awaited(pe, range.clone()));
+        let (start, partials) = (range.start, self.partials_awaited(pe, range.clone()));
         let from = &self.saved.inbound[pe];
         let p = &mut self.progress;
         for row in range {
-            let places = from.places(row);
-            for &(e, place) in places {
-                p.origin[e as usize][place as usize] = (pe as u32, row as u32);
-                // Own rows may come before their tiles are cut; `add_tiles` knows of them.
-                if let Some(tile) = p.maps[e as usize].tile(place as usize) {
+            let batch_rows = from.batch_rows(row);
+            for &(e, batch_row) in batch_rows {
+                p.origin[e as usize][batch_row as usize] = (pe as u32, row as u32);
+                // Own rows may be gathered before the tiles exist; `add_tiles` accounts for them.
+                if let Some(tile) = p.maps[e as usize].tile(batch_row as usize) {
                     p.tiles[tile].missing -= 1;
                     if p.tiles[tile].missing == 0 {
-                        p.make_ready(tile);
+                        p.mark_ready(tile);
                     }
                 }
             }
-            p.undone[pe].push(places.len() as u32 + parts[row - start]);
+            p.pending[pe].push(batch_rows.len() as u32 + partials[row - start]);
         }
         p.gathered[pe] += 1;
     }
 }
 
-/// Puts pieces one behind the other at `place` of `pe`, then signals: piece by piece and a fence where the peer's memory
-/// can be stored to, and as one message with its signal where it cannot.
+/// Puts `pieces` back to back at `dst` on `pe`, then signals. Directly reachable memory gets one put per piece and a
+/// fence; otherwise all pieces and the signal go in one message.
 pub(super) fn put_pieces<'d, T: Transport>(
     shmem: &Shmem<T>,
-    place: Sym<u8>,
+    dst: Sym<u8>,
     pieces: impl Iterator<Item = &'d [u8]>,
     (signal, value): (Sym<u64>, u64),
     pe: usize,
@@ -392,7 +393,7 @@ pub(super) fn put_pieces<'d, T: Transport>(
     if shmem.is_reachable(pe) {
         let mut at = 0;
         for piece in pieces.filter(|piece| !piece.is_empty()) {
-            shmem.put(place.slice(at..at + piece.len()), piece, pe);
+            shmem.put(dst.slice(at..at + piece.len()), piece, pe);
             at += piece.len();
             traffic.puts += 1;
         }
@@ -402,7 +403,7 @@ pub(super) fn put_pieces<'d, T: Transport>(
     } else {
         let mut message = Vec::new();
         pieces.for_each(|piece| message.extend_from_slice(piece));
-        shmem.put_signal(place, &message, signal, value, SignalOp::Set, pe);
+        shmem.put_signal(dst, &message, signal, value, SignalOp::Set, pe);
         traffic.puts += 1;
     }
 }

@@ -1,74 +1,74 @@
-//! One pass (forward or backward) of the layer protocol on one PE. `docs/protocol.md` is its description.
+//! One pass (forward or backward) of the layer protocol on one PE; see `docs/protocol.md`.
 //!
-//! The PE's thread turns a crank: send what may be sent, take what has arrived, compute tiles whose
-//! rows are all there, one for each thread it has (others' before its own, in the order of experts), return chunks that are done, add
-//! results that have come back; and when nothing of this is possible, work that nobody waits for (shared expert, weight gradients); and only then wait.
+//! The PE's thread runs an event loop. Each iteration sends the chunks that have a free window slot, receives chunks,
+//! computes ready tiles (one per thread; tiles that other PEs wait for first, then by expert), returns finished chunks
+//! and adds returned results. If none of these is possible, it runs idle work (shared expert, weight gradients), and if
+//! no idle work is left, it waits.
 
 mod combine;
 mod dispatch;
-mod pass_on;
+mod relaying;
 mod wire;
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-use super::experts::{Batch, BatchTile, Mlp, Scratch, in_parallel, tiles};
+use super::experts::{Batch, BatchTile, Mlp, Scratch, par_for_each, tiles};
 use super::kernels::Element;
 use super::memory::LayerMemory;
-use super::relay::{Announced, Passed, Relay, Stream};
+use super::relay::{Announced, RelayMap, RelayedSlots, Stream};
 use super::replicas::Exchange;
 use super::router::{Routes, Routing};
 use crate::moe::spec::metrics::{Phase, Recorder};
-use crate::moe::spec::{
-    LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS, TakeGradients,
-};
+use crate::moe::spec::{GradientSink, LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS};
 use crate::shmem::{Cmp, Shmem, Transport, Wait};
 
-/// Rows that came from one PE (or stayed: the own ones), and where its results go.
+/// Rows received from one PE (or kept: this PE's own rows), and the destination of their results.
 #[derive(Debug, Default)]
 pub(super) struct Inbound {
     rows: usize,
     slots: usize,
-    /// First of the sender's return rows and return slots that are ours.
+    /// Offsets of this PE's rows and slots in the sender's return area.
     return_row: usize,
     return_slot: usize,
-    /// Rows for each local expert, and where they begin in its batch.
+    /// By local expert: the rows received for it, and the first of them in its batch.
     counts: Vec<usize>,
     starts: Vec<usize>,
-    /// Row `j`'s places are `places[place_start[j]..place_start[j + 1]]`, each (local expert, row of its batch).
-    place_start: Vec<u32>,
-    places: Vec<(u32, u32)>,
-    /// Rows in the order in which their results return (`Routes::returns`), as far as it is known.
+    /// The slots of row `j` are `batch_rows[slot_start[j]..slot_start[j + 1]]`, each as (local expert, row of its
+    /// batch).
+    slot_start: Vec<u32>,
+    batch_rows: Vec<(u32, u32)>,
+    /// Rows in the order in which their results return (`Routes::returns`); a prefix until all rows have arrived.
     returns: Vec<u32>,
-    /// They are known of rows whose last expert is below this one.
+    /// `returns` covers the rows whose last expert is below this one.
     returns_until: u32,
-    /// Of rows that this PE passes on, with their experts on all PEs of this host, and to whom, by member of the host.
-    passed: Option<Passed>,
+    /// Set if this PE relays the rows: their slots on all PEs of this host, and one stream per member of the host.
+    relayed: Option<RelayedSlots>,
     streams: Vec<Stream>,
 }
 
 impl Inbound {
-    fn places(&self, row: usize) -> &[(u32, u32)] {
-        &self.places[self.place_start[row] as usize..self.place_start[row + 1] as usize]
+    fn batch_rows(&self, row: usize) -> &[(u32, u32)] {
+        &self.batch_rows[self.slot_start[row] as usize..self.slot_start[row + 1] as usize]
     }
 
     fn first_expert(&self, row: usize) -> u32 {
-        if let Some(passed) = &self.passed {
-            return passed.row(row).first().map_or(0, |slot| slot.0);
+        if let Some(relayed) = &self.relayed {
+            return relayed.row(row).first().map_or(0, |slot| slot.0);
         }
-        self.places(row).iter().map(|place| place.0).min().unwrap_or(0)
+        self.batch_rows(row).iter().map(|slot| slot.0).min().unwrap_or(0)
     }
 
     fn last_expert(&self, row: usize) -> u32 {
-        if let Some(passed) = &self.passed {
-            return passed.row(row).last().map_or(0, |slot| slot.0);
+        if let Some(relayed) = &self.relayed {
+            return relayed.row(row).last().map_or(0, |slot| slot.0);
         }
-        self.places(row).iter().map(|place| place.0).max().unwrap_or(0)
+        self.batch_rows(row).iter().map(|slot| slot.0).max().unwrap_or(0)
     }
 
-    /// After `rows` rows have come: adds those to `returns` whose place there no later row can take. Later rows have the last row's
-    /// first expert, or one after it.
+    /// Called once the first `rows` rows have arrived: extends `returns` by the rows whose position is final. It is
+    /// final because rows are sorted by first expert, so no later row can have a smaller one.
     fn extend_returns(&mut self, rows: usize) {
         let until = if rows == self.rows { u32::MAX } else { self.first_expert(rows - 1) };
         if until == self.returns_until {
@@ -83,32 +83,30 @@ impl Inbound {
     }
 }
 
-/// What a forward pass leaves for its backward. It belongs to the layer that returned it.
+/// State that a forward pass keeps for its backward pass. Only the layer that returned it can use it.
 #[derive(Debug, Default)]
 pub struct Saved<E> {
     pub(super) layer: u64,
     pub(super) stage: SavedStage,
-    /// Whether the caller routed the tokens.
+    /// Whether the caller supplied the routing.
     pub(super) external: bool,
-    /// The router's decisions for this PE's tokens, or the caller's.
+    /// Routing decisions for this PE's tokens.
     pub(super) routing: Routing,
-    /// The rows for each PE; where rows cross to another host once, for its PEs together, at their home.
+    /// The rows to send to each PE. With relays, the rows for all PEs of another host are merged at the relay's index.
     pub(super) routes: Vec<Routes>,
-    /// What of them each PE gets in the end, then.
+    /// With relays: the rows that each PE finally receives. Otherwise empty.
     pub(super) announced: Vec<Announced>,
-    /// The rows from each PE.
     pub(super) inbound: Vec<Inbound>,
-    /// One batch per local expert.
     pub(super) batches: Vec<Batch<E>>,
-    /// The shared expert's, with this PE's tokens as rows.
+    /// The shared expert's batch; its rows are this PE's tokens.
     pub(super) shared: Batch<E>,
-    /// Each PE's sums for the losses, where a loss has a coefficient.
+    /// Load sums of each PE; empty if no auxiliary loss has a coefficient.
     pub(super) loads: Vec<Load>,
-    /// Rounds through the receive windows.
+    /// Refills of the receive windows that the pass needs.
     pub(super) rounds: usize,
 }
 
-/// Which passes have been over a [`Saved`].
+/// The last pass that used a [`Saved`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum SavedStage {
     #[default]
@@ -116,24 +114,24 @@ pub(super) enum SavedStage {
     Backward,
 }
 
-/// Which way a pass goes.
+/// Direction of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// Tokens out, expert outputs back.
+    /// Dispatches tokens, returns expert outputs.
     Forward,
-    /// Output gradients out, input gradients and routing-weight gradients back.
+    /// Dispatches output gradients, returns the gradients of inputs and routing weights.
     Backward,
 }
 
 struct Tile {
     expert: usize,
-    /// Whether no other PE waits for it.
+    /// Whether all rows are this PE's own, so that no other PE waits for the tile.
     is_own: bool,
     rows: Range<usize>,
     missing: usize,
 }
 
-/// Tiles of one local expert: `segments` are runs of rows that are cut into equal tiles.
+/// Maps the rows of one local expert to tiles. Each segment is a run of rows, split into tiles of nearly equal size.
 #[derive(Default)]
 struct TileMap {
     /// (first row, end row, first tile, number of tiles).
@@ -143,12 +141,13 @@ struct TileMap {
 impl TileMap {
     fn tile(&self, row: usize) -> Option<usize> {
         let &(start, end, first, count) = self.segments.iter().find(|s| s.0 <= row && row < s.1)?;
-        // The tile k with floor(n k / count) <= row - start < floor(n (k + 1) / count), as `tiles` cuts them.
+        // The tile k with floor(n k / count) <= row - start < floor(n (k + 1) / count), which is how `tiles` splits
+        // rows.
         Some(first + ((row - start + 1) * count - 1) / (end - start))
     }
 }
 
-/// What a pass works with and on.
+/// Inputs, outputs and state of one pass.
 pub struct Engine<'a, T: Transport, E: Element> {
     pub shmem: &'a Shmem<T>,
     pub memory: &'a LayerMemory,
@@ -157,117 +156,119 @@ pub struct Engine<'a, T: Transport, E: Element> {
     pub options: &'a Options,
     pub experts: &'a [Mlp<E>],
     pub shared: Option<&'a Mlp<E>>,
-    /// One for each thread.
+    /// One per thread.
     pub scratch: &'a mut [Scratch],
     pub rec: &'a mut Recorder,
     pub credits_used: &'a mut [u64],
-    /// Where rows cross to another host once.
-    pub relay: Option<Relay>,
-    /// By number of a stream of rows that are passed on, as `credits_used`.
+    /// Set if rows cross to another host once and are relayed there.
+    pub relay_map: Option<RelayMap>,
+    /// Like `credits_used`, indexed by relayed stream.
     pub stream_credits: &'a mut [u64],
     pub saved: &'a mut Saved<E>,
     pub direction: Direction,
-    /// Number of this pass, from 1, and of its forward pass.
+    /// Number of this pass and of its forward pass, each from 1.
     pub pass: u64,
     pub forward: u64,
-    /// This PE's rows, `[tokens, hidden]`: inputs, or output gradients.
+    /// `[tokens, hidden]`: inputs, or output gradients.
     pub input: &'a [E],
-    /// `[tokens, hidden]`: outputs, or input gradients; added to.
+    /// `[tokens, hidden]`, accumulated: outputs, or input gradients.
     pub output: &'a mut [f32],
-    /// Backward: gradient of each choice's routing weight.
+    /// Backward: gradient of each routing weight, `[tokens, top_k]`.
     pub d_weights: &'a mut [f32],
-    /// Backward: gradients of the local experts' and the shared expert's weights.
+    /// Backward: weight gradients of the local experts and of the shared expert.
     pub expert_grads: ExpertGradients<'a>,
     pub shared_grads: &'a mut MlpGradients,
-    /// Backward: the groups that hold the same experts.
+    /// Backward: sums gradients over the groups that hold the same experts.
     pub exchange: Option<&'a mut (dyn Exchange + 'a)>,
     pub progress: PassProgress,
 }
 
-/// Where a backward puts the gradients of the local experts' weights.
+/// Destination of the local experts' weight gradients.
 pub enum ExpertGradients<'a> {
-    /// The layer's own, by local expert.
-    Kept(&'a mut [MlpGradients]),
-    /// The caller's.
-    Taken(&'a mut TakeGradients<'a>),
+    /// The layer's own buffers, by local expert.
+    Own(&'a mut [MlpGradients]),
+    /// The caller's buffers.
+    Sink(&'a mut GradientSink<'a>),
 }
 
-/// How far a pass has come.
+/// Progress of a pass.
 #[derive(Default)]
 pub struct PassProgress {
     sent: Vec<usize>,
     headers: Vec<bool>,
-    placed: bool,
-    taken: Vec<Vec<usize>>,
+    batches_assigned: bool,
+    received_slots: Vec<Vec<usize>>,
     gathered: Vec<usize>,
-    /// Per source and row that has come: slots whose tile is not computed yet.
-    undone: Vec<Vec<u32>>,
-    /// Per source: of its rows in the order of their return, how many from the start are computed.
+    /// By source and received row: slots whose tile is not computed yet, and partial results not yet received from this
+    /// host.
+    pending: Vec<Vec<u32>>,
+    /// By source: the number of leading entries of `returns` whose rows are computed.
     computed: Vec<usize>,
-    /// Per source: chunks of results sent, and slots of their rows.
+    /// By source: chunks of results sent, and slots of their rows.
     returned: Vec<usize>,
     returned_slots: Vec<usize>,
-    /// Source and row of each row of each local expert's batch.
+    /// By local expert and row of its batch: the row's source and its number there.
     origin: Vec<Vec<(u32, u32)>>,
     tiles: Vec<Tile>,
     maps: Vec<TileMap>,
-    /// Tiles whose rows are all there: whether all are this PE's own, expert, tile. Who waits for others' rows comes first; own ones fill
-    /// the time in which nothing has come.
+    /// Tiles whose rows have all arrived, as (all rows are this PE's own, expert, tile). Tiles that other PEs wait for
+    /// run first; own tiles fill the gaps between arrivals.
     ready: BinaryHeap<Reverse<(bool, usize, usize)>>,
     tiles_left: Vec<usize>,
-    /// Work nobody waits for, last first.
-    filler: Vec<Filler>,
-    /// The next result to add: (PE, chunk), and the slots of that PE's chunks before it.
+    /// Work that no other PE waits for; the next item is last.
+    idle_work: Vec<IdleWork>,
+    /// The next results to add: (PE, chunk), and the number of slots in that PE's earlier chunks.
     combine: (usize, usize),
     combined_slots: usize,
     row: Vec<f32>,
-    /// By source: its rows, as they came, until they are passed on; where it is one whose home this PE is.
-    passing: Vec<Vec<u8>>,
-    /// By source and member of this host: chunks passed on, and chunks of results that have come.
-    passed_on: Vec<Vec<usize>>,
-    parts: Vec<Vec<usize>>,
+    /// By source: received rows that this PE still has to forward; empty unless this PE relays for that source.
+    relay_rows: Vec<Vec<u8>>,
+    /// By source and member of this host: chunks forwarded, and chunks of partial results received.
+    forwarded: Vec<Vec<usize>>,
+    partials: Vec<Vec<usize>>,
 }
 
 impl PassProgress {
-    /// The rows of a tile are all there.
-    fn make_ready(&mut self, tile: usize) {
+    /// Queues a tile whose rows have all arrived.
+    fn mark_ready(&mut self, tile: usize) {
         let Tile { expert, is_own, .. } = self.tiles[tile];
         self.ready.push(Reverse((is_own, expert, tile)));
     }
 }
 
 #[derive(Clone)]
-enum Filler {
+enum IdleWork {
     SharedTile(Range<usize>),
     SharedGradients,
     ExpertGradients(usize),
 }
 
-impl Filler {
+impl IdleWork {
     fn shared_rows(&self) -> Option<Range<usize>> {
-        if let Filler::SharedTile(rows) = self { Some(rows.clone()) } else { None }
+        if let IdleWork::SharedTile(rows) = self { Some(rows.clone()) } else { None }
     }
 
     fn expert(&self) -> Option<usize> {
-        if let Filler::ExpertGradients(expert) = self { Some(*expert) } else { None }
+        if let IdleWork::ExpertGradients(expert) = self { Some(*expert) } else { None }
     }
 
-    /// Whether another thread may do this beside `other`.
-    fn goes_beside(&self, other: &Filler) -> bool {
+    /// Whether another thread may run this item at the same time as `other`.
+    fn can_run_with(&self, other: &IdleWork) -> bool {
         match self {
-            Filler::SharedTile(_) => other.shared_rows().is_some(),
-            Filler::SharedGradients => false,
-            Filler::ExpertGradients(_) => other.expert().is_some(),
+            IdleWork::SharedTile(_) => other.shared_rows().is_some(),
+            IdleWork::SharedGradients => false,
+            IdleWork::ExpertGradients(_) => other.expert().is_some(),
         }
     }
 }
 
-/// Multiplications of a matrix product of a tile that is worth another thread: they take some hundred microseconds, a thread about 20 to start.
+/// Multiplications per product from which a tile is worth another thread: they take some hundred microseconds, starting
+/// a thread about 20.
 const THREAD_WORK: usize = 4 << 20;
 
-/// Computes tiles in a forward or a backward pass, the threads together.
+/// Computes tiles in parallel.
 fn run_tiles<E: Element>(scratch: &mut [Scratch], work: Vec<(&Mlp<E>, BatchTile<'_, E>)>, is_forward: bool) {
-    in_parallel(scratch, work, |scratch, (mlp, tile)| match is_forward {
+    par_for_each(scratch, work, |scratch, (mlp, tile)| match is_forward {
         true => tile.forward(mlp, scratch),
         false => tile.backward(mlp, scratch),
     });
@@ -279,7 +280,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 
     fn peers(&self) -> impl Iterator<Item = usize> + use<T, E> {
-        // Each PE begins with the next one, so that they do not all write to PE 0 first.
+        // Starting with the next PE keeps the PEs from all writing to PE 0 first.
         let (me, n) = (self.me(), self.shmem.n_pes());
         (1..n).map(move |k| (me + k) % n)
     }
@@ -288,7 +289,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.memory.layout.chunk_rows
     }
 
-    /// The rows of chunk `chunk` of `rows` rows.
+    /// Rows of chunk `chunk`, out of `rows` rows.
     fn chunk_range(&self, rows: usize, chunk: usize) -> Range<usize> {
         let start = chunk * self.chunk_rows();
         start..rows.min(start + self.chunk_rows())
@@ -298,12 +299,17 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         rows.div_ceil(self.chunk_rows())
     }
 
-    /// The value of a chunk's signal in this pass: monotonic, and different each time its place is reused.
+    /// Signal value of a chunk in this pass: increasing, and different for each reuse of a window slot.
     fn stamp(&self, chunk: usize) -> u64 {
         (self.pass << ROUND_BITS) + (chunk / self.memory.layout.window_chunks) as u64 + 1
     }
 
-    /// Runs the pass to its end.
+    /// Runs the pass to completion.
+    ///
+    /// # Errors
+    ///
+    /// Returns `MoeError::Protocol` if a peer's header or rows are invalid, and a wait error if a peer is lost or the
+    /// deadline passes.
     pub fn run(&mut self) -> Result<(), MoeError> {
         self.begin();
         match self.options.mode {
@@ -314,7 +320,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         for pe in self.peers() {
             self.credits_used[pe] += self.chunks(self.saved.routes[pe].tokens.len()).saturating_sub(window) as u64;
         }
-        self.count_stream_credits();
+        self.record_stream_credits();
         Ok(())
     }
 
@@ -324,8 +330,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.gather_own();
         loop {
             self.send_chunks(usize::MAX);
-            let arrived = self.take_headers()? | self.gather_chunks()? | self.pass_on() | self.take_parts();
-            if self.compute_some() {
+            let arrived =
+                self.receive_headers()? | self.gather_chunks()? | self.forward_rows() | self.receive_partials();
+            if self.run_ready_tiles() {
                 self.return_chunks();
                 continue;
             }
@@ -336,18 +343,18 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if self.is_done() {
                 return Ok(());
             }
-            if !self.fill_some() {
+            if !self.run_idle_work() {
                 self.wait()?;
             }
         }
     }
 
-    /// The bulk-synchronous all-to-all: the same steps, each finished everywhere before the next begins.
+    /// Bulk-synchronous all-to-all: the same phases, separated by barriers.
     fn run_bulk(&mut self) -> Result<(), MoeError> {
         self.send_headers();
         self.gather_own();
         self.barrier("its counts, at a barrier")?;
-        self.take_headers()?;
+        self.receive_headers()?;
         for round in 0..self.saved.rounds {
             self.send_chunks((round + 1) * self.memory.layout.window_chunks);
             self.barrier("its rows, at a barrier")?;
@@ -357,18 +364,19 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
         }
         self.gather_chunks()?;
-        // What homes pass on, once they have all of it, and parts for homes are steps within a host, whose end each PE sees for itself.
-        while !self.has_passed_on() {
-            if !(self.pass_on() | self.gather_chunks()?) {
+        // Forwarding by relays and partial results stay within a host, and each PE detects their end by itself, without
+        // a barrier.
+        while !self.has_forwarded() {
+            if !(self.forward_rows() | self.gather_chunks()?) {
                 self.wait()?;
             }
         }
-        while self.compute_some() {}
-        while self.fill_some() {}
+        while self.run_ready_tiles() {}
+        while self.run_idle_work() {}
         self.barrier("its experts, at a barrier")?;
         self.return_chunks();
         while !self.has_returned() {
-            if self.take_parts() {
+            if self.receive_partials() {
                 self.return_chunks();
             } else {
                 self.wait()?;
@@ -385,9 +393,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let mut p = PassProgress {
             sent: vec![0; n],
             headers: vec![false; n],
-            taken: vec![vec![0; local]; n],
+            received_slots: vec![vec![0; local]; n],
             gathered: vec![0; n],
-            undone: vec![Vec::new(); n],
+            pending: vec![Vec::new(); n],
             computed: vec![0; n],
             returned: vec![0; n],
             returned_slots: vec![0; n],
@@ -395,21 +403,21 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             maps: (0..local).map(|_| TileMap::default()).collect(),
             tiles_left: vec![0; local],
             row: vec![0.0; self.config.hidden],
-            passing: vec![Vec::new(); n],
-            passed_on: vec![Vec::new(); n],
-            parts: vec![Vec::new(); n],
+            relay_rows: vec![Vec::new(); n],
+            forwarded: vec![Vec::new(); n],
+            partials: vec![Vec::new(); n],
             ..PassProgress::default()
         };
         if let Some(shared) = self.shared {
             if self.direction == Direction::Backward {
-                p.filler.push(Filler::SharedGradients);
+                p.idle_work.push(IdleWork::SharedGradients);
             } else {
                 self.saved.shared.resize_forward(shared.config(), self.config.hidden, self.saved.routing.tokens);
             }
             let tokens = 0..self.saved.routing.tokens;
-            let mut shared_tiles: Vec<_> = tiles(tokens, self.options.tile_rows()).map(Filler::SharedTile).collect();
+            let mut shared_tiles: Vec<_> = tiles(tokens, self.options.tile_rows()).map(IdleWork::SharedTile).collect();
             shared_tiles.reverse();
-            p.filler.append(&mut shared_tiles);
+            p.idle_work.append(&mut shared_tiles);
         }
         self.progress = p;
         let me = self.me();
@@ -425,7 +433,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             for (e, rows) in counts.into_iter().enumerate() {
                 self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, rows);
                 self.progress.origin[e].resize(rows, (0, 0));
-                // Enough to be worth tiles of their own, which can be computed before any other row has come.
+                // Enough own rows for tiles of their own, which can run before any other row arrives.
                 if 2 * rows >= self.options.tile_rows() {
                     self.add_tiles(e, 0..rows, 0);
                 }
@@ -438,21 +446,21 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if let Some(shared) = self.shared {
                 self.saved.shared.resize_backward(shared.config(), self.config.hidden);
             }
-            self.place();
+            self.assign_batch_rows();
         }
         self.begin_streams();
     }
 
-    /// Cuts rows of an expert into tiles; those below `there` are in the batch already.
-    fn add_tiles(&mut self, expert: usize, rows: Range<usize>, there: usize) {
+    /// Splits rows of an expert into tiles. Rows below `present` are in the batch already.
+    fn add_tiles(&mut self, expert: usize, rows: Range<usize>, present: usize) {
         let own = self.saved.inbound[self.me()].counts[expert];
         let p = &mut self.progress;
         let first = p.tiles.len();
         for tile in tiles(rows.clone(), self.options.tile_rows()) {
-            let missing = tile.end.saturating_sub(there.max(tile.start));
+            let missing = tile.end.saturating_sub(present.max(tile.start));
             p.tiles.push(Tile { expert, is_own: tile.end <= own, rows: tile, missing });
             if missing == 0 {
-                p.make_ready(p.tiles.len() - 1);
+                p.mark_ready(p.tiles.len() - 1);
             }
         }
         let count = p.tiles.len() - first;
@@ -462,9 +470,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// With all counts known, gives the rows of every PE their places in the experts' batches: own rows first, then
-    /// those of the following PEs in turn. The order, and so every sum over rows, does not depend on arrival.
-    fn place(&mut self) {
+    /// Assigns the rows of every PE to rows of the experts' batches, once all counts are known: own rows first, then
+    /// those of the following PEs. The order does not depend on arrival, so sums over rows are reproducible.
+    fn assign_batch_rows(&mut self) {
         let (me, n) = (self.me(), self.shmem.n_pes());
         let forward = self.direction == Direction::Forward;
         for e in 0..self.experts.len() {
@@ -478,17 +486,17 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if forward {
                 self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, total);
             } else if total == 0 {
-                self.progress.filler.push(Filler::ExpertGradients(e));
+                self.progress.idle_work.push(IdleWork::ExpertGradients(e));
             }
             self.progress.origin[e].resize(total, (0, 0));
             let tiled = self.progress.maps[e].segments.last().map_or(0, |s| s.1);
-            // In backward the own rows are gathered after this, in forward before.
+            // Backward gathers its own rows after this call, forward has gathered them before.
             self.add_tiles(e, tiled..total, if forward { own } else { 0 });
         }
-        self.progress.placed = true;
+        self.progress.batches_assigned = true;
     }
 
-    /// How many pieces of work the threads do before this PE looks at the others again: one each, or as many as there are where nobody else is.
+    /// Work items to run before polling the peers again: one per thread, or all of them if there are no peers.
     fn pieces(&self) -> usize {
         match self.scratch.len() {
             1 => 1,
@@ -497,8 +505,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Computes tiles whose rows are all there. Says whether there was any.
-    fn compute_some(&mut self) -> bool {
+    /// Computes ready tiles, at most `pieces()`. Returns false if none was ready.
+    fn run_ready_tiles(&mut self) -> bool {
         let (row, pieces) = (self.config.hidden * self.config.expert.intermediate, self.pieces());
         let p = &mut self.progress;
         let mut chosen: Vec<usize> = Vec::new();
@@ -529,58 +537,58 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         for tile in chosen {
             let Tile { expert, rows, .. } = &p.tiles[tile];
             for &(pe, row) in &p.origin[*expert][rows.clone()] {
-                p.undone[pe as usize][row as usize] -= 1;
+                p.pending[pe as usize][row as usize] -= 1;
             }
             p.tiles_left[*expert] -= 1;
             if !is_forward && p.tiles_left[*expert] == 0 {
-                p.filler.push(Filler::ExpertGradients(*expert));
+                p.idle_work.push(IdleWork::ExpertGradients(*expert));
             }
         }
         true
     }
 
-    /// Does pieces of work that no other PE waits for, of one kind. Says whether there was any.
-    fn fill_some(&mut self) -> bool {
+    /// Runs items of idle work, all of one kind. Returns false if none was left.
+    fn run_idle_work(&mut self) -> bool {
         let pieces = self.pieces();
-        let filler = &mut self.progress.filler;
-        let Some(first) = filler.pop() else { return false };
+        let idle_work = &mut self.progress.idle_work;
+        let Some(first) = idle_work.pop() else { return false };
         self.rec.enter(Phase::Expert);
         let mut work = vec![first];
         while work.len() < pieces
-            && let Some(next) = filler.pop_if(|next| next.goes_beside(&work[0]))
+            && let Some(next) = idle_work.pop_if(|next| next.can_run_with(&work[0]))
         {
             work.push(next);
         }
         let is_forward = self.direction == Direction::Forward;
-        if let (Filler::SharedGradients, Some(mlp)) = (&work[0], self.shared) {
+        if let (IdleWork::SharedGradients, Some(mlp)) = (&work[0], self.shared) {
             self.saved.shared.weight_gradients(mlp, &mut self.scratch[0], self.shared_grads.places());
         }
         if let Some(mlp) = self.shared {
-            let rows: Vec<Range<usize>> = work.iter().filter_map(Filler::shared_rows).collect();
+            let rows: Vec<Range<usize>> = work.iter().filter_map(IdleWork::shared_rows).collect();
             let tiles = self.saved.shared.tiles(mlp, &rows, is_forward);
             run_tiles(self.scratch, tiles.into_iter().map(|tile| (mlp, tile)).collect(), is_forward);
         }
-        let of: Vec<usize> = work.iter().filter_map(Filler::expert).collect();
+        let of: Vec<usize> = work.iter().filter_map(IdleWork::expert).collect();
         if of.is_empty() {
             return true;
         }
         let (batches, experts) = (&self.saved.batches, self.experts);
         match &mut self.expert_grads {
-            ExpertGradients::Taken(take) => {
+            ExpertGradients::Sink(sink) => {
                 for &e in &of {
-                    take(e, &mut |places| batches[e].weight_gradients(&experts[e], &mut self.scratch[0], places));
+                    sink(e, &mut |buffers| batches[e].weight_gradients(&experts[e], &mut self.scratch[0], buffers));
                 }
             }
-            ExpertGradients::Kept(grads) => {
-                let parts = grads.iter_mut().enumerate().filter(|(expert, _)| of.contains(expert));
-                in_parallel(self.scratch, parts.collect(), |scratch, (e, grads)| {
+            ExpertGradients::Own(grads) => {
+                let computed = grads.iter_mut().enumerate().filter(|(expert, _)| of.contains(expert));
+                par_for_each(self.scratch, computed.collect(), |scratch, (e, grads)| {
                     batches[e].weight_gradients(&experts[e], scratch, grads.places());
                 });
             }
         }
         let rows: usize = of.iter().map(|&e| batches[e].rows).sum();
         self.rec.computed(self.config.expert.forward_flop_per_row(self.config.hidden) * rows as f64);
-        if let (Some(exchange), ExpertGradients::Kept(grads)) = (&mut self.exchange, &mut self.expert_grads) {
+        if let (Some(exchange), ExpertGradients::Own(grads)) = (&mut self.exchange, &mut self.expert_grads) {
             self.rec.enter(Phase::AllReduce);
             of.iter().for_each(|&e| exchange.ready(e, &grads[e]));
             exchange.poll(grads);
@@ -590,20 +598,20 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     fn is_done(&self) -> bool {
         let p = &self.progress;
-        p.placed
+        p.batches_assigned
             && p.combine.0 == self.shmem.n_pes()
-            && p.filler.is_empty()
+            && p.idle_work.is_empty()
             && self.has_returned()
             && self.peers().all(|pe| p.sent[pe] == self.chunks(self.saved.routes[pe].tokens.len()))
             && p.tiles_left.iter().all(|&left| left == 0)
     }
 
-    /// Whether all results of this PE's experts are on their way.
+    /// Whether all results for other PEs have been sent.
     fn has_returned(&self) -> bool {
         self.peers().all(|pe| self.progress.returned[pe] == self.chunks(self.saved.inbound[pe].rows))
     }
 
-    /// Waits for anything that would let the pass go on.
+    /// Waits for any event that lets the pass make progress.
     fn wait(&mut self) -> Result<(), MoeError> {
         let mut waits = Vec::new();
         let mut names = Vec::new();
@@ -612,10 +620,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if !self.progress.headers[pe] {
                 waits.push(self.header_wait(pe));
                 names.push((pe, "its counts"));
-            } else if self.progress.placed && self.progress.gathered[pe] < self.chunks(incoming) {
-                // Only what would be acted on: rows that came before the last header would end the wait at once, for ever.
+            } else if self.progress.batches_assigned && self.progress.gathered[pe] < self.chunks(incoming) {
+                // Chunks that arrived before the last header are not waited for: they cannot be gathered yet, so the
+                // wait would return at once, again and again.
                 waits.push(self.chunk_wait(pe, self.progress.gathered[pe]));
-                names.push((self.written_by(pe), "its rows"));
+                names.push((self.writer_of(pe), "its rows"));
             }
             let sent = self.progress.sent[pe];
             if sent < self.chunks(outgoing)
@@ -625,9 +634,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 names.push((pe, "room in its window"));
             }
         }
-        self.stream_waits(&mut waits, &mut names);
+        self.add_stream_waits(&mut waits, &mut names);
         let (pe, chunk) = self.progress.combine;
-        // In bulk results are added after a barrier.
+        // Bulk mode adds results after a barrier.
         if self.options.mode == Mode::Pipelined && pe < self.shmem.n_pes() && pe != self.me() {
             let signal = self.memory.result_signal(pe, self.me(), chunk);
             waits.push(Wait { signal, cmp: Cmp::Ge, value: self.pass });
@@ -660,14 +669,14 @@ mod tests {
     use super::super::router::{Routing, routes};
     use super::*;
 
-    /// What a PE knows of `routes` to it.
+    /// The receiver's view of `routes`.
     fn inbound(routes: &Routes) -> Inbound {
-        let places = routes.slots.iter().map(|slot| (slot.expert, 0)).collect();
-        Inbound { rows: routes.tokens.len(), place_start: routes.slot_start.clone(), places, ..Inbound::default() }
+        let batch_rows = routes.slots.iter().map(|slot| (slot.expert, 0)).collect();
+        Inbound { rows: routes.tokens.len(), slot_start: routes.slot_start.clone(), batch_rows, ..Inbound::default() }
     }
 
     #[test]
-    fn rows_and_results_are_in_the_order_of_experts_on_both_sides() {
+    fn sender_and_receiver_order_rows_by_expert() {
         let mut rng = ChaCha8Rng::seed_from_u64(5);
         for round in 0..200 {
             let (experts, top_k, pes) = (rng.random_range(3..20), rng.random_range(1..4), rng.random_range(1..4));
@@ -688,7 +697,7 @@ mod tests {
                 assert!(sorted.is_sorted() && routes.slot_start.len() == rows + 1);
                 let returns: Vec<_> = routes.returns.iter().map(|&row| (from.last_expert(row as usize), row)).collect();
                 assert!(returns.is_sorted() && returns.len() == rows);
-                // The receiver learns it chunk by chunk, and what it knows never changes.
+                // The receiver extends the order chunk by chunk and never changes its prefix.
                 let chunk_rows = rng.random_range(1..40);
                 for end in (chunk_rows..rows).step_by(chunk_rows).chain((rows > 0).then_some(rows)) {
                     from.extend_returns(end);

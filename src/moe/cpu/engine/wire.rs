@@ -1,18 +1,17 @@
-//! Rows as they travel between PEs.
+//! Element type of rows in transit.
 
 use half::bf16;
 
 use crate::moe::cpu::kernels::Element;
 use crate::moe::spec::Dtype;
 
-/// Rows on their way: in the layer's element type, or rounded to bf16 ([`Options::wire`](crate::moe::Options::wire)).
+/// Rows in transit, in the layer's element type or rounded to bf16 ([`Options::wire`](crate::moe::Options::wire)).
 pub(super) enum WireRows<E> {
     Own(Vec<E>),
     Bf16(Vec<bf16>),
 }
 
 impl<E: Element> WireRows<E> {
-    /// Room for `len` elements.
     pub fn zeros(wire: Option<Dtype>, len: usize) -> Self {
         match wire {
             None => WireRows::Own(vec![E::default(); len]),
@@ -20,7 +19,7 @@ impl<E: Element> WireRows<E> {
         }
     }
 
-    /// Rounds `row` to the elements from `at` on.
+    /// Stores `row`, rounded, from element `at` on.
     pub fn set(&mut self, at: usize, row: &[f32]) {
         match self {
             WireRows::Own(rows) => E::convert(row, &mut rows[at..at + row.len()]),
@@ -28,7 +27,7 @@ impl<E: Element> WireRows<E> {
         }
     }
 
-    /// Widens all into `row`.
+    /// Converts all elements to f32; `row` has the same length.
     pub fn widen(&self, row: &mut [f32]) {
         match self {
             WireRows::Own(rows) => E::widen(rows, row),

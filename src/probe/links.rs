@@ -2,10 +2,9 @@
 
 use std::time::Duration;
 
-use super::{ProbeError, ProbeOptions, ProbeStage};
-use crate::cluster::fit::{Fit, fit};
-use crate::cluster::json::Probe;
-use crate::cluster::{Cluster, Device, Links, Matrix};
+use super::fit::{Fit, fit};
+use super::options::{ProbeError, ProbeOptions, ProbeStage};
+use crate::cluster::{Cluster, Device, Links, Matrix, Probe};
 
 /// One PE's end of the measurements, by whatever carries its messages: what [`probe_links_by`] calls, on all PEs in the same order. Times are in
 /// ms, by the clock of the PE that returns them.
@@ -86,7 +85,9 @@ impl ProbedLinks {
             contention: rows(&self.contention),
             exchange_factor: self.exchange_factor,
         };
-        Cluster { devices, links: Links::Matrix(matrix), sources: Default::default(), probe: Some(probe) }
+        let mut cluster = Cluster::new(devices, Links::Matrix(matrix));
+        cluster.probe = Some(probe);
+        cluster
     }
 }
 

@@ -1,6 +1,7 @@
 //! From a model and a batch to a workload.
 
-use crate::{InputError, Workload};
+use crate::error::InputError;
+use crate::workload::Workload;
 
 /// A Mixture-of-Experts model, as far as the planner looks at it.
 #[derive(Clone, Debug, PartialEq)]

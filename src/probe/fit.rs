@@ -1,6 +1,6 @@
 //! A line through the times of messages of several sizes.
 
-use super::Link;
+use crate::cluster::Link;
 
 /// The link that a set of times says there is.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use aristos_shmem::{Cmp, Pod, Shmem, SignalOp, Sym, Transport, Wait, WaitTimeout};
+use crate::shmem::{Cmp, Pod, Shmem, SignalOp, Sym, Transport, Wait, WaitTimeout};
 
 use super::links::{LinkProber, ProbedLinks, probe_links_by};
-use super::{ProbeError, ProbeOptions, ProbeStage, median, ms};
+use super::options::{ProbeError, ProbeOptions, ProbeStage, median, ms};
 
 /// In the low bits of a message's number: which size it has, or that it was the last.
 const SIZE_BITS: u32 = 8;

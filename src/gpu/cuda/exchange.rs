@@ -1,4 +1,4 @@
-//! What the PEs of a job find out of each other before they take their devices.
+//! Information that the PEs exchange before they open their devices.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use super::device::{self, DeviceInfo};
 use crate::gpu::GpuError;
 use crate::gpu::nvshmem::Bootstrap;
 
-/// Bytes of a host's name, among its PEs' exchanges.
+/// Bytes of a host id in an exchange.
 const HOST_BYTES: usize = 36;
 
-/// This PE's rank among those of its host (collective).
+/// This PE's rank on its host (collective).
 pub(super) fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result<usize, GpuError> {
     let mut mine = [0; HOST_BYTES];
     mine.iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
@@ -17,16 +17,17 @@ pub(super) fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result
     Ok(device::rank_on_host(&all.chunks(mine.len()).collect::<Vec<_>>(), bootstrap.my_pe()))
 }
 
-/// What PEs know of each other's devices.
+/// Facts about all PEs' devices.
 pub(super) struct Agreed {
-    /// How many have this PE's.
+    /// Number of PEs that share this PE's device.
     pub sharing: usize,
-    /// How many are on this PE's host.
+    /// Number of PEs on this PE's host.
     pub pes_here: usize,
     pub fewest_multiprocessors: u32,
 }
 
-/// That all PEs' devices run the same kernels, which the PEs' parts of a layer must; this PE may fill so many multiprocessors.
+/// Exchanges device properties and checks that all devices run the same kernels, as the parts of one layer must (collective).
+/// `multiprocessors` is this PE's share.
 pub(super) fn agree(
     bootstrap: &dyn Bootstrap,
     info: &DeviceInfo,
@@ -39,7 +40,7 @@ pub(super) fn agree(
     let mut mine = [0; BYTES];
     mine[0] = info.hopper().into();
     mine[1..33].iter_mut().zip(info.pci.bytes()).for_each(|(to, from)| *to = from);
-    // Devices of two hosts may have one address.
+    // PCI addresses are unique only within a host.
     mine[HOST].iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
     mine[PLACE.end..].copy_from_slice(&multiprocessors.to_le_bytes());
     let all = bootstrap.all_gather(&mine, limit)?;

@@ -5,13 +5,13 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::InputError;
-use crate::cluster::{Cluster, Number, Range, parse_json, read_text};
+use crate::cluster::Cluster;
+use crate::error::InputError;
+use crate::json::{Number, Range, parse_json, read_text};
 
 /// The experts and the schedule.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "RawWorkload", into = "RawWorkload")]
-#[non_exhaustive]
 pub struct Workload {
     /// FLOP of each expert in one pass of one MoE layer, for the tokens of one device's mini-batch, each expert having an even share of them.
     pub expert_flop: Vec<f64>,
@@ -124,7 +124,7 @@ impl Workload {
     ///
     /// # Errors
     /// One line: a device whose memory is known in MB alone, and a workload that does not say how large an expert is.
-    pub(crate) fn on<'c>(&self, cluster: &'c Cluster) -> Result<Cow<'c, Cluster>, InputError> {
+    pub fn on<'c>(&self, cluster: &'c Cluster) -> Result<Cow<'c, Cluster>, InputError> {
         let Some(expert_mb) = self.expert_mb else {
             let place = cluster.devices.iter().position(|d| d.memory_mb.is_some() && d.memory_experts == 0);
             return match place {

@@ -6,21 +6,17 @@
 //!
 //! Times are milliseconds, sizes megabytes of 10^6 bytes, rates FLOP per millisecond, as in the files.
 
-mod fit;
 mod json;
 mod links;
 mod presets;
-mod probe;
 
 use std::collections::{BTreeMap, HashMap};
 
-pub use fit::{Fit, fit};
-pub use json::{Count, Number, Probe, Range, parse_json, read_text};
 pub use links::{Edge, Link, LinkTable, Links, Matrix, Slowness, Tier, Tiers, TiersError};
 pub use presets::{PRESETS, preset};
-pub use probe::{
-    LinkProber, OwnDevice, ProbeError, ProbeOptions, ProbeStage, ProbedLinks, probe, probe_links, probe_links_by,
-};
+use serde::{Deserialize, Serialize};
+
+pub use crate::json::{Count, Number, Range, parse_json, read_text};
 
 /// One device.
 #[derive(Clone, Debug, PartialEq)]
@@ -50,10 +46,42 @@ impl Device {
     }
 }
 
+/// How a cluster was probed, beside what came of it: what says how far the figures can be trusted. The planner does not look at it.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Probe {
+    /// What the PEs talked over.
+    pub transport: String,
+    /// Sizes of the messages, bytes.
+    pub sizes_bytes: Vec<usize>,
+    /// The size that all sent at once, bytes.
+    pub together_bytes: usize,
+    /// By ordered pair, of the fit: median of |time - fitted time| / time; 0 on the diagonal.
+    pub residual: Vec<Vec<f64>>,
+    /// By ordered pair: time while every PE sends to one other and takes from one, over the time alone; 1 on the diagonal.
+    pub contention: Vec<Vec<f64>>,
+    /// By PE: time of everyone sending to everyone, over the sum of the PE's times alone.
+    pub exchange_factor: Vec<f64>,
+}
+
+impl Probe {
+    /// Times with no larger residual are a line's.
+    pub const FITS: f64 = 0.25;
+    /// The largest residual that a plan should be made on.
+    pub const USABLE: f64 = 0.5;
+
+    /// The links whose times fit a line worse than `limit`, as ordered pairs of devices by their places, with their residuals.
+    pub fn wild_links(&self, limit: f64) -> Vec<(usize, usize, f64)> {
+        let all = self.residual.iter().enumerate();
+        let all = all.flat_map(|(i, row)| row.iter().enumerate().map(move |(j, residual)| (i, j, *residual)));
+        all.filter(|(i, j, residual)| i != j && *residual > limit).collect()
+    }
+}
+
 /// Devices and links.
 ///
 /// ```
-/// use aristos_plan::cluster::{Cluster, LinkTable};
+/// use aristos_formats::cluster::{Cluster, LinkTable};
 ///
 /// let cluster = Cluster::from_json(
 ///     r#"{"version": 1,
@@ -67,7 +95,7 @@ impl Device {
 ///
 /// let error = Cluster::from_json(r#"{"version": 2, "devices": [], "links": {}}"#).unwrap_err();
 /// assert_eq!(error.to_string(), "version is 2, expected 1");
-/// # Ok::<(), aristos_plan::InputError>(())
+/// # Ok::<(), aristos_formats::InputError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]

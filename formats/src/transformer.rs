@@ -1,0 +1,70 @@
+//! The shape of a transformer without its routed experts.
+
+use crate::model::Model;
+
+/// The shapes of a model without its routed experts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Transformer {
+    /// Width of a token's hidden state, elements.
+    pub hidden: usize,
+    /// Layers, and those of them that have experts.
+    pub layers: (usize, usize),
+    /// Heads of the queries, and of keys and values.
+    pub heads: (usize, usize),
+    /// Width of a head: of queries and keys, of values.
+    pub head_dim: (usize, usize),
+    /// Multi-head latent attention (DeepSeek-V2, section 2.1), where the model has it.
+    pub latent: Option<Latent>,
+    /// Layers whose queries see only the last keys, and how many, their own included.
+    pub windowed: (usize, usize),
+    /// Width inside the gated MLP of a layer without experts, 0 if there is none.
+    pub dense_intermediate: usize,
+    /// Width inside the gated shared expert of a layer with experts, 0 if there is none.
+    pub shared_intermediate: usize,
+    /// Tokens of the vocabulary.
+    pub vocabulary: usize,
+}
+
+/// Queries, keys and values by way of narrower vectors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Latent {
+    /// Width of what queries are made of, 0 where that is the hidden state.
+    pub query_rank: usize,
+    /// Width of what keys and values are made of.
+    pub rank: usize,
+    /// The part of a key that all heads share, elements.
+    pub shared_key: usize,
+}
+
+impl Transformer {
+    /// A published model by its name, one of [`MODELS`](crate::MODELS), from the config.json that it was published with.
+    pub fn preset(name: &str) -> Option<Transformer> {
+        let model = Model::preset(name).ok()?;
+        let grouped = |heads, head_dim, vocabulary| Transformer {
+            hidden: model.hidden,
+            layers: (model.layers, model.moe_layers),
+            heads,
+            head_dim: (head_dim, head_dim),
+            latent: None,
+            windowed: (0, 0),
+            dense_intermediate: 0,
+            shared_intermediate: 0,
+            vocabulary,
+        };
+        Some(match name {
+            "mixtral-8x7b" => grouped((32, 8), 128, 32_000),
+            "mixtral-8x22b" => grouped((48, 8), 128, 32_768),
+            "qwen3-30b-a3b" => grouped((32, 4), 128, 151_936),
+            "qwen3-235b-a22b" => grouped((64, 4), 128, 151_936),
+            "deepseek-v3" => Transformer {
+                head_dim: (192, 128),
+                latent: Some(Latent { query_rank: 1536, rank: 512, shared_key: 64 }),
+                dense_intermediate: 18_432,
+                shared_intermediate: 2048,
+                ..grouped((128, 128), 128, 129_280)
+            },
+            "gpt-oss-120b" => Transformer { windowed: (18, 128), ..grouped((64, 8), 64, 201_088) },
+            _ => return None,
+        })
+    }
+}

@@ -1,0 +1,131 @@
+//! The work, the copies and the relays of a PE.
+
+use std::collections::VecDeque;
+
+use super::event::Kind;
+use crate::step::Cores;
+use crate::step::plan::Crossing;
+
+/// A piece of a PE's work.
+#[derive(Clone, Copy)]
+pub(super) enum Work {
+    /// Routes its tokens.
+    Route,
+    /// The router's gradients.
+    Router,
+    Tile(u32),
+    Copy(Copying),
+    /// Is in a put, until its target has taken it.
+    Put(Copying),
+    /// Work that nobody waits for: the shared expert, gradients of weights.
+    Filler,
+}
+
+/// The PEs at work on a host whose cores they share.
+#[derive(Default)]
+pub(super) struct HostWork {
+    pub(super) working: Vec<OnCore>,
+    /// As of when, s.
+    pub(super) at_s: f64,
+    /// Changes of who works: what was expected before one is void.
+    pub(super) turn: u64,
+}
+
+/// A PE at work.
+pub(super) struct OnCore {
+    pub(super) pe: usize,
+    pub(super) core: usize,
+    /// How long its work would still take alone, s.
+    pub(super) left_s: f64,
+}
+
+impl HostWork {
+    /// PEs at work on each core.
+    pub(super) fn on_cores(&self, cores: &Cores) -> Vec<usize> {
+        let mut on = vec![0; cores.count];
+        self.working.iter().for_each(|own| on[own.core] += 1);
+        on
+    }
+
+    /// Moves a PE at work from a core with three or more to one that has at least two fewer.
+    pub(super) fn balance(&mut self, cores: &Cores) {
+        let on = self.on_cores(cores);
+        let most = (0..cores.count).max_by_key(|&core| on[core]).unwrap_or(0);
+        let least = (0..cores.count).min_by_key(|&core| on[core]).unwrap_or(0);
+        if on[most] >= 3
+            && on[most] >= on[least] + 2
+            && let Some(last) = self.working.iter_mut().rev().find(|own| own.core == most)
+        {
+            last.core = least;
+        }
+    }
+
+    /// By PE at work, how many times as long as alone its work takes.
+    pub(super) fn slowdowns(&self, cores: &Cores) -> Vec<f64> {
+        let on = self.on_cores(cores);
+        let busy = on.iter().filter(|&&on| on > 0).count();
+        self.working.iter().map(|own| cores.slowdown(busy) * on[own.core] as f64).collect()
+    }
+}
+
+/// What a PE does with a chunk.
+#[derive(Clone, Copy)]
+pub(super) enum Copying {
+    /// Puts rows to a PE, which receives them as this chunk, or hands them on.
+    Send { to: u32, chunk: u32, kind: Kind },
+    /// Takes rows that have come, or its own, into their tiles.
+    Gather { chunk: u32 },
+    /// Sums the results of a chunk, and puts them to where its rows are from.
+    Return { chunk: u32 },
+    /// Adds results that came from `at`, of its chunk `chunk`, or that it has collected.
+    Add { at: u32, chunk: u32, kind: Kind },
+    /// Sums and adds results of its own rows.
+    AddOwn { chunk: u32 },
+}
+
+impl Copying {
+    pub(super) fn is_put(self) -> bool {
+        matches!(self, Copying::Send { .. } | Copying::Return { .. })
+    }
+}
+
+/// What a PE is to do with chunks, by what comes first: sending, gathering, returning, adding.
+#[derive(Default)]
+pub(super) struct Copies([VecDeque<(Copying, f64)>; 4]);
+
+impl Copies {
+    pub(super) fn push(&mut self, copy: Copying, flop: f64) {
+        let rank = match copy {
+            Copying::Send { .. } => 0,
+            Copying::Gather { .. } => 1,
+            Copying::Return { .. } => 2,
+            Copying::Add { .. } | Copying::AddOwn { .. } => 3,
+        };
+        self.0[rank].push_back((copy, flop));
+    }
+
+    /// The next of those that other PEs, or tiles, wait for.
+    pub(super) fn urgent(&mut self) -> Option<(Copying, f64)> {
+        self.0[..3].iter_mut().find_map(VecDeque::pop_front)
+    }
+
+    /// The next of the others.
+    pub(super) fn last(&mut self) -> Option<(Copying, f64)> {
+        self.0[3].pop_front()
+    }
+}
+
+/// What is still to come of a crossing in a pass.
+pub(super) struct Relaying {
+    /// PEs that have not gathered their part of its rows, and when the last of the others' credits is there, s.
+    pub(super) ungathered: u32,
+    pub(super) free_s: f64,
+    /// PEs whose part of its results is not there.
+    pub(super) uncollected: u32,
+}
+
+impl Relaying {
+    pub(super) fn new(crossing: &Crossing) -> Relaying {
+        Relaying { ungathered: crossing.parts.len() as u32, free_s: 0.0, uncollected: crossing.result_parts }
+    }
+}

@@ -1,0 +1,23 @@
+//! What the probes of CPUs and of devices share.
+
+use crate::job::request::ProbeRequest;
+
+/// The share of the available memory that experts may take; the rest is for tokens, symmetric heaps and whatever else runs.
+pub(super) const MEMORY_SHARE: f64 = 0.75;
+
+/// Where the number of experts comes from, which `memory` holds.
+pub(super) fn probe_sources(request: &ProbeRequest, memory: &str) -> impl Iterator<Item = (&'static str, String)> {
+    let expert = request.expert;
+    let gradient = if expert.training { " with its gradient in f32" } else { "" };
+    let mb = expert.bytes(request.device) * 1e-6;
+    std::iter::once(("memory_experts", format!("{memory}, over {mb:.3} MB of {}{gradient}", expert.text())))
+}
+
+/// This host's name, as the kernel has it.
+pub(super) fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match name.trim() {
+        "" => "localhost".to_string(),
+        name => name.to_string(),
+    }
+}
