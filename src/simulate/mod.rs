@@ -1,6 +1,6 @@
-//! A layer's step in virtual time: what `aristos run` would take on a cluster, before there is one.
+//! A layer's step in virtual time: predicts `aristos run` on a cluster that need not exist.
 //!
-//! The plan of each group is made by the layer's own code (`plans`), and the step simulated by `aristos-sim`.
+//! The layer's own code plans the work of each group (`plans`), and `aristos-sim` simulates the step.
 
 mod calibrate;
 mod calibration;
@@ -9,6 +9,7 @@ mod model;
 mod plans;
 mod report;
 mod rows;
+mod text;
 
 use std::thread;
 
@@ -23,74 +24,75 @@ use crate::sim::network::Nics;
 use crate::sim::routing::{Popularity, Routing};
 use crate::sim::step::{Affine, CopyFlop, Cores, Jitter, LayerCost, Schedule, Step, StepTimes, simulate};
 pub use calibrate::calibrate;
-pub use calibration::{CORES_MOST, Calibration, Fitted, PassTerms, Residual, Terms};
 use calibration::{CalibratedCost, RATE};
+pub use calibration::{Calibration, Fitted, MAX_CORES, PassTerms, Residual, Terms};
 pub use compare::{Compared, Comparison, compare};
 pub use model::{Dense, ModelTime, Part};
 use plans::{Choices, Plans, balanced, plans};
 pub use report::{Change, Memory, SimulatedConfig, SimulatedReport, Stragglers};
+pub use text::{calibration_text, comparison_text, simulated_text};
 
-/// Bytes of a row's count of slots and of a slot (expert, weight) on their way out, and of the gradient of a slot's weight on its way back.
+/// Bytes in dispatch of a row's number of slots and of a slot (expert, weight), and in combine of the gradient of a slot's weight.
 const OUT_BYTES: (f64, f64) = (4.0, 8.0);
 const BACK_BYTES: f64 = 4.0;
 /// Gradients are summed in f32.
 const GRADIENT_BYTES: f64 = 4.0;
-/// Pairs of PEs over all passes: beyond, nobody waits for an answer.
-const PAIRS_MOST: usize = 1 << 25;
-/// PEs of a group: what each has for each other one is kept.
-const GROUP_MOST: usize = 2048;
-/// Choices of experts of a step.
-const CHOICES_MOST: usize = 1 << 26;
-/// Chunks over all passes: beyond, nobody waits for an answer.
-const CHUNKS_MOST: usize = 1 << 26;
+/// Maximum pairs of PEs over all passes. More would take too long.
+const MAX_PAIRS: usize = 1 << 25;
+/// Maximum PEs of a group: memory is quadratic in it.
+const MAX_GROUP: usize = 2048;
+/// Maximum choices of experts in a step.
+const MAX_CHOICES: usize = 1 << 26;
+/// Maximum chunks over all passes. More would take too long.
+const MAX_CHUNKS: usize = 1 << 26;
 
-/// What might help: its name, how many times as fast ports to the network and FLOP are, and whether experts are placed by their loads.
+/// The changes under `would_help`: name, factors of the network ports and of FLOP, and whether experts are placed by their loads.
 const CHANGES: [(&str, (f64, f64), bool); 3] = [
     ("2x NIC", (2.0, 1.0), false),
     ("2x FLOP/s", (1.0, 2.0), false),
     ("experts placed by their loads", (1.0, 1.0), true),
 ];
 
-/// Where the tokens' experts come from.
+/// The source of the tokens' experts.
 pub enum Tokens {
-    /// A routing file; the steps are shared out over its records.
+    /// A routing file. The steps use its records in turn.
     File(Routing),
-    /// Drawn, so many tokens over all PEs.
+    /// Random choices.
     Drawn {
-        /// Tokens.
+        /// Tokens over all PEs.
         tokens: usize,
-        /// How often experts are chosen.
+        /// Distribution of the experts.
         popularity: Popularity,
-        /// Of the random numbers.
+        /// Seed of the random numbers.
         seed: u64,
     },
-    /// Those of a synthetic layer, so many over all PEs, as `aristos run` has them.
+    /// The tokens of a synthetic layer, as in `aristos run`, and their number over all PEs.
     Synthetic(Box<Synthetic>, usize),
 }
 
-/// The order of the rows that a PE sends another one.
+/// The order of the rows from one PE to another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RowOrder {
-    /// By (first expert there, token), results by (last expert, row): the layer's own.
+    /// By (first expert at the destination, token), results by (last expert, row): the order of the layer.
     #[default]
     Expert,
-    /// By token, there and back.
+    /// By token in both directions.
     Token,
 }
 
-/// How often a token's row is sent.
+/// The destinations of a token's row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RowsPer {
-    /// To each of its experts on another PE.
+    /// Each of its experts on another PE.
     Expert,
-    /// To each other PE with any of its experts: the layer's own.
+    /// Each other PE with any of its experts, as in the layer.
     #[default]
     Pe,
-    /// To each other host with any of its experts, to a PE there that hands it on, and sends back one sum; on its own host to each PE.
-    Node,
+    /// A relay on each other host with any of its experts, which forwards the row and returns one sum; each PE on the own host.
+    Host,
 }
 
-/// What is simulated.
+/// The input of a simulation.
 pub struct Simulated {
     /// The PEs.
     pub cluster: Cluster,
@@ -100,33 +102,33 @@ pub struct Simulated {
     pub groups: Groups,
     /// Element type.
     pub dtype: Dtype,
-    /// How the layer runs.
+    /// Options of the layer.
     pub options: Options,
     /// The tokens.
     pub tokens: Tokens,
     /// The order of rows.
     pub order: RowOrder,
-    /// How often rows are sent.
+    /// The destinations of rows.
     pub rows_per: RowsPer,
     /// Whether a step has a backward pass.
     pub backward: bool,
     /// Steps.
     pub steps: usize,
-    /// Slower and faster PEs.
+    /// Random variation of the PEs' speed.
     pub jitter: Option<Jitter>,
-    /// Who has a port to the network.
+    /// Network ports.
     pub nics: Nics,
-    /// The cores of each host, which its PEs share, where they are threads of a processor.
+    /// The cores of each host, if its PEs share them.
     pub cores: Option<Cores>,
-    /// What work takes on the machine, in place of the devices' rates.
+    /// Constants of a machine, instead of the devices' rates.
     pub calibration: Option<Calibration>,
-    /// What the layer's model has beside its routed experts, where the model is simulated.
+    /// The other parts of the model, if the whole model is simulated.
     pub dense: Option<Dense>,
-    /// PEs of which a timeline is kept, the first so many.
+    /// Timelines are recorded for PEs `0..traced`.
     pub traced: usize,
 }
 
-/// A layer as a model describes it: gated experts, a softmax router.
+/// The layer of a model: gated experts, a softmax router.
 pub fn layer_of(model: &Model) -> LayerConfig {
     let intermediate = (model.expert_parameters / (3.0 * model.hidden as f64)).round().max(1.0) as usize;
     let expert = MlpConfig::gated(intermediate, crate::moe::Activation::Silu);
@@ -136,7 +138,7 @@ pub fn layer_of(model: &Model) -> LayerConfig {
 /// The groups of a plan on a cluster; one group with even shares without a plan.
 ///
 /// # Errors
-/// One line that says where the plan is not one for this cluster and these experts.
+/// A plan for another cluster or other experts; the line names the entry.
 pub fn groups_on(cluster: &Cluster, plan: Option<&Plan>, experts: usize) -> Result<Groups> {
     let pes = cluster.devices.len();
     let Some(plan) = plan else { return Ok(Groups::one(Placement::even(experts, pes))) };
@@ -161,7 +163,7 @@ impl Simulated {
         }
     }
 
-    /// The most tokens of a PE.
+    /// Maximum tokens of a PE.
     fn most_tokens(&self) -> usize {
         match &self.tokens {
             Tokens::File(routing) => {
@@ -172,7 +174,7 @@ impl Simulated {
         }
     }
 
-    /// The layer's symmetric memory, of the group with the most of it.
+    /// The symmetric memory of the layer in the group that needs the most.
     fn layout(&self) -> Result<Layout> {
         let of = |g: usize| {
             let placement = self.groups.placement(g);
@@ -216,7 +218,7 @@ impl Simulated {
         LayerCost { tile_flop, gradient_flop, router_flop, shared_flop, copy_flop, ..rated }
     }
 
-    /// The cluster; with a calibration its devices are all of the machine that this is of. (Of PEs that share cores a probe tells no rates.)
+    /// The cluster. With a calibration, all devices have the calibrated machine's rate. (A probe of PEs that share cores gives no rates.)
     fn calibrated_cluster(&self) -> Cluster {
         let mut cluster = self.cluster.clone();
         if self.calibration.is_some() {
@@ -233,10 +235,10 @@ impl Simulated {
         }
     }
 
-    /// Simulates the steps, and what they would be with one thing changed.
+    /// Simulates the steps, and the steps with each of the changes.
     ///
     /// # Errors
-    /// One line: a layer, options or a routing file that do not fit together, or more than anyone would wait for.
+    /// A layer, options or a routing file that contradict each other, or a simulation that is too large.
     pub fn run(&self) -> Result<(SimulatedReport, StepTimes)> {
         self.check()?;
         let layout = self.layout()?;
@@ -253,11 +255,11 @@ impl Simulated {
             let chunks: usize = plans.groups.iter().map(|group| plans.plans[group.plan].chunks()).sum();
             let all_chunks = chunks.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
             ensure!(
-                all_chunks <= CHUNKS_MOST,
-                "`chunk_rows` is {}: {all_chunks} chunks over all steps, expected at most {CHUNKS_MOST}",
+                all_chunks <= MAX_CHUNKS,
+                "`chunk_rows` is {}: {all_chunks} chunks over all steps, expected at most {MAX_CHUNKS}",
                 self.layout()?.chunk_rows
             );
-            // This record's part of the steps.
+            // The number of steps with this record.
             let steps = self.steps / records + usize::from(record < self.steps % records);
             all.push((choices, plans, steps));
         }
@@ -293,7 +295,7 @@ impl Simulated {
         }
         let given: Vec<(&Plans, usize)> = all.iter().map(|(_, plans, steps)| (plans, *steps)).collect();
         let placed: Vec<(&Plans, usize)> = placed.iter().map(|(plans, steps)| (plans, *steps)).collect();
-        // Beside each other: none depends on another.
+        // In parallel: the simulations are independent.
         let (base, changed) = thread::scope(|scope| {
             let changes = CHANGES.map(|(change, speed, by_load)| {
                 let (plans, times) = (if by_load { &placed } else { &given }, &times);
@@ -301,7 +303,7 @@ impl Simulated {
                 (change, work, thread::Builder::new().spawn_scoped(scope, work))
             });
             let base = times(&given, (1.0, 1.0));
-            // Where a thread cannot start, this one does its work.
+            // If a thread cannot be started, this one does its work.
             let changed = changes.map(|(change, work, thread)| match thread {
                 Ok(thread) => (change, thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))),
                 Err(_) => (change, work()),
@@ -324,8 +326,8 @@ impl Simulated {
         ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
         ensure!(self.dense.as_ref().is_none_or(|dense| dense.sequence > 0), "`sequence` is 0, expected at least 1");
         ensure!(
-            self.calibration.is_none() || self.rows_per != RowsPer::Node,
-            "`rows_per` is node, expected pe or expert with a calibration: no engine hands rows on, so that nobody knows what it takes"
+            self.calibration.is_none() || self.rows_per != RowsPer::Host,
+            "`rows_per` is host, expected pe or expert with a calibration: the time of a relay has not been measured"
         );
         if let Some(calibration) = &self.calibration {
             let dtype = self.dtype.name();
@@ -338,22 +340,22 @@ impl Simulated {
         ensure!(self.tokens() > 0, "`tokens` is 0, expected at least 1");
         let choices = self.tokens().saturating_mul(self.config.router.top_k);
         ensure!(
-            choices <= CHOICES_MOST || matches!(self.tokens, Tokens::Drawn { .. }),
+            choices <= MAX_CHOICES || matches!(self.tokens, Tokens::Drawn { .. }),
             "`tokens` is {}, expected at most {}",
             self.tokens(),
-            CHOICES_MOST / self.config.router.top_k
+            MAX_CHOICES / self.config.router.top_k
         );
         let members = || (0..self.groups.len()).map(|g| self.groups.members(g).len());
         let largest = members().max().unwrap_or(0);
         ensure!(
-            largest <= GROUP_MOST,
-            "`plan`: a group has {largest} PEs, expected at most {GROUP_MOST} (without a plan all PEs are one group)"
+            largest <= MAX_GROUP,
+            "`plan`: a group has {largest} PEs, expected at most {MAX_GROUP} (without a plan all PEs are one group)"
         );
         let pairs: usize = members().map(|pes| pes.saturating_mul(pes)).fold(0, usize::saturating_add);
         let work = pairs.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
         ensure!(
-            work <= PAIRS_MOST,
-            "`steps` is {}, with {pairs} pairs of PEs in groups, expected at most {PAIRS_MOST} pairs over all passes",
+            work <= MAX_PAIRS,
+            "`steps` is {}, with {pairs} pairs of PEs in groups, expected at most {MAX_PAIRS} pairs over all passes",
             self.steps
         );
         if let Tokens::File(routing) = &self.tokens {
