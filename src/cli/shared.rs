@@ -12,6 +12,7 @@ use super::values::{ActivationArg, TransportArg};
 #[cfg(feature = "device")]
 use super::values::{GemmArg, SymmetricArg};
 use crate::cluster::{Cluster, preset, read_text};
+use crate::formats::routing::Routing;
 #[cfg(feature = "device")]
 use crate::job::request::DeviceKind;
 #[cfg(feature = "device")]
@@ -20,7 +21,6 @@ use crate::moe::{LayerConfig, MlpConfig, RouterConfig};
 use crate::plan::{InputError, Workload, loads_of_report};
 use crate::plot;
 use crate::report::Report;
-use crate::sim::routing::Routing;
 use crate::stdio::{print, print_line, say};
 
 /// The largest `--timeout`, seconds: half a year.
