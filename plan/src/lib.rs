@@ -30,6 +30,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod anneal;
 mod bound;
 mod choose;
 pub mod cluster;
@@ -56,6 +57,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use crate::cluster::{Cluster, Links};
+use anneal::in_threads;
 use choose::{Chosen, THOROUGH_DEVICES, choose};
 pub use error::{InputError, PlanError};
 pub use explain::{Alternative, Explanation, explain};
@@ -68,7 +70,7 @@ use placement::GroupDevices;
 pub use rebalance::{Rebalanced, expert_weights, rebalance_experts};
 pub use replan::{Replan, check, loads_of_report, replan};
 pub use replicate::Replication;
-use search::{THREAD_LEAST, in_threads};
+use search::THREAD_LEAST;
 use spread::{Spread, evaluate_spreads};
 pub use workload::Workload;
 
