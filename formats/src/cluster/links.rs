@@ -580,76 +580,56 @@ pub enum Links {
     Tiers(Tiers),
 }
 
+/// Calls a method of the table, whichever it is.
+macro_rules! delegate {
+    ($links:expr, $method:ident($($argument:expr),*)) => {
+        match $links {
+            Links::Matrix(matrix) => matrix.$method($($argument),*),
+            Links::Tiers(tiers) => tiers.$method($($argument),*),
+        }
+    };
+}
+
 impl LinkTable for Links {
     fn len(&self) -> usize {
-        match self {
-            Links::Matrix(matrix) => matrix.len(),
-            Links::Tiers(tiers) => tiers.len(),
-        }
+        delegate!(self, len())
     }
 
     fn exact_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
-        match self {
-            Links::Matrix(matrix) => matrix.exact_sums(members),
-            Links::Tiers(tiers) => tiers.exact_sums(members),
-        }
+        delegate!(self, exact_sums(members))
     }
 
     #[inline]
     fn link(&self, i: usize, j: usize) -> Link {
-        match self {
-            Links::Matrix(matrix) => matrix.link(i, j),
-            Links::Tiers(tiers) => tiers.link(i, j),
-        }
+        delegate!(self, link(i, j))
     }
 
     fn slowest_tree(&self, mb: f64) -> Vec<Edge> {
-        match self {
-            Links::Matrix(matrix) => matrix.slowest_tree(mb),
-            Links::Tiers(tiers) => tiers.slowest_tree(mb),
-        }
+        delegate!(self, slowest_tree(mb))
     }
 
     fn slowest_between(&self, group_of: &[u32], none: u32, mb: f64) -> Option<Edge> {
-        match self {
-            Links::Matrix(matrix) => matrix.slowest_between(group_of, none, mb),
-            Links::Tiers(tiers) => tiers.slowest_between(group_of, none, mb),
-        }
+        delegate!(self, slowest_between(group_of, none, mb))
     }
 
     fn sums_cost(&self, size: usize) -> u64 {
-        match self {
-            Links::Matrix(matrix) => matrix.sums_cost(size),
-            Links::Tiers(tiers) => tiers.sums_cost(size),
-        }
+        delegate!(self, sums_cost(size))
     }
 
     fn near_order(&self, mb: f64) -> Vec<(u32, f64)> {
-        match self {
-            Links::Matrix(matrix) => matrix.near_order(mb),
-            Links::Tiers(tiers) => tiers.near_order(mb),
-        }
+        delegate!(self, near_order(mb))
     }
 
     fn sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
-        match self {
-            Links::Matrix(matrix) => matrix.sums(members),
-            Links::Tiers(tiers) => tiers.sums(members),
-        }
+        delegate!(self, sums(members))
     }
 
     fn received_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
-        match self {
-            Links::Matrix(matrix) => matrix.received_sums(members),
-            Links::Tiers(tiers) => tiers.received_sums(members),
-        }
+        delegate!(self, received_sums(members))
     }
 
     fn exchanges(&self, members: &[u32], mb: &[Option<f64>]) -> Vec<f64> {
-        match self {
-            Links::Matrix(matrix) => matrix.exchanges(members, mb),
-            Links::Tiers(tiers) => tiers.exchanges(members, mb),
-        }
+        delegate!(self, exchanges(members, mb))
     }
 }
 
