@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_files_are_one_line() {
+    fn bad_files_are_reported_in_one_line() {
         let error = |from: &str, to: &str| {
             let text = SMALL.replace(from, to);
             assert_ne!(text, SMALL);

@@ -1,6 +1,6 @@
 //! One step of an MoE layer in virtual time, event by event: the layer's protocol (`docs/protocol.md`) over an alpha-beta network.
 //!
-//! A PE computes one tile at a time while rows travel. Its work, its send order, the chunks, the windows, their credits and the tiles are
+//! A PE computes one tile at a time while rows travel. The work and the send order of a PE, the chunks, the windows, their credits and the tiles are
 //! those of the layer: a [`GroupPlan`] is derived from the layer's own routes. Between expert-parallel groups gradients are summed once all
 //! owners of an expert have finished its backward.
 

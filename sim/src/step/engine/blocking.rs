@@ -1,6 +1,6 @@
 //! Blocking puts: a put returns when its target has received it, and a PE sends and receives messages only while it puts or waits.
 //!
-//! A put takes five messages: announcement, grant, data, request, acknowledgement. They share the link's latency. Grants and
+//! A put takes five messages: announcement, grant, data, request, acknowledgement. The five share the link's latency. Grants and
 //! acknowledgements queue behind the target's own outgoing rows: if two PEs put to each other, the later one waits until the other's rows
 //! have left, then the first one waits for the rows of the later one.
 

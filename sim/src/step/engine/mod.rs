@@ -60,7 +60,7 @@ struct Pe {
     headers_s: f64,
     /// Slowdown of its work in this step.
     slowness: f64,
-    /// Its core, if PEs share cores, and the end of its last work there, s.
+    /// The PE's core, if PEs share cores, and the end of its last work there, s.
     core: usize,
     worked_until_s: f64,
     end_s: f64,

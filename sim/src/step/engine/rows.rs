@@ -10,7 +10,7 @@ use crate::step::plan::Chunk;
 use aristos_formats::Span;
 
 impl Engine<'_> {
-    /// Queues a copy for a PE; it completes at once if it costs nothing. The caller then calls [`Engine::compute`].
+    /// Queues a copy for a PE; it completes at once if its cost is 0. The caller then calls [`Engine::compute`].
     pub(super) fn copy(&mut self, p: usize, copy: Copying) {
         let cost = &self.step.cost.copy_flop[usize::from(self.is_backward(p))];
         let of = |at: usize, chunk: u32| self.plan(at).chunks[chunk as usize];
@@ -68,7 +68,7 @@ impl Engine<'_> {
         }
     }
 
-    /// Sends the chunks of one window refill, starting with the next PE; returns the number of PEs that receive any.
+    /// Sends the chunks of one window refill, starting with the next PE; returns the number of chunks that PEs then receive.
     pub(super) fn send_chunks(&mut self, p: usize, round: u32) -> u32 {
         let n = self.step.groups[self.pes[p].group as usize].members.len() as u32;
         let me = self.pes[p].index;
