@@ -1,14 +1,12 @@
 //! The reference: the MoE layer, forward and backward, in f64 and in plain loops.
 //!
-//! It shares no code with the layer, only the configuration types that specify it. There is no
-//! dispatch, no packing and no split over PEs: expert by expert, the rows of the tokens that chose
-//! it go through its MLP and are added to the output. Its own gradients are tested against finite
+//! The reference shares no code with the layer, only the configuration types that specify it. Without dispatch, packing or PEs, it applies the MLP of one
+//! expert after the other to the rows of the tokens that chose it, and adds the results to the output. The gradients are tested against finite
 //! differences.
 //!
-//! The backward pass gives the gradients of
+//! The backward pass computes the gradients of
 //! `sum(grad_output * output) + aux_loss_coef * aux_loss + z_loss_coef * z_loss`.
-//! The choice of experts and the auxiliary loss's token counts are constants there; scores,
-//! renormalisation and scaling are differentiated.
+//! The choice of experts and the token counts of the auxiliary loss are constants; scores, renormalisation and scaling are differentiated.
 
 mod bound;
 mod compare;
@@ -37,11 +35,10 @@ pub use mlp::{Gradient, WeightLoader};
 use mlp::{Gradients, Mlp};
 use routing::Routing;
 
-/// What a layer's f32 logits may be off by, relative to the sum of their terms' magnitudes:
-/// some hundred f32 roundings.
+/// Maximum error of a layer's f32 logits relative to the sum of their terms' magnitudes: about a hundred f32 roundings.
 pub const CHOICE_TOLERANCE: f64 = 1e-5;
 
-/// One pass through the layer, to be computed by the reference.
+/// The input of the reference: one pass through the layer.
 pub struct Problem<'a> {
     /// The layer.
     pub config: &'a LayerConfig,
@@ -53,31 +50,31 @@ pub struct Problem<'a> {
     pub grad_output: Option<&'a [f32]>,
     /// The weights, already rounded to the run's dtype; the router's as the layer uses them.
     pub weights: &'a WeightLoader<'a>,
-    /// The layer's choice of experts, `[tokens, top_k]`, in any order within a token. It is verified,
-    /// and then used, since a near tie may fall either way in f32. Without it the reference chooses.
+    /// The layer's choice of experts, `[tokens, top_k]`, in any order within a token. The choice is verified and then used, because f32 rounding may
+    /// decide a near tie either way. Without it the reference chooses.
     pub chosen: Option<&'a [u32]>,
-    /// How far the layer's router logits may be off, relative to the sum of their terms' magnitudes,
-    /// when `chosen` is verified; usually [`CHOICE_TOLERANCE`].
+    /// Maximum error of the layer's router logits in the verification of `chosen`, relative to the sum of their terms' magnitudes; usually
+    /// [`CHOICE_TOLERANCE`].
     pub choice_tolerance: f64,
     /// The run's element type, for the bounds.
     pub dtype: Dtype,
 }
 
-/// What the layer should have computed.
+/// The results of the reference.
 #[derive(Clone, Debug)]
 pub struct Reference {
     /// `[tokens, hidden]`.
     pub output: Vec<f64>,
-    /// How far rounding may move each token's output.
+    /// Error bounds of each token's output.
     pub output_bounds: Bounds,
-    /// `[tokens, hidden]`, where there was a `grad_output`.
+    /// `[tokens, hidden]`, with a `grad_output`.
     pub grad_hidden_states: Option<Vec<f64>>,
-    /// How far rounding may move each token's.
+    /// Error bounds of each token's gradient.
     pub grad_hidden_states_bounds: Bounds,
     /// The gradient of every weight that has one, in its shape; empty without a `grad_output`, and
-    /// where [`reference_with`] handed them out.
+    /// if [`reference_with`] passed them to its callback.
     pub grads: BTreeMap<WeightId, Vec<f64>>,
-    /// How far rounding may move them.
+    /// Error bounds of the gradients.
     pub grad_bounds: BTreeMap<WeightId, Bounds>,
     /// The load-balancing loss, before its coefficient:
     /// `n_experts * sum_e (pairs of e / tokens) * (mean probability of e)`. 0 without tokens.
@@ -97,9 +94,8 @@ pub struct Reference {
 /// Computes the layer.
 ///
 /// # Errors
-/// One line where the configuration does not hold together, an input or a weight has the wrong
-/// length or cannot be loaded, a router logit is not finite, or the layer's choice of experts is
-/// wrong (with the token, the expert, and the scores).
+/// An invalid configuration, an input or a weight that has the wrong length or cannot be loaded, a router logit that is not finite, or a wrong choice of
+/// experts (with the token, the expert, and the scores).
 pub fn reference(problem: &Problem) -> Result<Reference, CheckError> {
     let (mut grads, mut grad_bounds) = (BTreeMap::new(), BTreeMap::new());
     let result = reference_with(problem, &mut |id, grad| -> Result<(), CheckError> {
@@ -110,8 +106,8 @@ pub fn reference(problem: &Problem) -> Result<Reference, CheckError> {
     Ok(Reference { grads, grad_bounds, ..result })
 }
 
-/// Computes the layer as [`reference()`] does, but hands each weight's gradient to `on_grad` as soon
-/// as it is known, so that only one expert's gradients are in memory at a time.
+/// Computes the layer as [`reference()`] does, but passes each weight's gradient to `on_grad` as soon as it is complete, so that only one expert's
+/// gradients are in memory at a time.
 ///
 /// # Errors
 /// As [`reference()`], and those of `on_grad`.
@@ -209,24 +205,24 @@ pub fn reference_with<E: From<CheckError>>(
     })
 }
 
-/// The pass under way.
+/// The state of the forward pass.
 struct Layer<'a, E> {
     problem: &'a Problem<'a>,
     rounding: Rounding,
     x: Matrix,
     output: Matrix,
-    /// Bounds on the errors of the output's rows so far.
+    /// Error bounds of the output's rows.
     output_bounds: Vec<f64>,
     backward: Option<Backward<'a, E>>,
 }
 
-/// The backward pass under way.
+/// The state of the backward pass.
 struct Backward<'a, E> {
     /// The output's gradient.
     dy: Matrix,
-    /// The input's gradient so far.
+    /// The input's gradient.
     dx: Matrix,
-    /// Bounds on the errors of its rows.
+    /// Error bounds of the rows of `dx`.
     dx_bounds: Vec<f64>,
     /// The routing weights' gradient, `[tokens, top_k]`.
     d_weights: Vec<Bounded>,
@@ -380,7 +376,7 @@ impl<E: From<CheckError>> Layer<'_, E> {
         grads.into_iter().try_for_each(|(id, grad)| (b.on_grad)(id, grad))
     }
 
-    /// `output[t] += factor * row`. The sum of what one PE adds may be rounded on its way, no more than each part by itself.
+    /// `output[t] += factor * row`. A PE's partial sum may be rounded once in transit; the bound covers a rounding of each part.
     fn add_output(&mut self, t: usize, factor: Bounded, row: &[f64], row_bound: f64) {
         axpy(factor.value, row, self.output.row_mut(t));
         let norm = bound::norm(row);
