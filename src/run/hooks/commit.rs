@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::{Pass, StepContext, StepHook};
 use crate::moe::MoeLayer;
-use crate::moe::metrics::{PassOutcome, Phase};
+use crate::moe::metrics::{PassOutcome, Phase, Traffic};
 use crate::report::{PassReport, PeReport, StepReport, TrafficReport};
 
 /// Measures the passes, and makes each step final once every PE has its results.
