@@ -1,31 +1,29 @@
-//! Aristos: a Mixture-of-Experts (MoE) runtime whose processing elements (PEs) move tokens with
-//! one-sided puts and signals, so that an expert computes on the tokens that have arrived while
-//! the others are still on their way. Forward and backward.
+//! Aristos: a Mixture-of-Experts (MoE) runtime. Processing elements (PEs) exchange tokens by one-sided puts and signals, so that experts compute on
+//! tokens that have arrived while others are in flight. Forward and backward.
 //!
-//! The modules, from the bottom up; arrows point one way:
+//! The modules, from the bottom up. A module depends on modules above it in this list only:
 //!
-//! - [`shmem`], a package of its own, `aristos-shmem`: the one-sided layer, a trait and its transports;
+//! - [`shmem`] (package `aristos-shmem`): one-sided communication, a trait and its transports;
 //! - `gpu` (features `cuda`, `emulate`): devices, their memory, and launches of the kernels in `kernels/`;
-//! - [`moe`]: the layer: router, dispatch, experts, combine, their backward; its CPU kernels are a package of their own,
-//!   `aristos-cpu-kernels`;
-//! - [`checkpoint`]: Hugging Face layouts in, result files out;
+//! - [`moe`]: the layer: router, dispatch, experts, combine, and their backward; its CPU kernels are the package `aristos-cpu-kernels`;
+//! - [`checkpoint`]: reads Hugging Face checkpoints, writes result files;
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
-//! - [`job`]: a request, the PEs that carry it out, and what they send: processes, launchers, MPI;
-//! - [`stdio`]: what is said on standard output and standard error;
-//! - [`formats`], a package of its own, `aristos-formats`: files, with [`cluster`]: devices and links;
-//! - [`plan`], a package of its own, `aristos-plan`: the planner of groups and placement;
+//! - [`job`]: requests, and the PEs that execute them: processes, launchers, TCP, MPI;
+//! - [`stdio`]: standard output and standard error;
+//! - [`formats`] (package `aristos-formats`): files, with [`cluster`]: devices and links;
+//! - [`plan`] (package `aristos-plan`): the planner of groups and placement;
 //! - [`probe`]: measures a cluster over a transport;
-//! - [`sim`], a package of its own, `aristos-sim`: models of layers, networks and steps in virtual time;
+//! - [`sim`] (package `aristos-sim`): models of layers, networks and steps in virtual time.
 //!
-//! With the feature `command`, which is on unless a dependency is declared with `default-features = false`:
+//! With the feature `command`, which is a default feature:
 //!
-//! - `report`: tables, JSON and traces; `plot`: pictures;
+//! - `report`: tables, JSON and traces; `plot`: plots;
 //! - `bench`: benchmarks;
-//! - `doctor`: what this machine has of what a run needs;
+//! - `doctor`: checks this machine for the requirements of each kind of run;
 //! - `run`: steps of a layer; `simulate`: the same in virtual time;
 //! - `cli`: one thin file per subcommand.
 
-// A full disk or a closed pipe would end the process: see `stdio`.
+// `println!` panics on a full disk or a closed pipe: see `stdio`.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 #[cfg(feature = "command")]

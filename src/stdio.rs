@@ -1,28 +1,28 @@
-//! Standard output and standard error. Nothing else in this program writes to them, so that nothing is lost without a word, and
-//! nothing panics where they are full or closed.
+//! Standard output and standard error. All writes go through this module: an error on standard output is reported, and a full or closed stream
+//! never causes a panic.
 
 use std::error::Error;
 use std::io::{self, ErrorKind, Write};
 
-/// The exit code of a command whose reader has seen enough (`| head`): what a shell calls the end by SIGPIPE.
+/// The exit code when the reader has closed the pipe (`| head`): the shell's code for SIGPIPE.
 pub const READER_GONE: u8 = 128 + signal_hook::consts::SIGPIPE as u8;
 
-/// Why standard output does not take what is written.
+/// An error of standard output.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OutputError {
-    /// Nobody reads it any more, which is no failure to be told of.
+    /// The reader has closed the pipe. The command ends without a message.
     #[error("standard output is closed")]
     ReaderGone,
-    /// The system refused, as for a full disk.
+    /// The write failed, for example on a full disk.
     #[error("cannot write to standard output: {0}")]
     Refused(io::Error),
 }
 
-/// Writes `text`, which ends with its newline, to standard output, and sees that it has arrived.
+/// Writes `text`, including its newline, to standard output and flushes it.
 ///
 /// # Errors
-/// It does not take it all.
+/// A closed pipe or a failed write.
 pub fn print(text: &str) -> Result<(), OutputError> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(|error| match error.kind() {
@@ -31,7 +31,7 @@ pub fn print(text: &str) -> Result<(), OutputError> {
     })
 }
 
-/// As `println!`, in a function that returns a `Result`: what standard output does not take is its error.
+/// `println!` for functions that return a `Result`: a failed write is returned.
 #[cfg(feature = "command")]
 macro_rules! out_line {
     ($($what:tt)*) => {
@@ -49,15 +49,15 @@ pub fn print_line(text: &str) -> Result<(), OutputError> {
     print(&format!("{}\n", text.trim_end()))
 }
 
-/// A line is cut at this many characters, in the middle.
+/// Maximum characters of a line. A longer line loses its middle.
 const LINE_CHARS: usize = 1000;
 
-/// Says a line on standard error. Where that is full or closed nobody can be told, and whoever says it goes on.
+/// Writes a line to standard error. Write errors are ignored.
 pub fn say(line: &str) {
     let _ = io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
-/// An error with its causes, but for those that it names itself.
+/// An error with its causes, except those that its text contains.
 pub fn with_causes(error: &(dyn Error + 'static)) -> String {
     let mut line = error.to_string();
     let mut cause = error.source();
@@ -79,7 +79,7 @@ pub fn one_line(text: &str) -> String {
     if chars <= LINE_CHARS {
         return line;
     }
-    // What is wrong stands at the end as often as at the beginning.
+    // Either end may state the problem.
     const CUT: &str = " ... ";
     let half = (LINE_CHARS - CUT.len()) / 2;
     let (head, tail) = (line.chars().take(half), line.chars().skip(chars - half));
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cause_is_said_once() {
+    fn cause_is_printed_once() {
         #[derive(Debug, thiserror::Error)]
         #[error("cannot {what}: {source}")]
         struct Says {
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_line_keeps_both_ends() {
+    fn long_line_keeps_both_ends() {
         assert_eq!(one_line("a\nb\t\x1b[1mc"), "a b [1mc");
         let line = one_line(&format!("begin {} end", "x".repeat(5000)));
         assert!(line.starts_with("begin x") && line.contains("x ... x") && line.ends_with("x end"), "{line}");

@@ -1,4 +1,4 @@
-//! `aristos bench` as a command, on a layer small enough for a test; nothing here depends on how fast it is.
+//! `aristos bench` as a command, on a layer small enough for a test; the tests do not depend on its speed.
 
 #[path = "binary/mod.rs"]
 mod binary;
@@ -18,7 +18,7 @@ fn bench(args: &[&str]) -> Output {
 }
 
 #[test]
-fn every_measurement_is_there_for_any_number_of_pes() {
+fn all_measurements_run_with_any_number_of_pes() {
     let folder = tempfile::tempdir().unwrap();
     for pes in [1, 2, 3, 7] {
         let file = folder.path().join("samples.csv");
@@ -44,7 +44,7 @@ fn every_measurement_is_there_for_any_number_of_pes() {
 }
 
 #[test]
-fn a_layer_that_this_machine_cannot_hold_is_refused() {
+fn layer_beyond_the_memory_is_an_error() {
     let args = ["bench", "moe", "--hidden", "65536", "--intermediate", "65536", "--experts", "512", "--tokens", "24"];
     let output = Command::new(env!("CARGO_BIN_EXE_aristos")).args(args).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
@@ -53,7 +53,7 @@ fn a_layer_that_this_machine_cannot_hold_is_refused() {
 }
 
 #[test]
-fn bad_arguments_are_one_line() {
+fn invalid_arguments_are_one_line() {
     for (args, line) in [
         (&["--iterations", "0"][..], "aristos: --iterations is 0, expected at least 1\n"),
         (&["--top-k", "6"], "aristos: top-k is 6, expected 1 to 5, the number of experts\n"),
@@ -72,7 +72,7 @@ fn bad_arguments_are_one_line() {
 }
 
 #[test]
-fn measurements_side_by_side_take_different_cpus() {
+fn concurrent_measurements_use_different_cpus() {
     // On a host of its own: other tests' measurements take CPUs too.
     let Some(hosts) = hosts::Hosts::make(1) else { return };
     if thread::available_parallelism().map_or(1, |cpus| cpus.get()) < 2 {

@@ -1,4 +1,4 @@
-//! `aristos bench p2p` as a command, with few samples; nothing here depends on how fast it is.
+//! `aristos bench p2p` as a command, with few samples; the tests do not depend on the measured times.
 
 mod bench_common;
 
@@ -19,7 +19,7 @@ fn number(row: &Value, key: &str) -> f64 {
 }
 
 #[test]
-fn one_command_gives_every_figure_and_the_plots() {
+fn all_figures_and_plots_are_written() {
     let folder = tempfile::tempdir().unwrap();
     let (csv, plots) = (folder.path().join("rows.csv"), folder.path().join("a/b"));
     let files = ["--json", "--csv", csv.to_str().unwrap(), "--plot", plots.to_str().unwrap()];
@@ -96,7 +96,7 @@ fn one_command_gives_every_figure_and_the_plots() {
 }
 
 #[test]
-fn operations_sizes_and_pairs_are_chosen() {
+fn flags_select_operations_sizes_and_pairs() {
     let chosen = ["--op", "put-signal", "--min", "1", "--max", "1KiB", "--pair", "all", "--pes", "3", "--json"];
     let output = aristos(&[&FEW[..6], &chosen].concat());
     assert!(output.status.success(), "{output:?}");
@@ -107,7 +107,7 @@ fn operations_sizes_and_pairs_are_chosen() {
     let sizes: BTreeSet<u64> = figures.iter().map(|row| row["bytes"].as_u64().unwrap()).collect();
     assert_eq!(sizes.into_iter().collect::<Vec<_>>(), [1, 4, 16, 64, 256, 1024]);
     assert_eq!(figures.len(), 3 * 2 * 6);
-    // The other way round, and a size that is no power of two.
+    // The pair in reverse order, and a size that is not a power of two.
     let output =
         aristos(&[&FEW[..6], &["--op", "get", "--min", "24B", "--max", "24", "--pair", "2,0", "--json"]].concat());
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -119,7 +119,7 @@ fn operations_sizes_and_pairs_are_chosen() {
 }
 
 #[test]
-fn bad_arguments_are_one_line() {
+fn invalid_arguments_are_one_line() {
     for (args, line) in [
         (&["--min", "x"][..], "--min is x, expected 1 byte to 1GiB, as 16, 4KiB or 1MiB"),
         (&["--max", "4XiB"], "--max is 4XiB, expected 1 byte to 1GiB, as 16, 4KiB or 1MiB"),
@@ -160,7 +160,7 @@ fn bad_arguments_are_one_line() {
 }
 
 #[test]
-fn a_killed_pe_is_named() {
+fn killed_pe_is_reported() {
     let args = ["bench", "p2p", "--iterations", "1000000", "--max", "64", "--op", "put-signal", "--pes", "3"];
     for pe in [0, 2] {
         let error = kill_a_pe(&args, pe);

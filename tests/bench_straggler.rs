@@ -1,5 +1,5 @@
-//! `aristos bench straggler` as a command: whom it names. Nothing here depends on how fast it is: the noise that is
-//! made is larger than what a busy machine makes by itself, whose PEs lose their CPUs for tens of milliseconds.
+//! `aristos bench straggler` as a command, and the culprits that it names. The injected noise exceeds the noise of a busy machine, whose PEs lose their
+//! CPUs for tens of milliseconds.
 
 mod bench_common;
 mod undisturbed;
@@ -8,7 +8,7 @@ use bench_common::{aristos, assert_png_if_built, kill_a_pe, refusal, rows};
 use serde_json::Value;
 use undisturbed::{first, undisturbed};
 
-/// Seeds of the test of culprits; `ARISTOS_STRAGGLER_SEEDS=100` tries as many as were tried by hand.
+/// Number of seeds of the culprit test; the environment variable `ARISTOS_STRAGGLER_SEEDS` overrides it.
 const SEEDS: u64 = 8;
 
 fn report(args: &[&str]) -> Value {
@@ -18,12 +18,12 @@ fn report(args: &[&str]) -> Value {
 }
 
 #[test]
-fn the_injected_culprit_is_named() {
+fn injected_culprit_is_reported() {
     let seeds = std::env::var("ARISTOS_STRAGGLER_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(SEEDS);
     let mut wrong = Vec::new();
     for seed in 0..seeds {
         let pes = 2 + seed as usize % 2;
-        // Which one, and which kind, the seed decides; with imbalance and jitter beside it.
+        // The seed determines the culprit and its kind. Imbalance and jitter are added.
         let (pe, other) = (seed as usize / 2 % pes, (seed as usize / 2 + 1) % pes);
         let (inject, want) = match seed / 4 % 2 {
             0 => (format!("slow-pe={pe}:60"), serde_json::json!({"cause": "late-pe", "pe": pe})),
@@ -47,7 +47,7 @@ fn the_injected_culprit_is_named() {
 }
 
 #[test]
-fn the_figures_are_those_of_the_lines() {
+fn statistics_are_those_of_the_csv() {
     let folder = tempfile::tempdir().unwrap();
     let (csv, plots) = (folder.path().join("steps.csv"), folder.path().join("plots"));
     let files = ["--csv", csv.to_str().unwrap(), "--plot", plots.to_str().unwrap()];
@@ -91,10 +91,10 @@ fn the_figures_are_those_of_the_lines() {
 }
 
 #[test]
-fn one_pe_waits_for_nobody_and_the_table_names_the_culprit() {
-    let alone = report(&["--steps", "5", "--pes", "1", "--mode", "bulk"]);
+fn single_pe_has_no_delay_and_the_table_names_the_culprit() {
+    let alone = report(&["--steps", "5", "--pes", "1", "--sync", "bulk"]);
     assert_eq!((alone["modes"][0]["max_delay_us"].as_f64(), &alone["modes"][0]["culprit"]), (Some(0.0), &Value::Null));
-    let args = ["--steps", "12", "--pes", "2", "--mode", "one-sided", "--inject", "slow-pe=1:300", "--bytes", "64"];
+    let args = ["--steps", "12", "--pes", "2", "--sync", "one-sided", "--inject", "slow-pe=1:300", "--bytes", "64"];
     let table = || String::from_utf8(aristos(&[&["bench", "straggler"], &args[..]].concat()).stdout).unwrap();
     let table = first(table, |table| table.contains("scheduler"));
     assert!(table.contains("one-sided: culprit: PE 1, which sent late, has "), "{table}");
@@ -102,7 +102,7 @@ fn one_pe_waits_for_nobody_and_the_table_names_the_culprit() {
 }
 
 #[test]
-fn bad_arguments_are_one_line() {
+fn invalid_arguments_are_one_line() {
     let noise = |text: &str| format!("--inject is {text}, expected slow-pe=P:FACTOR, slow-link=A-B:US or jitter=US");
     for (args, line) in [
         (&["--steps", "0"][..], "--steps is 0, expected at least 1".to_string()),
@@ -129,7 +129,7 @@ fn bad_arguments_are_one_line() {
 }
 
 #[test]
-fn a_killed_pe_is_named() {
-    let error = kill_a_pe(&["bench", "straggler", "--steps", "1000000", "--pes", "3", "--mode", "one-sided"], 1);
+fn killed_pe_is_reported() {
+    let error = kill_a_pe(&["bench", "straggler", "--steps", "1000000", "--pes", "3", "--sync", "one-sided"], 1);
     assert!(error.starts_with("aristos: PE 1 was killed by signal 9 (SIGKILL) in phase "), "{error}");
 }

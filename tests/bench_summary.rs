@@ -14,7 +14,7 @@ fn parts(summary: &Value) -> Vec<(&str, f64)> {
 }
 
 #[test]
-fn a_run_and_its_report_have_the_same_parts() {
+fn run_and_report_have_the_same_parts() {
     let output = aristos(&[&["bench", "summary", "--json", "--attention-ms", "1.5"], &SMALL[..]].concat());
     assert!(output.status.success(), "{output:?}");
     let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -49,7 +49,7 @@ fn a_run_and_its_report_have_the_same_parts() {
 }
 
 #[test]
-fn bad_arguments_are_one_line() {
+fn invalid_arguments_are_one_line() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);

@@ -48,13 +48,13 @@ enum Numbers {
     Even,
     /// Tokens all alike, and weights of one value.
     Constant,
-    /// Few tokens, many times over.
+    /// A few tokens, repeated many times.
     Repeated,
     /// Inputs of about a thousand.
     Large,
-    /// Inputs that f32 hardly has.
+    /// Inputs near the smallest f32.
     Tiny,
-    /// Each second expert is the negative of the one before, so that what they give cancels.
+    /// Every second expert is the negative of the one before, so that their results cancel.
     Cancelling,
     /// One element of a token is far larger than the others.
     Outlier,
@@ -239,7 +239,7 @@ fn random_case(seed: u64) -> (Case, usize, String) {
 }
 
 #[test]
-fn no_alarm_for_a_correct_run_in_any_shape() {
+fn correct_runs_of_any_shape_pass() {
     let sample = Sample::new(100, 5000);
     let (mut alarms, mut skipped) = (Vec::new(), 0);
     for seed in sample.numbers() {
@@ -249,13 +249,13 @@ fn no_alarm_for_a_correct_run_in_any_shape() {
         let finite = |values: &[f64]| values.iter().all(|v| v.is_finite());
         let mut all = want.grads.values().chain([&want.output]).chain(&want.grad_hidden_states);
         if !all.all(|values| finite(values)) {
-            // Scores that vanish even in f64: there is nothing to compare with.
+            // Scores that underflow even in f64: the reference is not finite.
             skipped += 1;
             continue;
         }
         let mut wrong = case.wrong(&step, &want);
-        // f32 has no numbers for what comes out of some outliers: that a result is none is no false alarm where rounding alone may be more than
-        // all of it.
+        // The results of some outliers overflow f32. An infinite result is not a false alarm if the rounding bound alone exceeds the whole
+        // result.
         let overflown =
             |comparison: &Comparison| comparison.deviation.relative.is_infinite() && comparison.tolerance > 1e3;
         wrong.retain(|comparison| !overflown(comparison));
@@ -265,7 +265,7 @@ fn no_alarm_for_a_correct_run_in_any_shape() {
     assert!(alarms.is_empty(), "{} alarms:\n{}", alarms.len(), alarms.join("\n"));
 }
 
-/// A case whose numbers leave no doubt about what is right, with a description.
+/// A well-conditioned case, with a description.
 fn clear_case(seed: u64) -> (Case, usize, String) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut pick = |values: &[usize]| values[rng.random_range(0..values.len())];
@@ -282,10 +282,9 @@ fn clear_case(seed: u64) -> (Case, usize, String) {
     (Case::new(config, dtype, tokens, Numbers::Even, seed), pick(&[1, 2, 3]), what)
 }
 
-/// One token's output is lost, two experts are taken for each other, an expert's weights are of another step, a gradient has the wrong sign:
-/// the check sees all of them, in any shape.
+/// The check detects a lost token, swapped experts, an expert's weights of another step, and a gradient with the wrong sign, in any shape.
 #[test]
-fn planted_faults_are_seen() {
+fn injected_faults_are_detected() {
     for seed in Sample::new(20, 500).numbers() {
         let (case, n, what) = clear_case(seed);
         let fault = ["lost row", "swapped experts", "stale weight", "wrong sign"][(seed / 2) as usize % 4];
@@ -359,7 +358,7 @@ fn dtypes() -> Vec<Dtype> {
     Sample::new(1, all.len() as u64).numbers().map(|number| all[number as usize]).collect()
 }
 
-/// What was computed, and what should have been. No CPU layer computes in f16: the reference rounded to it stands in.
+/// The layer's results and the reference. The CPU layer has no f16: there, the rounded reference replaces the layer.
 fn computed(case: &Case) -> (Step, Reference) {
     if case.dtype != Dtype::F16 {
         let step = case.run(3);
@@ -404,7 +403,7 @@ impl Rows<'_> {
 }
 
 #[test]
-fn one_wrong_row_of_thousands_is_caught() {
+fn wrong_row_among_thousands_is_detected() {
     for dtype in dtypes() {
         let case = Case::new(plain_config(8), dtype, TOKENS, Numbers::Even, 77);
         let (step, want) = computed(&case);
@@ -419,7 +418,7 @@ fn one_wrong_row_of_thousands_is_caught() {
         let of_output = relative(&want.output_bounds, &want.output);
         let of_gradient = relative(&want.grad_hidden_states_bounds, want.grad_hidden_states.as_ref().unwrap());
         println!("{dtype:?}: bounds over norms of rows, median and P99: {of_output:?}, gradient {of_gradient:?}");
-        // The same layer without one expert.
+        // The layer without one expert.
         let lost = 3;
         let mut without = Case::new(plain_config(8), dtype, TOKENS, Numbers::Even, 77);
         let down = without.weights.iter_mut().find(|(id, _)| *id == WeightId::Expert(lost, Proj::Down)).unwrap();
@@ -473,7 +472,7 @@ fn one_wrong_row_of_thousands_is_caught() {
 }
 
 #[test]
-fn a_wrong_row_or_column_of_a_gradient_is_caught() {
+fn wrong_row_or_column_of_a_gradient_is_detected() {
     for dtype in dtypes() {
         let case = Case::new(plain_config(8), dtype, TOKENS, Numbers::Even, 78);
         let (step, want) = computed(&case);
@@ -501,7 +500,7 @@ fn a_wrong_row_or_column_of_a_gradient_is_caught() {
 
 /// A token's share of an expert's gradient: seen where the expert has few rows, in f32 where it has hundreds.
 #[test]
-fn one_token_lost_from_a_gradient_is_caught_where_rounding_is_less() {
+fn token_missing_from_a_gradient_is_detected_above_rounding() {
     for dtype in dtypes() {
         let tokens = if dtype == Dtype::Bf16 { 160 } else { TOKENS };
         let case = Case::new(plain_config(8), dtype, tokens, Numbers::Even, 79);

@@ -80,7 +80,7 @@ fn what_was_asked_for_is_shown_and_drawn() {
     let published = ["--objective", "published"];
     let output = aristos(
         folder.path(),
-        &[&published[..], &["--explain", "--plot", "p.svg", "--plot-latency", "l.svg"]].concat(),
+        &[&published[..], &["--explain", "--draw", "p.svg", "--draw-latency", "l.svg"]].concat(),
     );
     let text = String::from_utf8(output.stdout).unwrap();
     for part in [
@@ -107,13 +107,13 @@ fn what_was_asked_for_is_shown_and_drawn() {
 #[test]
 fn a_picture_is_a_png_where_this_build_has_it() {
     let folder = folder(CLUSTER, WORKLOAD);
-    let output = aristos(folder.path(), &["--plot", "p.png"]);
+    let output = aristos(folder.path(), &["--draw", "p.png"]);
     let png = std::fs::read(folder.path().join("p.png")).unwrap_or_default();
     if cfg!(feature = "png") {
         assert!(output.status.success(), "{output:?}");
         assert!(png.starts_with(b"\x89PNG") && png.len() > 10_000, "{} bytes", png.len());
     } else {
-        let line = "aristos: --plot: p.png: this build writes only SVG; PNG needs the cargo feature `png`\n";
+        let line = "aristos: --draw: p.png: this build writes only SVG; PNG needs the cargo feature `png`\n";
         assert_eq!((output.status.code(), output.stderr), (Some(1), line.into()));
         assert!(output.stdout.is_empty() && png.is_empty());
     }
@@ -225,17 +225,17 @@ fn hot_experts_are_replicated() {
         command.args(["rebalance", "--load"]).arg(path).args(args.split_whitespace()).output().unwrap()
     };
     let tokens = json!({"tokens_per_expert": [600, 560, 120, 120, 20, 10, 10, 10]});
-    let all = parsed(&rebalance(tokens.clone(), "--replicas 16 --ranks 8 --json"));
+    let all = parsed(&rebalance(tokens.clone(), "--physical-experts 16 --devices 8 --json"));
     assert!(all["imbalance"][0].as_f64().unwrap() < 1.0852, "{all}");
     assert_eq!(all["phy2log"][0].as_array().unwrap().len(), 16);
-    let text = rebalance(json!({"weight": [[3, 1], [1, 1]]}), "--replicas 4 --ranks 2").stdout;
+    let text = rebalance(json!({"weight": [[3, 1], [1, 1]]}), "--physical-experts 4 --devices 2").stdout;
     let text = String::from_utf8(text).unwrap();
     assert!(text.contains("1.0000") && text.contains(" | "), "{text}");
     for (loads, args, part) in [
-        (tokens.clone(), "--replicas 7 --ranks 1", "--replicas is 7, expected at least 8"),
-        (tokens, "--replicas 16 --ranks 3", "a multiple of --ranks, 3"),
-        (json!({"weight": [[1, -2]]}), "--replicas 2 --ranks 1", "loads.json: weight[0][1] is -2"),
-        (json!({}), "--replicas 2 --ranks 1", "loads.json: weight is missing"),
+        (tokens.clone(), "--physical-experts 7 --devices 1", "--physical-experts is 7, expected at least 8"),
+        (tokens, "--physical-experts 16 --devices 3", "a multiple of --devices, 3"),
+        (json!({"weight": [[1, -2]]}), "--physical-experts 2 --devices 1", "loads.json: weight[0][1] is -2"),
+        (json!({}), "--physical-experts 2 --devices 1", "loads.json: weight is missing"),
     ] {
         let output = rebalance(loads, args);
         let line = String::from_utf8(output.stderr).unwrap();

@@ -125,7 +125,7 @@ fn an_injected_cluster_takes_its_time_and_changes_no_result() {
         let cluster_json =
             json!({"version": 1, "devices": (0..devices).map(device).collect::<Vec<_>>(), "links": links});
         std::fs::write(&cluster, cluster_json.to_string()).unwrap();
-        format!("--inject {}", cluster.display())
+        format!("--emulate-cluster {}", cluster.display())
     };
     let args = format!("{} --check --json --output {}", inject(4), out.display());
     // PE 2 computes its rows at 5e7 FLOP/s, of 2 * 3 * 32 * 64 FLOP each; two products of the same size in backward. Every PE sends three headers

@@ -47,17 +47,18 @@ fn a_linear_layer_takes_what_was_published() {
     let folder = folder(&[("d.json", device), ("l.json", layer()), ("bad.json", json!({"name": "x"}))]);
     let folder = folder.path();
     for device in ["d.json", "H100", "h100"] {
-        let time = parsed(folder, &format!("sim linear --device {device} --layer l.json --tokens 32768 --json"));
+        let time = parsed(folder, &format!("sim linear --roofline {device} --shape l.json --tokens 32768 --json"));
         assert_eq!(time["fwd_bwd_s"], json!(3.2554072481051035e-05));
         assert_eq!(time["bottleneck"], json!("flop"));
         for key in ["end_of_batch_s", "flop_s", "global_io_s", "net_io_s"] {
             assert!(time[key].as_f64().unwrap() > 0.0, "{key}");
         }
     }
-    let text = String::from_utf8(aristos(folder, "sim linear --device B200 --layer l.json --tokens 8").stdout).unwrap();
+    let text =
+        String::from_utf8(aristos(folder, "sim linear --roofline B200 --shape l.json --tokens 8").stdout).unwrap();
     assert!(text.contains("bound by") && text.contains("forward and backward"), "{text}");
     let args = |device: &str, layer: &str, tokens: &str| {
-        format!("sim linear --device {device} --layer {layer} --tokens {tokens}")
+        format!("sim linear --roofline {device} --shape {layer} --tokens {tokens}")
     };
     refused(folder, &args("H1000", "l.json", "8"), &["--device is H1000", "A100-80GB"]);
     refused(folder, &args("H100", "l.json", "0"), &["--tokens is 0", "expected a number"]);
@@ -78,7 +79,7 @@ fn an_exchange_takes_what_was_published() {
     ]);
     let folder = folder.path();
     for compat in ["", "--compat"] {
-        let args = format!("sim comms --params p.json --load l.json {compat} --json --trace t.json");
+        let args = format!("sim comms --params p.json --traffic l.json {compat} --json --trace t.json");
         let exchange = parsed(folder, &args);
         assert_eq!((&exchange["time_ms"], &exchange["rounds"]), (&json!(256.0), &json!(32)));
         assert_eq!(exchange["closed_form_ms"], json!(256.0));
@@ -87,9 +88,9 @@ fn an_exchange_takes_what_was_published() {
         let events = trace["traceEvents"].as_array().unwrap();
         assert!(events.iter().any(|event| event["name"] == "to node 1: 100 B in 5 packets"), "{events:?}");
     }
-    refused(folder, "sim comms --params large.json --load l.json", &["large.json: packet_size_bytes is 101", "100"]);
-    refused(folder, "sim comms --params p.json --load empty.json", &["empty.json: load_bytes is empty"]);
-    refused(folder, "sim comms --params p.json --load negative.json", &["negative.json: load_bytes[0][1]", "-5"]);
+    refused(folder, "sim comms --params large.json --traffic l.json", &["large.json: packet_size_bytes is 101", "100"]);
+    refused(folder, "sim comms --params p.json --traffic empty.json", &["empty.json: load_bytes is empty"]);
+    refused(folder, "sim comms --params p.json --traffic negative.json", &["negative.json: load_bytes[0][1]", "-5"]);
 }
 
 #[test]
@@ -97,10 +98,10 @@ fn routing_becomes_loads_and_workloads() {
     let folder = folder(&[("p.json", json!({"intra_bw_bytes_per_ms": 1000}))]);
     let folder = folder.path();
     let made = "sim routing --experts 128 --tokens 512 --top-k 8 --nodes 8 --seed 3 --zipf 0.7 --out r.json";
-    let output = aristos(folder, &format!("{made} --loads l.json --plot plots"));
+    let output = aristos(folder, &format!("{made} --save-traffic l.json --plot plots"));
     assert!(output.status.success(), "{output:?}");
     assert!(folder.join("plots/expert_load.svg").is_file());
-    let of_load = parsed(folder, "sim comms --params p.json --load l.json --json");
+    let of_load = parsed(folder, "sim comms --params p.json --traffic l.json --json");
     assert_eq!(parsed(folder, "sim comms --params p.json --routing r.json --json"), of_load);
     let wide = parsed(folder, "sim comms --params p.json --routing r.json --embed-dim 64 --json");
     assert!(wide["time_ms"].as_f64() > of_load["time_ms"].as_f64());
@@ -110,7 +111,7 @@ fn routing_becomes_loads_and_workloads() {
     let other = "workload --model mixtral-8x7b --tokens-per-device 64 --routing r.json";
     refused(folder, other, &["r.json: experts is 128, expected 8, the model's"]);
     refused(folder, "sim routing --experts 4 --tokens 8 --top-k 5 --nodes 2 --out x.json", &["--top-k is 5"]);
-    let ragged = "sim routing --experts 4 --tokens 8 --top-k 1 --nodes 3 --out x.json --loads y.json";
+    let ragged = "sim routing --experts 4 --tokens 8 --top-k 1 --nodes 3 --out x.json --save-traffic y.json";
     refused(folder, ragged, &["nodes is 3", "4 experts"]);
     assert!(!folder.join("x.json").exists());
 }
@@ -176,7 +177,7 @@ fn a_step_is_simulated_and_compared() {
     assert!(events.iter().find(rows).is_some());
     // The same seed, the same steps; bulk is slower.
     assert_eq!(parsed(folder, &args), report);
-    let bulk = parsed(folder, &format!("{args} --schedule bulk"));
+    let bulk = parsed(folder, &format!("{args} --mode bulk"));
     assert!(bulk["step_s"].as_f64() > report["step_s"].as_f64());
     // A run of the same layer, and of another one.
     let dtype = "--dtype f32 --json";
@@ -255,7 +256,7 @@ fn a_whole_model_is_simulated() {
     let folder = folder(&[("config.json", hybrid)]);
     let folder = folder.path();
     let args = |model: &str, more: &str| {
-        format!("simulate --cluster preset:dgx-h100:2 --model {model} --tokens 16384 --device H100 --json {more}")
+        format!("simulate --cluster preset:dgx-h100:2 --model {model} --tokens 16384 --roofline H100 --json {more}")
     };
     const PARTS: [&str; 4] = ["attention", "dense", "moe", "exposed_communication"];
     let of = |report: &Value, key: &str| report["model"][key].as_f64().unwrap();
@@ -303,11 +304,11 @@ fn rows_are_sent_once_per_expert_pe_or_host() {
     assert_eq!(bytes("--rows-per expert", all), of(30.0, 30.0) + 240.0 * header);
     assert_eq!(bytes("--rows-per expert", network), of(16.0, 16.0) + 128.0 * header);
     // 7 PEs on the own host and, handed on, 7 on the other.
-    assert_eq!(bytes("--rows-per node", network), of(1.0, 16.0) + 128.0 * header);
-    assert_eq!(bytes("--rows-per node --schedule bulk", all), of(15.0, 16.0 + 28.0) + 240.0 * header);
+    assert_eq!(bytes("--rows-per host", network), of(1.0, 16.0) + 128.0 * header);
+    assert_eq!(bytes("--rows-per host --mode bulk", all), of(15.0, 16.0 + 28.0) + 240.0 * header);
     // With one expert a token nothing is saved, and nothing else sent but to hand rows on.
     let one = |per: &str| parsed(folder, &format!("{} {per}", args.replace("top-k 32", "top-k 1 --order token")));
-    let [pe, expert, node] = ["pe", "expert", "node"].map(|per| one(&format!("--rows-per {per}")));
+    let [pe, expert, node] = ["pe", "expert", "host"].map(|per| one(&format!("--rows-per {per}")));
     assert_eq!(pe, expert);
     assert_eq!((&pe[network], &pe["tokens_per_expert"]), (&node[network], &node["tokens_per_expert"]));
     assert!(node[all].as_f64() > pe[all].as_f64());
@@ -437,8 +438,8 @@ fn a_machine_is_calibrated_by_its_runs() {
     refused(folder, &simulate("--calibration m.json").replace("f32", "bf16"), &["--dtype is bf16, expected f32"]);
     refused(
         folder,
-        &simulate("--calibration m.json --rows-per node"),
-        &["--rows-per is node", "expected pe or expert"],
+        &simulate("--calibration m.json --rows-per host"),
+        &["--rows-per is host", "expected pe or expert"],
     );
     // In bf16, for itself alone.
     for (name, pes, tokens) in [("e", 1, 64), ("f", 1, 256), ("g", 2, 128)] {

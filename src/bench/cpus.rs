@@ -1,7 +1,7 @@
-//! Where PEs ran while they measured: their CPUs, and how near these are to each other.
+//! The CPUs of PEs during a measurement, and the caches that these share.
 //!
-//! A latency between two PEs is first of all that of the two CPUs they are on, and virtual CPUs move. So every figure has, beside it,
-//! the CPUs at its start and end, and what they share according to the operating system.
+//! A latency between two PEs depends mainly on their CPUs, and virtual CPUs migrate. So every figure comes with the CPUs at its start and end, and
+//! the caches that they share according to the operating system.
 
 use std::fs;
 use std::os::linux::net::SocketAddrExt;
@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::job::host::allowed_cpus;
 
-/// Keeps this PE on a CPU of its own where there are enough: a measurement of two PEs that the scheduler leaves on one CPU
-/// measures the scheduler. A CPU that a PE of another measurement has taken is left to it.
+/// Pins this PE to a CPU of its own, if there are enough: two PEs on one CPU would measure the scheduler. Skips CPUs that PEs of another
+/// measurement have claimed.
 pub fn pin(pe: usize, n_pes: usize) {
-    /// This process's CPU: as long as the socket is there, nobody else can have one of its name.
+    /// The claim of this process on its CPU: an abstract socket name is unique while the socket is open.
     static CLAIM: OnceLock<UnixDatagram> = OnceLock::new();
     let cpus = allowed_cpus();
     if n_pes > cpus.len() {
@@ -28,7 +28,7 @@ pub fn pin(pe: usize, n_pes: usize) {
         let Ok(claim) = name.and_then(|name| UnixDatagram::bind_addr(&name)) else { continue };
         let mut own = CpuSet::new();
         own.set(cpu);
-        // Where pinning is not allowed, the measurement goes on without it.
+        // Without the permission to pin, the measurement continues unpinned.
         if sched_setaffinity(None, &own).is_ok() {
             let _ = CLAIM.set(claim);
         }
@@ -36,42 +36,42 @@ pub fn pin(pe: usize, n_pes: usize) {
     }
 }
 
-/// The CPU's name, as the kernel gives it.
+/// The name of the CPU according to the kernel.
 pub fn cpu_model() -> String {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
     name.map_or_else(|| "CPU of unknown model".to_string(), |(_, name)| name.trim().to_string())
 }
 
-/// Where one PE was during one measurement.
+/// The CPUs of a PE during a measurement.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuSpan {
     /// The CPU at the start.
     pub start: usize,
     /// The CPU at the end.
     pub end: usize,
-    /// How many CPUs it was allowed to run on: 1 when it was pinned.
+    /// Number of CPUs on which the PE was allowed to run: 1 if it was pinned.
     pub allowed: usize,
 }
 
 impl CpuSpan {
-    /// At the start of a measurement.
-    pub fn take() -> CpuSpan {
+    /// Records the CPU at the start of a measurement.
+    pub fn start_here() -> CpuSpan {
         let cpu = sched_getcpu();
         CpuSpan { start: cpu, end: cpu, allowed: allowed_cpus().len() }
     }
 
-    /// At its end.
-    pub fn leave(self) -> CpuSpan {
+    /// Records the CPU at the end of the measurement.
+    pub fn end_here(self) -> CpuSpan {
         CpuSpan { end: sched_getcpu(), ..self }
     }
 }
 
-/// What two CPUs share.
+/// The resources that two CPUs share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nearness {
-    /// They are the same: two PEs there take turns.
+    /// The same CPU: the scheduler alternates between the PEs.
     SameCpu,
     /// Two threads of one core.
     SameCore,
@@ -79,14 +79,14 @@ pub enum Nearness {
     SameL3,
     /// The package, and no cache.
     SamePackage,
-    /// Nothing but memory.
+    /// Only memory.
     Apart,
-    /// The operating system does not say.
+    /// The operating system does not provide it.
     Unknown,
 }
 
 impl Nearness {
-    /// Its name in tables.
+    /// Name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Nearness::SameCpu => "same CPU",
@@ -99,34 +99,35 @@ impl Nearness {
     }
 }
 
-/// Where the two PEs of a figure were.
+/// The CPUs of the two PEs of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuPair {
-    /// Of each PE.
-    pub seats: [CpuSpan; 2],
-    /// Whether they were on one CPU, at the start or at the end.
+    /// The CPUs of each PE.
+    #[serde(rename = "seats")]
+    pub cpu_spans: [CpuSpan; 2],
+    /// Whether both were on one CPU, at the start or at the end.
     pub shared_cpu: bool,
-    /// What the CPUs at the end share.
+    /// The resources that the CPUs at the end share.
     pub nearness: Nearness,
 }
 
 impl CpuPair {
-    /// From where both PEs were, on one host whose CPUs are described below `/sys/devices/system/cpu`.
-    pub fn of(seats: [CpuSpan; 2]) -> CpuPair {
-        let [a, b] = seats;
+    /// Compares the CPUs of two PEs of this host.
+    pub fn of(cpu_spans: [CpuSpan; 2]) -> CpuPair {
+        let [a, b] = cpu_spans;
         let nearness = nearness(Path::new("/sys/devices/system/cpu"), a.end, b.end);
-        CpuPair { seats, shared_cpu: a.start == b.start || a.end == b.end, nearness }
+        CpuPair { cpu_spans, shared_cpu: a.start == b.start || a.end == b.end, nearness }
     }
 
-    /// As in the table: "0 1 same L3", "0+1 1 same CPU".
+    /// The text in tables: "0 1 same L3", "0+1 1 same CPU".
     pub fn render(&self) -> String {
-        let seat = |s: CpuSpan| if s.start == s.end { s.end.to_string() } else { format!("{}+{}", s.start, s.end) };
+        let span = |s: CpuSpan| if s.start == s.end { s.end.to_string() } else { format!("{}+{}", s.start, s.end) };
         let name = if self.shared_cpu { Nearness::SameCpu.name() } else { self.nearness.name() };
-        format!("{} {} {name}", seat(self.seats[0]), seat(self.seats[1]))
+        format!("{} {} {name}", span(self.cpu_spans[0]), span(self.cpu_spans[1]))
     }
 }
 
-/// By the files that Linux has for each CPU.
+/// Compares the files that Linux has for each CPU below `root`.
 fn nearness(root: &Path, a: usize, b: usize) -> Nearness {
     if a == b {
         return Nearness::SameCpu;
@@ -152,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nearness_is_read_from_the_files_of_the_cpus() {
+    fn nearness_is_read_from_sysfs() {
         let root = tempfile::tempdir().unwrap();
         // Two threads of a core, another core of the same cache, one of another cache, one of another package.
         let cpus = [("0", "0", "0-2"), ("0", "0", "0-2"), ("0", "1", "0-2"), ("0", "2", "3"), ("1", "0", "4")];
@@ -173,11 +174,11 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_cpu_is_said_even_if_it_was_left() {
-        let seat = |start, end| CpuSpan { start, end, allowed: 2 };
-        let placement = CpuPair::of([seat(0, 1), seat(0, 0)]);
+    fn shared_cpu_at_the_start_is_reported() {
+        let span = |start, end| CpuSpan { start, end, allowed: 2 };
+        let placement = CpuPair::of([span(0, 1), span(0, 0)]);
         assert!(placement.shared_cpu);
         assert_eq!(placement.render(), "0+1 0 same CPU");
-        assert!(!CpuPair::of([seat(0, 0), seat(1, 1)]).shared_cpu);
+        assert!(!CpuPair::of([span(0, 0), span(1, 1)]).shared_cpu);
     }
 }

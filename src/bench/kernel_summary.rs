@@ -1,7 +1,7 @@
 //! `aristos bench summary`: the share of each part of a forward pass in its time.
 //!
-//! The times are a run's, by phase: of each PE the median over the steps, and of those the median over the PEs, so that the shares are a
-//! typical PE's. Attention is not the layer's; a training loop that measures it says how long it takes.
+//! The times are those of a run's phases: the median over the steps of each PE, then the median over the PEs, so that the shares are those of a
+//! typical PE. Attention is outside the layer; a training loop can supply its time.
 
 use std::path::{Path, PathBuf};
 
@@ -10,10 +10,10 @@ use serde::Serialize;
 
 use crate::cluster::read_text;
 use crate::plot::{Bar, Bars, save};
-use crate::report::table::{ms, plain, right_aligned};
-use crate::report::{RunConfig, RunReport};
+use crate::report::text::{TextTable, count, ms};
+use crate::report::{Report, RunConfig, RunReport};
 
-/// The parts in their order: the key of the run's report, and the name here.
+/// The parts in order: the key in the run's report, and the name in the summary.
 const PARTS: [(&str, &str); 8] = [
     ("attention", "attention"),
     ("router", "router"),
@@ -28,9 +28,9 @@ const PARTS: [(&str, &str); 8] = [
 /// A forward pass by its parts.
 #[derive(Clone, Debug, Serialize)]
 pub struct KernelSummary {
-    /// What was run.
+    /// The configuration of the run.
     pub config: RunConfig,
-    /// All parts together, seconds.
+    /// Time of all parts, seconds.
     pub total_s: f64,
     /// The parts that took time, in the order of the pass.
     pub parts: Vec<PassPart>,
@@ -39,19 +39,46 @@ pub struct KernelSummary {
 /// One part of a pass.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PassPart {
-    /// Its name.
+    /// Name of the part.
     pub name: String,
-    /// Its time, seconds.
+    /// Time, seconds.
     pub seconds: f64,
-    /// Its share of the total, percent.
+    /// Share of the total, percent.
     pub percent: f64,
 }
 
+impl Report for KernelSummary {
+    fn render_table(&self) -> String {
+        let mut table = TextTable::new(1, ["forward pass", "ms", "%"]);
+        for part in &self.parts {
+            table.row([part.name.clone(), ms(part.seconds), format!("{:.1}", part.percent)]);
+        }
+        table.row(["total".to_string(), ms(self.total_s), "100.0".to_string()]);
+        format!("{}\n\n{}", self.setting(), table.render())
+    }
+
+    /// The parts as bars.
+    fn plot(&self, folder: &Path) -> Result<Vec<PathBuf>> {
+        let bar = |part: &PassPart| Bar {
+            name: part.name.clone(),
+            value: part.percent,
+            text: format!("{:.1}% ({} ms)", part.percent, ms(part.seconds)),
+        };
+        let bars = Bars {
+            title: "Forward pass by part".into(),
+            subtitle: self.setting(),
+            label: format!("share of the forward pass, {} ms, in percent", ms(self.total_s)),
+            bars: self.parts.iter().map(bar).collect(),
+        };
+        save(folder, "kernel-summary", &bars.svg()?)
+    }
+}
+
 impl KernelSummary {
-    /// From a run's report, and the time of attention where the run did not measure it, milliseconds.
+    /// Summarises a run's report. `attention_ms` is the time of attention if the run has not measured it, milliseconds.
     ///
     /// # Errors
-    /// A report whose forward pass has no time, or attention twice.
+    /// A report whose forward pass has no time, or that has attention already.
     pub fn new(report: &RunReport, attention_ms: Option<f64>) -> Result<KernelSummary> {
         let phases = &report.forward.phases;
         ensure!(
@@ -76,10 +103,10 @@ impl KernelSummary {
         Ok(KernelSummary { config: report.config.clone(), total_s, parts: times.into_iter().map(part).collect() })
     }
 
-    /// From a file that holds a run's report as JSON.
+    /// Summarises a file with a run's report as JSON.
     ///
     /// # Errors
-    /// One line that names the file.
+    /// A file that cannot be read or is not a report, and as [`KernelSummary::new`]; the line names the file.
     pub fn read(path: &Path, attention_ms: Option<f64>) -> Result<KernelSummary> {
         let shown = path.display();
         let text = read_text(path)?;
@@ -90,45 +117,10 @@ impl KernelSummary {
 
     fn setting(&self) -> String {
         let RunConfig { model, pes, tokens, hidden, experts, intermediate, top_k, dtype, mode, .. } = &self.config;
-        let pes = crate::report::table::count(*pes as u64, "PE");
+        let pes = count(*pes as u64, "PE");
         format!(
             "{model}, {tokens} tokens, hidden {hidden}, {experts} experts of {intermediate}, top-{top_k}, {dtype}; {pes}, {mode}"
         )
-    }
-
-    /// The summary as JSON, indented.
-    pub fn to_json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("no map has keys other than strings")
-    }
-
-    /// The summary as a table, ending with a newline.
-    pub fn render_table(&self) -> String {
-        let mut table = plain();
-        table.set_header(["forward pass", "ms", "%"]);
-        for part in &self.parts {
-            table.add_row([part.name.clone(), ms(part.seconds), format!("{:.1}", part.percent)]);
-        }
-        table.add_row(["total".to_string(), ms(self.total_s), "100.0".to_string()]);
-        format!("{}\n\n{}\n", self.setting(), right_aligned(table, 1))
-    }
-
-    /// Writes the parts as bars, in the formats of [`save`]; returns the files.
-    ///
-    /// # Errors
-    /// Where a file cannot be written.
-    pub fn plot(&self, folder: &Path) -> Result<Vec<PathBuf>> {
-        let bar = |part: &PassPart| Bar {
-            name: part.name.clone(),
-            value: part.percent,
-            text: format!("{:.1}% ({} ms)", part.percent, ms(part.seconds)),
-        };
-        let bars = Bars {
-            title: "Forward pass by part".into(),
-            subtitle: self.setting(),
-            label: format!("share of the forward pass, {} ms, in percent", ms(self.total_s)),
-            bars: self.parts.iter().map(bar).collect(),
-        };
-        save(folder, "kernel-summary", &bars.svg()?)
     }
 }
 
@@ -149,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_of_all_parts_attention_included() {
+    fn shares_include_attention() {
         let run = report(&[("router", 1.0), ("combine", 2.0), ("expert_gemm", 4.0), ("scale", 0.0), ("new", 1.0)]);
         let summary = KernelSummary::new(&run, None).unwrap();
         assert_eq!(shares(&summary), [("router", 12.5), ("expert FFN", 50.0), ("combine", 25.0), ("new", 12.5)]);
@@ -157,14 +149,14 @@ mod tests {
         assert_eq!(shares(&summary)[..2], [("attention", 50.0), ("router", 6.3)]);
         assert!((summary.total_s - 0.016).abs() < 1e-12);
         assert!(summary.render_table().contains("attention      8.000   50.0"), "{}", summary.render_table());
-        // As a training loop may say it.
+        // A report of a training loop may contain attention.
         let run = report(&[("attention", 3.0), ("router", 1.0)]);
         assert_eq!(shares(&KernelSummary::new(&run, None).unwrap()), [("attention", 75.0), ("router", 25.0)]);
         assert!(KernelSummary::new(&run, Some(1.0)).unwrap_err().to_string().starts_with("`attention_ms` beside"));
     }
 
     #[test]
-    fn a_run_of_nothing_is_one_line() {
+    fn run_without_times_is_an_error() {
         let error = KernelSummary::new(&report(&[("router", 0.0)]), Some(1.0)).unwrap_err().to_string();
         assert_eq!(error, "its forward pass has no phases that took time");
     }

@@ -1,4 +1,4 @@
-//! Benchmarks: what the machine can do, and how much of it the layer achieves.
+//! Benchmarks of the machine and of the layer.
 //!
 //! | command | measured by | reported by |
 //! |---|---|---|
@@ -7,7 +7,7 @@
 //! | `bench summary` | `aristos run`'s layer | [`kernel_summary`] |
 //! | `bench straggler` | [`straggler::pe`] | [`straggler::report`] |
 //!
-//! Each has a `run` that is a PE's part: it carries out the [request](crate::job::request) that the command has made.
+//! Each has a `run` for a PE's part, which executes the [request](crate::job::request) of the command.
 
 pub mod cpus;
 pub mod kernel_summary;

@@ -1,8 +1,8 @@
 //! `aristos bench moe`: the layer against the bare GEMMs of the same shapes.
 //!
-//! Each iteration runs all [measurements](MoeBench::measurements) one after the other, so that a machine that grows faster or slower
-//! meanwhile does so for all of them; their order turns by one with each iteration. Before each one all PEs meet at
-//! a barrier. The bare GEMMs are those of whole expert batches, as large as the layer's routing makes them.
+//! Each iteration runs all [measurements](MoeBench::measurements) one after the other, so that a change of the machine's speed affects all of them.
+//! Their order rotates by one with each iteration. A barrier precedes each measurement. The bare GEMMs are those of whole expert batches, with the
+//! numbers of rows of the layer's routing.
 
 use anyhow::{Result, bail};
 use half::bf16;
@@ -31,10 +31,10 @@ impl Observer for StatusObserver {
     }
 }
 
-/// A PE's part: measures, and sends a [`PeSamples`] for each element type.
+/// Runs a PE's part: measures, and sends a [`PeSamples`] for each element type.
 ///
 /// # Errors
-/// A layer that cannot be made, or an error of the launcher or the protocol.
+/// A layer that cannot be built, or an error of the launcher or the protocol.
 pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     if bench.device != DeviceKind::Cpu {
@@ -88,7 +88,7 @@ fn run_as<T: Transport, E: Element>(
     let (expert, hidden) = (spec.config.expert, spec.config.hidden);
     let observer = StatusObserver(context.status().clone());
     let mut layer = Layer::<_, E>::builder(spec).observer(observer).build(shmem, source)?;
-    // As large as the layer's routing makes them.
+    // Batches with the rows of the layer's routing.
     let bare_gemms = |rows: &[u64]| {
         let mut batches: Vec<Batch<E>> =
             rows.iter().map(|&rows| Batch::filled(&expert, hidden, rows as usize)).collect();

@@ -1,8 +1,8 @@
 //! `aristos bench moe` on a device: the layer, pipelined and bulk, forward and backward.
 //!
-//! As on the CPU, each iteration runs every measurement once, in an order that turns by one. All PEs meet at a barrier
-//! before each; the time is the device's own, from the first kernel of the passes to the end of the last. Bulk runs the same
-//! work one piece after the other, with barriers among all PEs between: the ratio of the two is what overlap gains.
+//! As on the CPU, each iteration runs every measurement once after a barrier, in an order that rotates by one. The time is measured by the device,
+//! from the start of the first kernel to the end of the last. Bulk runs the same work piece by piece with barriers between all PEs: the ratio of the
+//! two is the gain of overlap.
 
 use anyhow::Result;
 
@@ -20,10 +20,10 @@ use crate::moe::device::symmetric_bytes;
 use crate::moe::device::{DeviceLayer, DeviceOptions};
 use crate::moe::synthetic::Synthetic;
 
-/// A PE's part: measures, and sends a [`PeSamples`](super::moe_samples::PeSamples) for each element type.
+/// Runs a PE's part: measures, and sends a [`PeSamples`](super::moe_samples::PeSamples) for each element type.
 ///
 /// # Errors
-/// No such device, a layer that it cannot run, or an error of the launcher or the protocol.
+/// A missing device, a layer that it cannot run, or an error of the launcher or the protocol.
 pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
     let source = Synthetic::new(bench.layer.clone())?;
     let on_device = on_device(bench);
@@ -31,7 +31,7 @@ pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
     with_device(None, (bench.device, bench.symmetric), &spec, &on_device, host, |gpu, host| {
         for (part, &dtype) in bench.dtypes.iter().enumerate() {
             let mut layer = DeviceLayer::new(gpu, spec.clone().dtype(dtype), &source, &on_device)?;
-            // Only the layer is measured, not the GEMMs alone.
+            // A device has no measurement of bare GEMMs.
             let no_gemms = |_: &[u64]| |_: &DeviceLayer<'_>, _| ();
             let samples = measure(bench, &source, &mut layer, host, part, gpu.name(), no_gemms)?;
             layer.free()?;
@@ -45,7 +45,7 @@ fn on_device(bench: &MoeBench) -> DeviceOptions {
     DeviceOptions { path: bench.gemm, tile: bench.tile, lane_stores: bench.lane_stores, ..DeviceOptions::default() }
 }
 
-/// The size of a heap that does not grow, for this benchmark's PEs.
+/// The environment variable with the size of a heap that does not grow, for this benchmark's PEs.
 ///
 /// # Errors
 /// As [`heap::variable`].

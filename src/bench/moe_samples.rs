@@ -1,4 +1,4 @@
-//! What `aristos bench moe` measures, and how it travels to the process that reports it.
+//! The measurements of `aristos bench moe`, and their samples.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,7 +8,7 @@ use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{Dtype, LayerSpec, Mode, WeightSource};
 
-/// What runs.
+/// The measured work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Subject {
     /// The experts' GEMMs alone.
@@ -20,9 +20,9 @@ pub enum Subject {
 /// One measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measurement {
-    /// What runs.
+    /// The measured work.
     pub what: Subject,
-    /// Whether its backward runs too.
+    /// Whether the backward pass runs too.
     pub backward: bool,
 }
 
@@ -52,7 +52,7 @@ impl MoeBench {
             .options(self.options.clone())
     }
 
-    /// What each iteration runs.
+    /// The measurements of an iteration.
     pub fn measurements(&self) -> &'static [Measurement] {
         if self.device != DeviceKind::Cpu {
             return &DEVICE_MEASUREMENTS;
@@ -62,7 +62,7 @@ impl MoeBench {
 }
 
 impl Measurement {
-    /// Its name in tables and files: what runs, and which passes.
+    /// Names of the work and the passes in tables and files.
     pub fn name(self) -> (&'static str, &'static str) {
         let what = match self.what {
             Subject::Gemms => "gemms",
@@ -73,27 +73,27 @@ impl Measurement {
     }
 }
 
-/// What one PE measured with one element type; travels to the supervisor as JSON.
+/// The samples of one PE with one element type.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PeSamples {
     /// The element type's name.
     pub dtype: String,
     /// The device's name; empty for the CPU.
     pub device: String,
-    /// Rows of each of its experts, its own tokens' included.
+    /// Rows of each of the PE's experts, including rows of its own tokens.
     pub expert_rows: Vec<u64>,
-    /// By iteration, one sample for each of [`MoeBench::measurements`].
+    /// For each iteration, a sample of each of [`MoeBench::measurements`].
     pub iterations: Vec<Vec<Sample>>,
 }
 
 /// One measurement of one iteration on one PE.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Sample {
-    /// Of the passes, or of the GEMMs, seconds; on a device the device's own.
+    /// Time of the passes or the GEMMs, seconds; on a device measured by the device.
     pub seconds: f64,
-    /// Of it, by phase (in the order of [`Phase::ALL`]), seconds; zeros for bare GEMMs.
+    /// Time by phase (in the order of [`Phase::ALL`]), seconds; zeros for bare GEMMs.
     pub phases_s: [f64; Phase::ALL.len()],
-    /// The CPU that it ended on.
+    /// The CPU at the end.
     pub cpu: usize,
 }
 

@@ -13,8 +13,8 @@ use crate::moe::synthetic::Synthetic;
 use crate::moe::{MoeLayer, WeightSource};
 use crate::run::routing::GivenRouting;
 
-/// Measures over the layer of any engine, on `device`; `bare_gemms` makes what runs the GEMMs of this PE's experts alone, given the
-/// rows of each.
+/// Measures the layer of any engine on `device`. `bare_gemms` takes the rows of this PE's experts and returns a function that runs their GEMMs
+/// alone.
 pub(super) fn measure<L: MoeLayer, G: FnMut(&L, bool)>(
     bench: &MoeBench,
     source: &Synthetic,

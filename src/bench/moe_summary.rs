@@ -1,4 +1,4 @@
-//! What the PEs measured, as one result: a table, JSON, and raw samples as CSV.
+//! The result of all PEs: a table, JSON, and raw samples as CSV.
 
 use std::fmt::Write as _;
 
@@ -10,22 +10,22 @@ use crate::job::request::MoeBench;
 use crate::moe::Mode;
 use crate::moe::gemm_flop;
 use crate::moe::metrics::Phase;
-use crate::report::median;
-use crate::report::table::{count, ms, plain, right_aligned};
+use crate::report::text::{TextTable, count, join, list, ms};
+use crate::report::{Report, median};
 
 /// The result of `aristos bench moe`. `docs/measurements/README.md` describes its keys.
 #[derive(Clone, Debug, Serialize)]
 pub struct MoeSummary {
-    /// What was measured, and on what.
+    /// The measured layer and the machine.
     pub setting: Setting,
     /// One result per element type.
     pub results: Vec<LayerResult>,
 }
 
-/// What was measured, and on what.
+/// The measured layer and the machine.
 #[derive(Clone, Debug, Serialize)]
 pub struct Setting {
-    /// The CPU's name, as the kernel gives it.
+    /// The name of the CPU according to the kernel.
     pub cpu_model: String,
     /// The devices' name; empty for the CPU.
     pub device: String,
@@ -41,15 +41,15 @@ pub struct Setting {
     pub experts: usize,
     /// Experts per token.
     pub top_k: usize,
-    /// The experts' nonlinearity and whether they are gated.
+    /// Type and nonlinearity of the experts.
     pub expert: String,
     /// Share of the experts that are hot.
     pub hot_ratio: f64,
-    /// Share of the routing that they get.
+    /// Share of the routing that the hot experts get.
     pub hot_weight: f64,
     /// Seed of weights, tokens and routing.
     pub seed: u64,
-    /// Kept iterations.
+    /// Measured iterations.
     pub iterations: usize,
 }
 
@@ -60,11 +60,11 @@ pub struct LayerResult {
     pub dtype: String,
     /// Rows that each PE's experts compute.
     pub rows_per_pe: Vec<u64>,
-    /// The most rows of a PE over their mean.
+    /// The maximum over the mean of the rows of a PE.
     pub imbalance: f64,
-    /// The CPUs that each PE was seen on.
+    /// The CPUs on which each PE was observed.
     pub cpus: Vec<Vec<usize>>,
-    /// Measurements at whose end two PEs were on one CPU.
+    /// Number of measurements that ended with two PEs on one CPU.
     pub shared_cpu: usize,
     /// Each of [`MoeBench::measurements`].
     pub measurements: Vec<MeasurementResult>,
@@ -79,44 +79,44 @@ pub struct MeasurementResult {
     pub what: &'static str,
     /// "forward" or "forward+backward".
     pub passes: &'static str,
-    /// Time of an iteration: the slowest PE's, seconds.
+    /// Time of an iteration on the slowest PE, seconds.
     pub seconds: Stats,
-    /// The experts' arithmetic over the median time, 10^9 FLOP per second.
+    /// FLOP of the experts over the median time, 10^9 per second.
     pub gflop_per_s: f64,
-    /// Time by phase of each PE's median iteration; empty for bare GEMMs.
+    /// Times by phase; empty for bare GEMMs.
     pub phases: Vec<PeSpread>,
 }
 
-/// Of an iteration's time in one phase the median over the iterations, by PE.
+/// The time of one phase on each PE.
 #[derive(Clone, Debug, Serialize)]
 pub struct PeSpread {
     /// The phase.
     pub phase: &'static str,
-    /// Seconds, index = PE.
+    /// The median over the iterations, seconds, index = PE.
     pub median_s: Vec<f64>,
 }
 
-/// One measurement's time over another's.
+/// The ratio of two measurements' times.
 #[derive(Clone, Debug, Serialize)]
 pub struct Ratio {
-    /// What is above the line.
+    /// The numerator.
     pub of: &'static str,
-    /// What is below it.
+    /// The denominator.
     pub to: &'static str,
     /// "forward" or "forward+backward".
     pub passes: &'static str,
-    /// Over the ratios of each iteration.
+    /// Statistics of the ratios of each iteration.
     pub ratio: Stats,
 }
 
-/// Over iterations.
+/// Statistics over the iterations.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Stats {
     /// The median.
     pub median: f64,
-    /// The least.
+    /// The minimum.
     pub min: f64,
-    /// The most.
+    /// The maximum.
     pub max: f64,
 }
 
@@ -128,36 +128,9 @@ impl Stats {
     }
 }
 
-impl MoeSummary {
-    /// One result from all PEs' samples: for each element type those of every PE, index = PE.
-    pub fn new(bench: &MoeBench, samples: &[Vec<PeSamples>]) -> MoeSummary {
-        let layer = &bench.layer.layer;
-        let gated = if layer.expert.gated { "gated" } else { "plain" };
-        let setting = Setting {
-            cpu_model: cpu_model(),
-            device: samples.first().and_then(|pes| pes.first()).map(|pe| pe.device.clone()).unwrap_or_default(),
-            pes: samples.first().map_or(0, Vec::len),
-            tokens: bench.tokens,
-            hidden: layer.hidden,
-            intermediate: layer.expert.intermediate,
-            experts: layer.n_experts,
-            top_k: layer.router.top_k,
-            expert: format!("{gated}, {:?}", layer.expert.activation),
-            hot_ratio: bench.layer.hot_ratio,
-            hot_weight: bench.layer.hot_weight,
-            seed: bench.layer.seed,
-            iterations: bench.iterations,
-        };
-        MoeSummary { setting, results: samples.iter().map(|pes| LayerResult::new(bench, pes)).collect() }
-    }
-
-    /// The result as JSON, indented.
-    pub fn to_json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("no map has keys other than strings")
-    }
-
-    /// The result as text, ending with a newline. Times in ms.
-    pub fn render_table(&self) -> String {
+impl Report for MoeSummary {
+    /// Times in ms.
+    fn render_table(&self) -> String {
         let Setting { cpu_model, device, pes, tokens, hidden, intermediate, experts, top_k, expert, .. } =
             &self.setting;
         let (what, each) = if device.is_empty() { (cpu_model, ", 1 thread each") } else { (device, "") };
@@ -179,6 +152,30 @@ impl MoeSummary {
     }
 }
 
+impl MoeSummary {
+    /// The result of all PEs' samples: a list for each element type, index = PE.
+    pub fn new(bench: &MoeBench, samples: &[Vec<PeSamples>]) -> MoeSummary {
+        let layer = &bench.layer.layer;
+        let gated = if layer.expert.gated { "gated" } else { "plain" };
+        let setting = Setting {
+            cpu_model: cpu_model(),
+            device: samples.first().and_then(|pes| pes.first()).map(|pe| pe.device.clone()).unwrap_or_default(),
+            pes: samples.first().map_or(0, Vec::len),
+            tokens: bench.tokens,
+            hidden: layer.hidden,
+            intermediate: layer.expert.intermediate,
+            experts: layer.n_experts,
+            top_k: layer.router.top_k,
+            expert: format!("{gated}, {:?}", layer.expert.activation),
+            hot_ratio: bench.layer.hot_ratio,
+            hot_weight: bench.layer.hot_weight,
+            seed: bench.layer.seed,
+            iterations: bench.iterations,
+        };
+        MoeSummary { setting, results: samples.iter().map(|pes| LayerResult::new(bench, pes)).collect() }
+    }
+}
+
 impl LayerResult {
     fn new(bench: &MoeBench, pes: &[PeSamples]) -> LayerResult {
         let rows_per_pe: Vec<u64> = pes.iter().map(|pe| pe.expert_rows.iter().sum()).collect();
@@ -187,7 +184,7 @@ impl LayerResult {
         let (iterations, n) = (bench.iterations, pes.len());
         let all_measurements = bench.measurements();
         let sample = |pe: usize, iteration: usize, which: usize| -> &Sample { &pes[pe].iterations[iteration][which] };
-        // By measurement and iteration, the slowest PE.
+        // The slowest PE of each measurement and iteration.
         let seconds: Vec<Vec<f64>> = (0..all_measurements.len())
             .map(|which| {
                 let slowest = |i| (0..n).map(|pe| sample(pe, i, which).seconds).fold(0.0, f64::max);
@@ -249,53 +246,46 @@ impl LayerResult {
     }
 
     fn render(&self) -> String {
-        let join = |values: Vec<String>| values.join(" ");
         let mut text = format!(
             "{}: rows per PE {} (most over mean {:.3}); seen on CPUs {}",
             self.dtype,
-            join(self.rows_per_pe.iter().map(u64::to_string).collect()),
+            list(&self.rows_per_pe),
             self.imbalance,
-            join(
-                self.cpus.iter().map(|cpus| cpus.iter().map(usize::to_string).collect::<Vec<_>>().join("+")).collect()
-            ),
+            list(self.cpus.iter().map(|cpus| join(cpus, "+"))),
         );
         if self.shared_cpu > 0 {
             let _ = write!(text, "; two PEs on one CPU after {}", count(self.shared_cpu as u64, "measurement"));
         }
-        let mut times = plain();
-        times.set_header(["", "", "median ms", "min", "max", "GFLOP/s"]);
+        let name = |what| if what == "gemms" { "bare GEMMs" } else { what };
+        let mut times = TextTable::new(2, ["", "", "median ms", "min", "max", "GFLOP/s"]);
         for m in &self.measurements {
-            let name = if m.what == "gemms" { "bare GEMMs" } else { m.what };
             let Stats { median, min, max } = m.seconds;
-            times.add_row([m.passes, name, &ms(median), &ms(min), &ms(max), &format!("{:.1}", m.gflop_per_s)]);
+            times.row([m.passes, name(m.what), &ms(median), &ms(min), &ms(max), &format!("{:.1}", m.gflop_per_s)]);
         }
-        let mut ratios = plain();
-        ratios.set_header(["", "ratio of times", "median", "min", "max"]);
+        let mut ratios = TextTable::new(2, ["", "ratio of times", "median", "min", "max"]);
         for r in &self.ratios {
-            let name = |what| if what == "gemms" { "bare GEMMs" } else { what };
             let [median, min, max] = [r.ratio.median, r.ratio.min, r.ratio.max].map(|x| format!("{x:.3}"));
-            ratios.add_row([r.passes.to_string(), format!("{} / {}", name(r.of), name(r.to)), median, min, max]);
+            ratios.row([r.passes.to_string(), format!("{} / {}", name(r.of), name(r.to)), median, min, max]);
         }
-        let mut phases = plain();
         let mut header = vec![String::new(), "ms by phase and PE".to_string()];
         let names = self.measurements.iter().find(|m| !m.phases.is_empty()).map(|m| &m.phases);
         header.extend(names.into_iter().flatten().map(|phase| phase.phase.to_string()));
-        phases.set_header(header);
+        let mut phases = TextTable::new(2, header);
         for m in self.measurements.iter().filter(|m| !m.phases.is_empty()) {
             for pe in 0..self.rows_per_pe.len() {
                 let mut row = vec![m.passes.to_string(), format!("{}, PE {pe}", m.what)];
                 row.extend(m.phases.iter().map(|phase| ms(phase.median_s[pe])));
-                phases.add_row(row);
+                phases.row(row);
             }
         }
         for table in [times, ratios, phases] {
-            let _ = write!(text, "\n{}\n", right_aligned(table, 2));
+            let _ = write!(text, "\n{}", table.render());
         }
         text
     }
 }
 
-/// The raw samples: one line per element type, iteration, measurement and PE.
+/// The raw samples: a line for each element type, iteration, measurement and PE.
 pub fn samples_csv(bench: &MoeBench, samples: &[Vec<PeSamples>]) -> String {
     let mut csv = String::from("dtype,iteration,measurement,passes,pe,rows,cpu,seconds");
     for phase in Phase::of_passes() {
@@ -327,7 +317,7 @@ mod tests {
     use crate::moe::synthetic::{RouterKind, SyntheticSpec};
     use crate::moe::{Activation, LayerConfig, MlpConfig, Options};
 
-    /// Two PEs, three iterations; a forward takes as many seconds as here, with backward three times as many.
+    /// Two PEs, three iterations. A forward pass takes the seconds below, with a backward pass three times as long.
     fn example() -> (MoeBench, Vec<Vec<PeSamples>>) {
         let expert = MlpConfig::plain(5000, Activation::Gelu);
         let layer = LayerConfig::new(1000, 4, RouterKind::Softmax.config(4, 2), expert);
@@ -379,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_the_slowest_pes_and_ratios_those_of_iterations() {
+    fn times_are_of_the_slowest_pe_and_ratios_of_iterations() {
         let (bench, samples) = example();
         let summary = MoeSummary::new(&bench, &samples);
         let result = &summary.results[0];
@@ -404,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_and_the_csv_have_a_line_for_each() {
+    fn table_and_csv_have_a_line_for_each_measurement() {
         let (bench, samples) = example();
         let text = MoeSummary::new(&bench, &samples).render_table();
         let line = |start: &str| {

@@ -1,7 +1,7 @@
 //! MPI's two-sided calls on the same processes: the baselines of the one-sided transport.
 //!
-//! All functions are collective over the world and return PE 0's samples, an empty list elsewhere. A sample is the mean over
-//! a batch, as one call is too short for a clock. They fail only as MPI does, whose error ends the job.
+//! All functions are collective over the world and return the samples on PE 0, and an empty list elsewhere. A sample is the mean over a batch, because
+//! a single call is too short for the clock. An error of MPI ends the job.
 
 use std::time::Instant;
 
@@ -10,19 +10,19 @@ use mpi::traits::*;
 
 use crate::shmem::mpi::MpiWorld;
 
-/// How much is measured.
+/// The number of samples.
 #[derive(Clone, Copy, Debug)]
 pub struct Samples {
-    /// Samples that count.
+    /// Measured samples.
     pub samples: usize,
-    /// Samples before them.
+    /// Warm-up samples.
     pub warmup: usize,
-    /// Operations of one sample.
+    /// Operations per sample.
     pub batch: usize,
 }
 
 impl Samples {
-    /// Runs `once` for each sample, and keeps what it returns for those that count.
+    /// Runs `once` for each sample, and returns the measured ones.
     pub fn take(&self, mut once: impl FnMut() -> f64) -> Vec<f64> {
         (0..self.warmup).for_each(|_| _ = once());
         (0..self.samples).map(|_| once()).collect()
@@ -35,7 +35,7 @@ impl Samples {
 /// If there is one PE only.
 pub fn send_recv_latency_us(world: &MpiWorld, bytes: usize, samples: Samples) -> Vec<f64> {
     let (me, comm) = (pair(world), world.comm());
-    // Two, as in OSU's osu_latency: one alone would be read by the peer and then written here, every time.
+    // Two buffers, as in OSU's osu_latency: a single one would move between the caches of both PEs every time.
     let (source, mut target) = (vec![me as u8; bytes], vec![0u8; bytes]);
     let times = samples.take(|| {
         comm.barrier();
@@ -58,7 +58,7 @@ pub fn send_recv_latency_us(world: &MpiWorld, bytes: usize, samples: Samples) ->
     of_pe_0(me, times)
 }
 
-/// A batch of `MPI_Isend` from PE 0, taken by as many `MPI_Irecv` posted before, and an answer: 10^9 bytes per second.
+/// A batch of `MPI_Isend` from PE 0 to preposted `MPI_Irecv`, and an answer: 10^9 bytes per second.
 ///
 /// # Panics
 /// If there is one PE only.
@@ -95,10 +95,10 @@ pub fn send_recv_bandwidth_gb_s(world: &MpiWorld, bytes: usize, samples: Samples
     of_pe_0(me, rates)
 }
 
-/// `MPI_Alltoallv` of bytes, `send_bytes[s][d]` from PE `s` to PE `d`: microseconds until the last PE has its own.
+/// `MPI_Alltoallv` with `send_bytes[s][d]` bytes from PE `s` to PE `d`: microseconds until the last PE has returned.
 ///
 /// # Panics
-/// If `send_bytes` is not of as many rows and columns as there are PEs, or a PE sends or gets 2 GiB or more.
+/// If `send_bytes` does not have a row and a column for each PE, or a PE sends or receives 2 GiB or more.
 pub fn all_to_all_v_us(world: &MpiWorld, send_bytes: &[Vec<usize>], samples: Samples) -> Vec<f64> {
     use mpi::datatype::{Partition, PartitionMut};
     let (me, n, comm) = (world.my_pe(), world.n_pes(), world.comm());

@@ -1,48 +1,46 @@
-//! How far a result is from the reference, and how far it may be.
+//! The deviation of a result from the reference, and its tolerance.
 
 use std::fmt;
 
 use super::bound::{Bounds, norm};
 use crate::moe::Dtype;
 
-/// The largest relative deviation of an f32 result: f32's unit roundoff, 6e-8, times what sums of
-/// some thousand terms in f32 and a chain of three products make of it.
+/// Maximum relative deviation of an f32 result: f32's unit roundoff, 6e-8, grown by sums of a few thousand terms and a chain of three products.
 pub const TOLERANCE_F32: f64 = 1e-5;
 
-/// The largest relative deviation of a bf16 result (f32 accumulation): bf16's unit roundoff, 4e-3,
-/// times the few roundings between input and gradient.
+/// Maximum relative deviation of a bf16 result with f32 accumulation: bf16's unit roundoff, 4e-3, times the few roundings between input and
+/// gradient.
 pub const TOLERANCE_BF16: f64 = 2e-2;
 
-/// The same of an f16 result: f16's unit roundoff, 5e-4, is an eighth of bf16's.
+/// Maximum relative deviation of an f16 result: f16's unit roundoff, 5e-4, is an eighth of bf16's.
 pub const TOLERANCE_F16: f64 = TOLERANCE_BF16 / 8.0;
 
-/// A bf16 or f16 tensor of so many elements, whose bounds together are at most [`SMALL`] of its norm, is held to the tolerance above: over
-/// many elements roundings do not all do their worst, as bounds suppose. Another one, which is small, or whose sums nearly cancel, or
-/// where coefficients make rounding large or tokens are alike, may be off by what its bounds allow where that is more.
+/// A bf16 or f16 tensor with at least `MANY` elements, and bounds of at most `SMALL` times its norm, must satisfy the tolerance above: the bounds assume
+/// the worst case of all roundings, which does not happen over many elements. Other tensors may deviate up to their bounds, if these are larger: small
+/// ones, and those with cancellation, large coefficients or equal tokens.
 const MANY: usize = 256;
 const SMALL: f64 = 0.09;
 
-/// What share of its bounds the norm of an f32 result's error may reach, where that is more than the tolerance: sums are bounded as if they
-/// had ten thousand terms, and one rounding is 0.006 of that; several are in a chain.
+/// Maximum share of its bounds for the norm of an f32 result's error, if that is more than the tolerance. The bounds assume sums of ten thousand
+/// terms; a single rounding is 0.006 of that, and several are in a chain.
 const SHARE_F32: f64 = 0.03;
 
-/// What f32 may have lost of an element of a result: what it has no numbers for, and where activations are cut off, some 1e-35, through the
-/// products that follow, by inputs of thousands.
+/// Absolute error of an element from underflow in f32 and in activations, about 1e-35, multiplied by the following products with inputs of a few
+/// thousand.
 const LOST: f64 = 1e-25;
 
 /// The difference between a result and the reference.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Deviation {
-    /// What was compared.
+    /// Name of the tensor.
     pub name: String,
-    /// `||got - want||_2 / ||want||_2`; `||got||_2` where `want` is all zero; infinite where either
-    /// has a NaN or their lengths differ.
+    /// `||got - want||_2 / ||want||_2`; `||got||_2` if `want` is all zero; infinite if either has a NaN or the lengths differ.
     pub relative: f64,
-    /// Where `|got - want|` is largest, or the first NaN, or the shorter one's length.
+    /// The index of the largest `|got - want|`, or of the first NaN, or the length of the shorter tensor.
     pub worst: usize,
-    /// The result there; NaN where it has none.
+    /// The result at this index; NaN beyond its end.
     pub got: f32,
-    /// The reference there; NaN where it has none.
+    /// The reference at this index; NaN beyond its end.
     pub want: f64,
 }
 
@@ -82,17 +80,17 @@ pub fn compare(name: &str, got: &[f32], want: &[f64]) -> Deviation {
     at(worst, difference.sqrt() / scale)
 }
 
-/// What of a matrix is bounded by itself.
+/// A slice of a matrix that has its own bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Axis {
-    /// A row: a token's, of a tensor with a row per token.
+    /// A row, which is a token in a tensor with a row per token.
     Row,
     /// A column.
     Column,
 }
 
 impl Axis {
-    /// Its name in reports.
+    /// Name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Axis::Row => "row",
@@ -101,21 +99,21 @@ impl Axis {
     }
 }
 
-/// The row or column of a result that is the farthest from the reference, relative to its bound.
+/// The row or column of a result with the largest deviation relative to its bound.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WorstSlice {
     /// Row or column.
     pub axis: Axis,
-    /// Its number.
+    /// The index of the row or column.
     pub index: usize,
     /// 2-norm of the difference.
     pub error: f64,
-    /// The most that it may be.
+    /// Maximum error.
     pub bound: f64,
 }
 
 impl WorstSlice {
-    /// Error over bound: above 1 where the result is wrong; infinite where it is not a number.
+    /// Error over bound: above 1 for a wrong result, infinite for a NaN.
     pub fn severity(&self) -> f64 {
         if self.error == 0.0 {
             return 0.0;
@@ -125,8 +123,7 @@ impl WorstSlice {
     }
 }
 
-/// Compares every row and column that has a bound; `None` where there is none. A result of the wrong length is worst in
-/// its first row.
+/// Compares every row and column that has a bound; `None` without bounds. For a result of the wrong length, returns the first row.
 pub fn compare_slices(got: &[f32], want: &[f64], bounds: &Bounds) -> Option<WorstSlice> {
     let rows = bounds.rows.len();
     if rows == 0 {
@@ -162,19 +159,19 @@ pub fn compare_slices(got: &[f32], want: &[f64], bounds: &Bounds) -> Option<Wors
     all.into_iter().reduce(|worst, slice| if slice.severity() > worst.severity() { slice } else { worst })
 }
 
-/// A result beside the reference.
+/// A result compared with the reference.
 #[derive(Clone, Debug)]
 pub struct Comparison {
-    /// As a whole.
+    /// The deviation of the whole tensor.
     pub deviation: Deviation,
-    /// The most that [`Deviation::relative`] may be.
+    /// Maximum of [`Deviation::relative`].
     pub tolerance: f64,
-    /// The worst of its rows and columns, where there is one.
+    /// The worst row or column, if any has a bound.
     pub worst: Option<WorstSlice>,
 }
 
 impl Comparison {
-    /// Whether both are within.
+    /// Whether both are within their limits.
     pub fn passed(&self) -> bool {
         self.deviation.relative <= self.tolerance && self.worst.as_ref().is_none_or(|slice| slice.severity() <= 1.0)
     }
@@ -200,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn deviation_is_norm_wise_and_points_at_the_worst() {
+    fn deviation_is_norm_wise_with_the_worst_index() {
         let d = compare("x", &[3.0, 4.5, 0.0], &[3.0, 4.0, 0.0]);
         assert_eq!((d.relative, d.worst, d.got, d.want), (0.1, 1, 4.5, 4.0));
         assert_eq!(d.to_string(), "x: relative deviation 1.0e-1, largest at 1: got 4.5, expected 4");
@@ -209,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_slice_is_relative_to_its_bound() {
+    fn worst_slice_is_relative_to_its_bound() {
         let bounds = Bounds { rows: vec![1.0, 0.1, 0.0], columns: vec![2.0, 2.0] };
         let want = [1.0, 2.0, 3.0, 4.0, 0.0, 0.0];
         let worst = |got: [f32; 6]| compare_slices(&got, &want, &bounds).unwrap();
@@ -218,7 +215,7 @@ mod tests {
         let slice = worst([1.5, 2.0, 3.25, 4.0, 0.0, 0.0]);
         assert_eq!((slice.axis, slice.index, slice.error), (Axis::Row, 1, 0.25));
         assert!((slice.severity() - 2.5).abs() < 1e-9);
-        // Where nothing may be off, anything is too much.
+        // With a bound of 0 any error is too large.
         assert!(worst([1.0, 2.0, 3.0, 4.0, 0.0, 1e-15]).severity() > 1e9);
         assert!(worst([1.0, 2.0, 3.0, 4.0, 0.0, 1e-37]).severity() < 1.0);
         assert_eq!(worst([1.0, 2.0, 3.0, f32::NAN, 0.0, 0.0]).severity(), f64::INFINITY);
@@ -230,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn nan_infinity_and_length_are_infinite_deviations() {
+    fn nan_infinity_and_wrong_length_are_infinite_deviations() {
         assert_eq!(compare("x", &[1.0, f32::NAN], &[1.0, 2.0]).relative, f64::INFINITY);
         assert_eq!(compare("x", &[1.0, f32::NAN], &[1.0, 2.0]).worst, 1);
         assert_eq!(compare("x", &[f32::INFINITY], &[1.0]).relative, f64::INFINITY);

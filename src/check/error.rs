@@ -1,14 +1,14 @@
-//! What may keep the reference from being computed.
+//! Errors of the reference.
 
 use thiserror::Error;
 
 use crate::moe::{ConfigError, WeightError};
 
-/// Why there is no reference: one line.
+/// An error of the reference, one line.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum CheckError {
-    /// The configuration does not hold together.
+    /// The configuration contradicts itself.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// A weight cannot be loaded.

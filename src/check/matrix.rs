@@ -27,7 +27,7 @@ impl Matrix {
         Matrix { rows, cols, data: vec![0.0; rows * cols] }
     }
 
-    /// Widens `data`, whose length the caller has checked.
+    /// Widens `data` to f64. The caller checks the length.
     pub fn from_f32(rows: usize, cols: usize, data: &[f32]) -> Self {
         assert_eq!(data.len(), rows * cols, "length of a {rows} x {cols} matrix");
         Matrix { rows, cols, data: data.iter().map(|&v| f64::from(v)).collect() }
@@ -52,7 +52,7 @@ impl Matrix {
 
     pub fn transposed(&self) -> Self {
         let mut out = Matrix::zeros(self.cols, self.rows);
-        // Square blocks, so that both sides are walked within a few cache lines.
+        // Square blocks, so that both sides stay within a few cache lines.
         const SIDE: usize = 32;
         for r0 in (0..self.rows).step_by(SIDE) {
             for c0 in (0..self.cols).step_by(SIDE) {
@@ -117,7 +117,7 @@ impl Matrix {
                 .collect();
             axpy(1.0, &part(rows_from(0)), &mut total);
             for (first, other) in others {
-                // Where a thread cannot start, this one does its work.
+                // If a thread cannot be started, this one does its work.
                 let sums = other.ok().and_then(|other| other.join().ok()).unwrap_or_else(|| part(rows_from(first)));
                 axpy(1.0, &sums, &mut total);
             }
@@ -244,7 +244,7 @@ pub fn for_row_blocks<const N: usize>(
             (first, block)
         })
         .collect();
-    // Whoever is free takes the next block; where no thread can start, this one takes them all.
+    // An idle thread claims the next block. If no thread can be started, this one claims all blocks.
     let blocks = Mutex::new(blocks.into_iter());
     let work = || {
         let next = || blocks.lock().unwrap_or_else(PoisonError::into_inner).next();
@@ -260,9 +260,9 @@ pub fn for_row_blocks<const N: usize>(
     });
 }
 
-/// How many threads are worth their cost.
+/// The number of threads that are worth their cost.
 fn useful_threads(rows: usize, work_per_row: usize) -> usize {
-    // To ask for the number of processors is to read files of the system: once.
+    // Cached: querying the number of processors reads system files.
     static PROCESSORS: LazyLock<usize> = LazyLock::new(|| thread::available_parallelism().map_or(1, NonZero::get));
     match (rows * work_per_row / MIN_WORK_PER_THREAD).clamp(1, rows.max(1)) {
         1 => 1,
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn product_is_the_plain_triple_loop() {
+    fn product_equals_the_triple_loop() {
         // Odd sizes take every edge; the last one is split over threads and over both block sizes.
         for (m, n, k) in [(0, 3, 2), (3, 0, 2), (2, 3, 0), (1, 1, 1), (3, 5, 7), (2, 4, 2), (131, 67, 519)] {
             let (a, b) = (sample(m, k, 1), sample(n, k, 2));

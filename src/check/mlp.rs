@@ -1,4 +1,4 @@
-//! An expert's MLP on a matrix of token rows, forward and backward, with bounds on what rounding may do (see `bound`).
+//! An expert's MLP on a matrix of token rows, forward and backward, with bounds on rounding errors (see `bound`).
 
 use std::collections::BTreeMap;
 
@@ -54,7 +54,7 @@ impl Linear {
         y
     }
 
-    /// What summing in f32 does to element `i` of the result for an exact input of this norm.
+    /// Error of the f32 sum in element `i` of the result, for an exact input of this norm.
     fn sum_bound(&self, x_norm: f64, i: usize) -> f64 {
         SUM * (x_norm * self.row_norms[i] + self.bias.as_ref().map_or(0.0, |b| b[i].abs()))
     }
@@ -69,7 +69,7 @@ impl Linear {
 pub struct Gradient {
     /// In the weight's shape.
     pub values: Vec<f64>,
-    /// How far rounding may move its rows and columns.
+    /// Error bounds of its rows and columns.
     pub bounds: Bounds,
 }
 
@@ -86,11 +86,11 @@ pub struct Mlp {
     down: Linear,
 }
 
-/// What the backward pass needs of the forward pass.
+/// The values of the forward pass that the backward pass needs.
 pub struct Trace {
-    /// Norms of the rows of the input, enlarged by what it is off by.
+    /// Norms of the input's rows, increased by their errors.
     x_norms: Vec<f64>,
-    /// How far the input's rows are off, relative to their norms.
+    /// Errors of the input's rows, relative to their norms.
     input_error: f64,
     /// `gate(x)`, gated MLPs only.
     gate: Option<Matrix>,
@@ -104,11 +104,11 @@ pub struct Trace {
     pub output_bounds: Vec<f64>,
 }
 
-/// What the backward pass gives beside the gradients of weights.
+/// The results of the backward pass, except the gradients of weights.
 pub struct InputGradient {
     /// The gradient of the input.
     pub x: Matrix,
-    /// Bounds on the errors of its rows.
+    /// Error bounds of the gradient's rows.
     pub x_bounds: Vec<f64>,
     /// The gradient of each row's factor.
     pub factors: Vec<Bounded>,
@@ -137,10 +137,10 @@ impl Mlp {
         Ok(Mlp { config, rounding, id, gate, up: linear(Proj::Up)?, down: linear(Proj::Down)? })
     }
 
-    /// The MLP of the rows of `x`, which are off by up to `input_error` of their norms.
+    /// Applies the MLP to the rows of `x`, which have errors of up to `input_error` relative to their norms.
     pub fn forward(&self, x: &Matrix, input_error: f64) -> Trace {
         let rounding = self.rounding;
-        // A sum is off by SUM of the norms' product, and by the error of its input.
+        // The error of a sum is SUM times the product of the norms, plus the error of its input.
         let mut x_norms = x.row_norms(None);
         x_norms.iter_mut().for_each(|norm| *norm *= 1.0 + input_error / SUM);
         let up = self.up.forward(x);
@@ -214,7 +214,7 @@ impl Mlp {
         let outputs = [&mut d_up, &mut d_gate, &mut up_errors, &mut gate_errors, &mut inner_errors];
         let outputs = outputs.map(|m| &mut m.data[..]);
         let act = |x: f64| activate(self.config.activation, x);
-        // The activation's value and slope at an argument that was stored, and how far they may be off.
+        // The activation's value and slope at a stored argument, with their error bounds.
         let spread = |argument: f64, bound: f64| {
             let (value, slope) = act(argument);
             let ends = [act(argument - bound), act(argument + bound)];

@@ -53,31 +53,31 @@ pub struct Problem<'a> {
     pub grad_output: Option<&'a [f32]>,
     /// The weights, already rounded to the run's dtype; the router's as the layer uses them.
     pub weights: &'a WeightLoader<'a>,
-    /// The layer's choice of experts, `[tokens, top_k]`, in any order within a token. It is verified,
-    /// and then used, since a near tie may fall either way in f32. Without it the reference chooses.
+    /// The layer's choice of experts, `[tokens, top_k]`, in any order within a token. The choice is verified and then used, because f32 rounding may
+    /// decide a near tie either way. Without it the reference chooses.
     pub chosen: Option<&'a [u32]>,
-    /// How far the layer's router logits may be off, relative to the sum of their terms' magnitudes,
-    /// when `chosen` is verified; usually [`CHOICE_TOLERANCE`].
+    /// Maximum error of the layer's router logits in the verification of `chosen`, relative to the sum of their terms' magnitudes; usually
+    /// [`CHOICE_TOLERANCE`].
     pub choice_tolerance: f64,
     /// The run's element type, for the bounds.
     pub dtype: Dtype,
 }
 
-/// What the layer should have computed.
+/// The results of the reference.
 #[derive(Clone, Debug)]
 pub struct Reference {
     /// `[tokens, hidden]`.
     pub output: Vec<f64>,
-    /// How far rounding may move each token's output.
+    /// Error bounds of each token's output.
     pub output_bounds: Bounds,
-    /// `[tokens, hidden]`, where there was a `grad_output`.
+    /// `[tokens, hidden]`, with a `grad_output`.
     pub grad_hidden_states: Option<Vec<f64>>,
-    /// How far rounding may move each token's.
+    /// Error bounds of each token's gradient.
     pub grad_hidden_states_bounds: Bounds,
     /// The gradient of every weight that has one, in its shape; empty without a `grad_output`, and
-    /// where [`reference_with`] handed them out.
+    /// if [`reference_with`] passed them to its callback.
     pub grads: BTreeMap<WeightId, Vec<f64>>,
-    /// How far rounding may move them.
+    /// Error bounds of the gradients.
     pub grad_bounds: BTreeMap<WeightId, Bounds>,
     /// The load-balancing loss, before its coefficient:
     /// `n_experts * sum_e (pairs of e / tokens) * (mean probability of e)`. 0 without tokens.
@@ -97,9 +97,8 @@ pub struct Reference {
 /// Computes the layer.
 ///
 /// # Errors
-/// One line where the configuration does not hold together, an input or a weight has the wrong
-/// length or cannot be loaded, a router logit is not finite, or the layer's choice of experts is
-/// wrong (with the token, the expert, and the scores).
+/// An invalid configuration, an input or a weight that has the wrong length or cannot be loaded, a router logit that is not finite, or a wrong choice of
+/// experts (with the token, the expert, and the scores).
 pub fn reference(problem: &Problem) -> Result<Reference, CheckError> {
     let (mut grads, mut grad_bounds) = (BTreeMap::new(), BTreeMap::new());
     let result = reference_with(problem, &mut |id, grad| -> Result<(), CheckError> {
@@ -110,8 +109,8 @@ pub fn reference(problem: &Problem) -> Result<Reference, CheckError> {
     Ok(Reference { grads, grad_bounds, ..result })
 }
 
-/// Computes the layer as [`reference()`] does, but hands each weight's gradient to `on_grad` as soon
-/// as it is known, so that only one expert's gradients are in memory at a time.
+/// Computes the layer as [`reference()`] does, but passes each weight's gradient to `on_grad` as soon as it is complete, so that only one expert's
+/// gradients are in memory at a time.
 ///
 /// # Errors
 /// As [`reference()`], and those of `on_grad`.
@@ -209,7 +208,7 @@ pub fn reference_with<E: From<CheckError>>(
     })
 }
 
-/// The pass under way.
+/// The state of the forward pass.
 struct Layer<'a, E> {
     problem: &'a Problem<'a>,
     rounding: Rounding,
@@ -220,7 +219,7 @@ struct Layer<'a, E> {
     backward: Option<Backward<'a, E>>,
 }
 
-/// The backward pass under way.
+/// The state of the backward pass.
 struct Backward<'a, E> {
     /// The output's gradient.
     dy: Matrix,
@@ -380,7 +379,7 @@ impl<E: From<CheckError>> Layer<'_, E> {
         grads.into_iter().try_for_each(|(id, grad)| (b.on_grad)(id, grad))
     }
 
-    /// `output[t] += factor * row`. The sum of what one PE adds may be rounded on its way, no more than each part by itself.
+    /// `output[t] += factor * row`. A PE's partial sum may be rounded once in transit; the bound covers a rounding of each part.
     fn add_output(&mut self, t: usize, factor: Bounded, row: &[f64], row_bound: f64) {
         axpy(factor.value, row, self.output.row_mut(t));
         let norm = bound::norm(row);

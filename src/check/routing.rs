@@ -103,7 +103,7 @@ impl<'a> Routing<'a> {
                         return logit_slack + tolerance * score[e].abs() + SCORE_FLOOR;
                     }
                     if config.router.scoring == Scoring::SqrtSoftplus {
-                        // Its slope is sigmoid / (2 s), which is below a half.
+                        // The slope is sigmoid / (2 s) < 1/2.
                         return 0.5 * logit_slack + tolerance * (s + score[e].abs()) + SCORE_FLOOR;
                     }
                     // |d softmax_e| <= 2 s (1 - s) max |d logit|, |d sigmoid| = s (1 - s) |d logit|;
@@ -171,7 +171,7 @@ impl<'a> Routing<'a> {
         self.config.n_experts as f64 * sum / tokens as f64
     }
 
-    /// What a token's scores are divided by to be probabilities.
+    /// The divisor that turns a token's scores into probabilities.
     fn score_total(&self, scores: &[f64]) -> f64 {
         match self.config.router.scoring {
             Scoring::Softmax => 1.0,
@@ -278,7 +278,7 @@ impl<'a> Routing<'a> {
                     Scoring::SqrtSoftplus => {
                         let l = self.logits.row(t)[e];
                         let slope = if s.value > 0.0 { sigmoid(l) / (2.0 * s.value) } else { 0.0 };
-                        // It changes by at most half of itself for each unit of the logit.
+                        // The relative change per unit of the logit is at most a half.
                         let slope = Bounded { value: slope, bound: slope * (logit_bound + SUM) };
                         let product = slope.times(d_score);
                         (*d, *error) = (product.value, product.bound);
@@ -316,13 +316,13 @@ pub fn score_bound(score: f64, logit_bound: f64) -> f64 {
 fn scored(router: &RouterConfig, value: f64, logit_bound: f64) -> Bounded {
     let bound = match router.scoring {
         Scoring::Softmax | Scoring::Sigmoid => score_bound(value, logit_bound),
-        // Its slope is below a half.
+        // The slope is below a half.
         Scoring::SqrtSoftplus => 0.5 * logit_bound + SUM * value + SCORE_FLOOR,
     };
     Bounded { value, bound }
 }
 
-/// The chosen scores over their norm, or themselves, as the router says.
+/// The chosen scores, divided by their norm if the router normalises.
 fn shares(router: &RouterConfig, chosen: &[Bounded]) -> Vec<Bounded> {
     let sum = normaliser(router, chosen);
     let share = |s: &Bounded| {
@@ -332,7 +332,7 @@ fn shares(router: &RouterConfig, chosen: &[Bounded]) -> Vec<Bounded> {
     chosen.iter().map(share).collect()
 }
 
-/// What the chosen scores are divided by.
+/// The divisor of the chosen scores.
 fn normaliser(router: &RouterConfig, chosen: &[Bounded]) -> Bounded {
     if !router.renormalise {
         return Bounded::ONE;
@@ -401,8 +401,8 @@ fn mixed_shares(jitter: f64, logits: &[f64], chosen: &[usize]) -> Vec<Vec<f64>> 
     chosen.iter().map(shares).collect()
 }
 
-/// The most pairs an expert keeps, where there is a limit. The factors in the order of the layer's, since a product that is
-/// a whole number but for its last bit has another one above it.
+/// The maximum number of pairs of an expert, if there is a limit. The factors are multiplied in the layer's order: another order may round a whole number
+/// to the one above.
 fn capacity(config: &LayerConfig, tokens: usize) -> Option<u64> {
     let top_k = config.router.top_k as f64;
     config.capacity_factor.map(|c| (c * top_k * tokens as f64 / config.n_experts as f64).ceil() as u64)
@@ -554,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn a_near_tie_is_no_error_and_a_wrong_choice_is() {
+    fn near_tie_is_accepted_and_a_wrong_choice_is_an_error() {
         let r = router(2, None);
         let score = [0.9, 0.5, 0.5005, 0.1];
         check(&r, &score, &[2, 0]).unwrap();
@@ -569,7 +569,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_ranked_by_their_best_or_by_two() {
+    fn groups_are_ranked_by_their_best_or_their_best_two() {
         // Groups score 0.8 and 1.0 by two, 0.7 and 0.5 by their best.
         let score = [0.7, 0.1, 0.5, 0.5];
         let two = router(1, Some((2, 1)));
@@ -581,12 +581,12 @@ mod tests {
     }
 
     #[test]
-    fn sparse_mixer_takes_the_best_and_the_best_of_the_others() {
+    fn sparse_mixer_chooses_the_best_two_in_turn() {
         let logits = [0.3, 2.0, 1.9, -1.0];
         assert_eq!(mixed_choice(7, &logits, None, 1e-6).unwrap(), [1, 2]);
         assert_eq!(mixed_choice(7, &logits, Some(&[2, 1]), 1e-6).unwrap(), [2, 1]);
         assert!(mixed_choice(7, &logits, Some(&[1, 0]), 1e-6).unwrap_err().to_string().contains("expected [1, 2]"));
-        // Within 2 * 0.01 of the best there is nothing else; the second's softmax is without the first.
+        // No other logit is within 2 * 0.01 of the best. The softmax of the second excludes the first.
         let shares = mixed_shares(0.01, &logits, &[1, 2]);
         assert_eq!((shares[0][1], shares[1][2]), (1.0, 1.0));
         let shares = mixed_shares(0.03, &logits, &[2, 1]);
@@ -594,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn a_near_tie_between_groups_is_no_error_and_a_wrong_group_is() {
+    fn near_tie_between_groups_is_accepted_and_a_wrong_group_is_an_error() {
         // Groups of two with scores 1.2, 0.8, 0.8005, 0.3.
         let score = [0.7, 0.5, 0.6, 0.2, 0.45, 0.3505, 0.2, 0.1];
         let two = router(2, Some((4, 2)));

@@ -60,7 +60,7 @@ impl Data {
         })
     }
 
-    /// What the backward pass differentiates, with the routing held fast.
+    /// The differentiated objective, with fixed routing.
     fn objective(&self, chosen: &[u32]) -> f64 {
         let r = self.run(Some(chosen), 1e6).unwrap();
         let product: f64 = r.output.iter().zip(&self.grad_output).map(|(o, &g)| o * f64::from(g)).sum();
@@ -78,8 +78,8 @@ impl Data {
         (above - below) / (2.0 * f64::from(STEP))
     }
 
-    /// Compares every gradient with finite differences, of each tensor along some directions in which every element moves: whatever element
-    /// is wrong, all of them see it. The quotients are off by STEP^2/6 times a third derivative, some 1e-8, and by 2^-52 / STEP, 1e-12.
+    /// Compares every gradient with finite differences of each tensor along some directions in which every element moves, so that each direction detects
+    /// an error in any element. The quotients are off by STEP^2/6 times a third derivative, some 1e-8, and by 2^-52 / STEP, 1e-12.
     fn check_gradients(mut self) -> Reference {
         let result = self.run(None, CHOICE_TOLERANCE).unwrap();
         let chosen = &result.chosen;
@@ -144,7 +144,7 @@ fn gradients_of_every_router_with_both_losses() {
 }
 
 #[test]
-fn gradients_of_what_only_some_families_have() {
+fn gradients_of_features_of_single_families() {
     use crate::moe::{Glu, GroupScore, Norm, SparseMixer};
     type Change = fn(&mut LayerConfig);
     let changes: [(Change, bool); 13] = [
@@ -220,7 +220,7 @@ fn by_hand() -> Data {
 }
 
 #[test]
-fn a_case_computed_by_hand() {
+fn small_layer_matches_values_computed_by_hand() {
     let close = |what: &str, got: &[f64], want: &[f64]| {
         assert_eq!(got.len(), want.len(), "{what}");
         assert!(got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-6), "{what}: {got:?}, not {want:?}");
@@ -245,7 +245,7 @@ fn a_case_computed_by_hand() {
 }
 
 #[test]
-fn a_gated_sigmoid_layer_with_biases_and_shared_expert_is_its_formula() {
+fn gated_sigmoid_layer_with_biases_and_shared_expert_matches_its_formula() {
     let expert = MlpConfig { intermediate: 1, ..mlp(Activation::Silu, true, true) };
     let router = RouterConfig {
         scoring: Scoring::Sigmoid,
@@ -282,7 +282,7 @@ fn a_gated_sigmoid_layer_with_biases_and_shared_expert_is_its_formula() {
 }
 
 #[test]
-fn the_pairs_with_the_smallest_token_index_are_kept() {
+fn pairs_with_the_smallest_token_index_are_kept() {
     let mut data = by_hand();
     data.config.capacity_factor = Some(1.0);
     // Both tokens to expert 1, which may keep ceil(1 * 1 * 2 / 2) = 1.
@@ -295,7 +295,7 @@ fn the_pairs_with_the_smallest_token_index_are_kept() {
 }
 
 #[test]
-fn no_tokens_are_an_ordinary_case() {
+fn zero_tokens_are_allowed() {
     let mlp = mlp(Activation::Silu, true, true);
     let shared = Some(SharedConfig::new(mlp, true));
     let config = LayerConfig { shared, aux_loss_coef: 1.0, z_loss_coef: 1.0, ..base() };
@@ -308,7 +308,7 @@ fn no_tokens_are_an_ordinary_case() {
 }
 
 #[test]
-fn the_layers_choice_is_used_in_its_order_and_a_wrong_one_is_an_error() {
+fn layer_choice_is_used_in_its_order_and_a_wrong_one_is_an_error() {
     let data = Data::new(base(), TOKENS, 50);
     let own = data.run(None, CHOICE_TOLERANCE).unwrap();
     let swapped: Vec<u32> = own.chosen.chunks(2).flat_map(|c| [c[1], c[0]]).collect();
@@ -317,7 +317,7 @@ fn the_layers_choice_is_used_in_its_order_and_a_wrong_one_is_an_error() {
     assert!(same.output.iter().zip(&own.output).all(|(a, b)| (a - b).abs() < 1e-14));
 
     let mut wrong = own.chosen.clone();
-    // Of four experts, one of the two left out at token 3.
+    // Token 3: one of the two experts that were not chosen.
     let left_out = (0..4).find(|e| !wrong[6..8].contains(e)).unwrap();
     wrong[6] = left_out;
     let text = data.run(Some(&wrong), CHOICE_TOLERANCE).unwrap_err().to_string();
@@ -330,7 +330,7 @@ fn the_layers_choice_is_used_in_its_order_and_a_wrong_one_is_an_error() {
 }
 
 #[test]
-fn a_choice_that_only_f32_rounding_makes_is_accepted() {
+fn choice_within_f32_rounding_is_accepted() {
     // Experts 0 and 1 differ by one part in 10^6 of the logit.
     let mut data = by_hand();
     data.weights.insert(WeightId::Router, vec![1.0, 1.0, 1.000_001, 1.0]);
@@ -340,7 +340,7 @@ fn a_choice_that_only_f32_rounding_makes_is_accepted() {
 }
 
 #[test]
-fn bad_inputs_are_named() {
+fn invalid_inputs_are_errors() {
     let error = |data: &Data| data.run(None, CHOICE_TOLERANCE).unwrap_err().to_string();
     let mut data = Data::new(base(), TOKENS, 60);
     data.weights.insert(WeightId::Router, vec![0.0; 3]);

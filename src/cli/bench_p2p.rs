@@ -1,30 +1,27 @@
 //! `aristos bench p2p`.
 
-use std::path::PathBuf;
-use std::time::Duration;
-
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
-use super::files::{Csv, create, write};
+use super::files::Csv;
 use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
 use super::ranks::RanksArgs;
+use super::shared::{BenchOutputArgs, WaitArgs};
 use super::values::{TransportArg, size};
 use crate::bench::p2p::report::{P2pReport, PeRows};
 use crate::bench::p2p::{self, P2pBench, host};
 use crate::job::launch::{MAX_PES, on_several_hosts, settled_pes};
 use crate::job::request::Request;
-use crate::plot;
-use crate::stdio::{print, print_line, say};
+use crate::stdio::say;
 
-/// Samples of a figure, where nothing else is asked for: a device's are of many threads, and cost more.
+/// Default samples of a figure, and on a device, where a sample is of many threads and costs more.
 const ITERATIONS: (usize, usize) = (1000, 200);
 
-/// What `aristos bench p2p` takes.
+/// The flags of `aristos bench p2p`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// What the PEs talk over
+    /// Transport between the PEs
     #[arg(long, value_enum, default_value = "shm")]
     transport: P2pTransportArg,
     #[command(flatten)]
@@ -32,39 +29,31 @@ pub struct Args {
     /// Operations [default: all that the transport has]
     #[arg(long, value_enum)]
     op: Vec<OpArg>,
-    /// Which threads of a device work on one operation, or the stream, for nvshmem [default: all]
+    /// Threads that execute one operation on a device, or its stream, for nvshmem [default: all]
     #[arg(long, value_enum)]
     scope: Vec<ScopeArg>,
-    /// Smallest size, as 16, 4KiB or 1MiB; each further one is four times the last
+    /// Smallest size, such as 16, 4KiB or 1MiB; each next size is four times as large
     #[arg(long, value_name = "SIZE", default_value = "16")]
     min: String,
     /// Largest size
     #[arg(long, value_name = "SIZE", default_value = "4MiB")]
     max: String,
-    /// The two PEs, the first of which begins; or all pairs, one after the other
+    /// The two PEs, the initiator first; or all pairs, one after the other
     #[arg(long, value_name = "A,B|all", default_value = "0,1")]
     pair: String,
     /// Number of PEs [default: as many as the pair needs]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
-    /// Samples that count; large sizes have fewer [default: 1000, on a device 200]
+    /// Measured samples; large sizes have fewer [default: 1000, on a device 200]
     #[arg(long)]
     iterations: Option<usize>,
-    /// Samples before them
+    /// Warm-up samples
     #[arg(long, default_value_t = 20)]
     warmup: usize,
-    /// How long a PE waits for another before the job fails, seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
-    timeout: u32,
-    /// Print the result as JSON (keys: docs/measurements/README.md)
-    #[arg(long)]
-    json: bool,
-    /// Write the rows
-    #[arg(long, value_name = "FILE")]
-    csv: Option<PathBuf>,
-    /// Write plots of latency, bandwidth and non-blocking put: SVG, and with the feature `png` PNG too
-    #[arg(long, value_name = "DIR")]
-    plot: Option<PathBuf>,
+    #[command(flatten)]
+    wait: WaitArgs,
+    #[command(flatten)]
+    output: BenchOutputArgs,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -77,7 +66,7 @@ enum P2pTransportArg {
     Ofi,
     /// MPI, between hosts too (feature `mpi`)
     Mpi,
-    /// NVSHMEM, from the device and on its stream, and NCCL beside it (feature `cuda`)
+    /// NVSHMEM, from the device and on its stream, and NCCL for comparison (feature `cuda`)
     Nvshmem,
 }
 
@@ -111,7 +100,7 @@ enum ScopeArg {
     Thread,
     Warp,
     Block,
-    /// None: the host asks, and the stream does it
+    /// None: the host enqueues the operation on the stream
     Stream,
 }
 
@@ -137,7 +126,7 @@ impl P2pTransportArg {
         }
     }
 
-    /// The operations that it has.
+    /// The operations of the transport.
     fn ops(self) -> &'static [p2p::Op] {
         use p2p::Op::*;
         match self {
@@ -179,7 +168,7 @@ impl Args {
         ops.dedup();
         let mut scopes: Vec<p2p::Scope> = self.scope.iter().map(|&scope| scope.into()).collect();
         if on_device {
-            // Of several, those that go together are measured.
+            // Every combination of the given operations and scopes that exists is measured.
             if let Some(op) = ops.iter().find(|op| asked.0 && !scopes.is_empty() && !shares(op.scopes(), &scopes)) {
                 bail!("--op {} on --scope {}, expected {}", op.name(), list(&scopes), list(op.scopes()));
             }
@@ -196,7 +185,7 @@ impl Args {
         self.built()?;
         let iterations = self.iterations.unwrap_or(if on_device { ITERATIONS.1 } else { ITERATIONS.0 });
         ensure!(iterations > 0, "--iterations is 0, expected at least 1");
-        ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
+        let wait_limit = self.wait.limit()?;
         for (flag, value) in [("iterations", iterations), ("warmup", self.warmup)] {
             ensure!(value <= 1 << 20, "--{flag} is {value}, expected at most {}", 1 << 20);
         }
@@ -204,11 +193,11 @@ impl Args {
         ensure!(!on_device || pes == 2, "--pair and --pes on --transport nvshmem: it is measured between PEs 0 and 1");
         let sizes = std::iter::successors(Some(min), |bytes| bytes.checked_mul(4));
         let sizes = sizes.take_while(|&bytes| bytes <= max).collect();
-        let (warmup, wait_limit) = (self.warmup, Duration::from_secs(self.timeout.into()));
+        let warmup = self.warmup;
         Ok(P2pBench { ops, scopes, asked, sizes, pairs, pes, iterations, warmup, on_device, wait_limit })
     }
 
-    /// The pairs, and the number of PEs.
+    /// The pairs and the number of PEs.
     fn pairs(&self) -> Result<(Vec<[usize; 2]>, usize)> {
         let most = |pes: usize| -> Result<usize> {
             ensure!((2..=MAX_PES).contains(&pes), "--pes is {pes}, expected 2 to {MAX_PES}");
@@ -232,16 +221,10 @@ impl Args {
     }
 
     /// Runs the benchmark.
-    ///
-    /// # Errors
-    /// One line.
     pub fn command(&self) -> Result<bool> {
         let ask = |found: JobProcesses| {
             let bench = self.bench()?;
-            let csv = if found.reports { create(self.csv.as_ref())? } else { None };
-            if let Some(folder) = self.plot.as_deref().filter(|_| found.reports) {
-                plot::create_folder(folder)?;
-            }
+            let csv = self.output.create(found.reports)?;
             let (pes, wait_limit, env) = (bench.pes, bench.wait_limit, environment(&bench)?);
             let request = Request::BenchP2p(bench);
             Ok(JobSpec { request, pes, wait_limit, env, kept: (pes, csv) })
@@ -255,7 +238,7 @@ impl Args {
         };
         let meet = self.host_transport();
         if meet.has_own_world() {
-            // Before the PEs look for each other, each for the time that it waits for one.
+            // Before the PEs join, which may take as long as the wait limit.
             self.built()?;
         }
         let well = job::run(self.ranks.over(meet)?, &host::PHASE_NAMES, Progress::none(), ask, report);
@@ -265,25 +248,15 @@ impl Args {
         }
     }
 
-    /// Prints, writes and plots what all PEs measured.
+    /// Writes, prints and plots the measurements of all PEs.
     fn print(&self, pes: usize, csv: Csv, parts: &[PeRows]) -> Result<bool> {
         let mut report = P2pReport::merge(self.transport.name(), parts);
         report.pes = pes;
-        write(csv, report.to_csv())?;
-        if self.json {
-            print_line(&report.to_json())?;
-        } else {
-            print(&report.render_table())?;
-        }
-        if let Some(folder) = &self.plot {
-            for file in report.plot(folder)? {
-                say(&file.display().to_string());
-            }
-        }
+        self.output.report(&report, csv, || report.to_csv())?;
         Ok(true)
     }
 
-    /// That this build has what is measured.
+    /// Checks that this build has the transport.
     fn built(&self) -> Result<()> {
         ensure!(
             cfg!(feature = "cuda") || !matches!(self.transport, P2pTransportArg::Nvshmem),
@@ -292,10 +265,10 @@ impl Args {
         Ok(())
     }
 
-    /// What brings the PEs together.
+    /// The transport over which the PEs join.
     pub fn host_transport(&self) -> TransportArg {
         match self.transport {
-            // Which devices need to meet alone.
+            // Devices use it to join only.
             P2pTransportArg::Nvshmem if self.ranks.given() || on_several_hosts() => TransportArg::Tcp,
             P2pTransportArg::Shm | P2pTransportArg::Nvshmem => TransportArg::Shm,
             P2pTransportArg::Tcp => TransportArg::Tcp,
@@ -305,7 +278,7 @@ impl Args {
     }
 }
 
-/// What the PEs' processes need in their environment for NVSHMEM, and for NCCL beside it.
+/// The environment variables of the PEs' processes for NVSHMEM and NCCL.
 #[cfg(feature = "cuda")]
 fn environment(bench: &P2pBench) -> Result<Vec<(String, String)>> {
     use crate::gpu::cuda::{nccl, pe_environment};

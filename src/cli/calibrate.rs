@@ -8,16 +8,16 @@ use super::compare::read;
 use super::files;
 use super::values::check_cores;
 use crate::checkpoint::OutputFile;
-use crate::simulate::{CORES_MOST, calibrate};
-use crate::stdio::{out_line, print_line};
+use crate::simulate::{MAX_CORES, calibrate, calibration_text};
+use crate::stdio::{print, print_line};
 
-/// What `aristos calibrate` takes.
+/// The flags of `aristos calibrate`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// What `aristos run --json` printed, of at least 3 steps on the CPU: some of 1 PE, and some of as many as there are cores
+    /// Reports of `aristos run --json` with at least 3 steps on the CPU: some with 1 PE, and some with as many PEs as cores
     #[arg(value_name = "REPORT.json", required = true)]
     reports: Vec<PathBuf>,
-    /// Where to write the constants, for `aristos simulate --calibration`
+    /// Output file of the constants, for `aristos simulate --calibration`
     #[arg(long, value_name = "CALIBRATION.json")]
     out: PathBuf,
     /// Cores of a host [default: this machine's]
@@ -34,26 +34,15 @@ pub fn command(args: &Args) -> Result<bool> {
         files::check_distinct(&[("out", Some(&args.out))], &[("a report", Some(report.as_path()))])?;
     }
     check_cores(args.cores)?;
-    let here = || std::thread::available_parallelism().map_or(1, usize::from).min(CORES_MOST);
+    let here = || std::thread::available_parallelism().map_or(1, usize::from).min(MAX_CORES);
     let cores = args.cores.unwrap_or_else(here);
     let reports = args.reports.iter().map(|path| Ok((path.display().to_string(), read(path)?)));
     let calibration = calibrate(&reports.collect::<Result<Vec<_>>>()?, cores)?;
     let text = serde_json::to_string_pretty(&calibration)?;
     OutputFile::replace(&args.out, format!("{text}\n").as_bytes())?;
-    if args.json {
-        print_line(&text)?;
-        return Ok(true);
-    }
-    out_line!(
-        "{}: {} reports, {}, {cores} cores, {:.3} times as long with all of them busy",
-        args.out.display(),
-        calibration.fitted_to.len(),
-        calibration.dtype,
-        calibration.busy_factor
-    );
-    out_line!("{:20} {:>9} {:>9}", "off the runs, 1 PE", "median", "worst");
-    for (phase, residual) in &calibration.residuals {
-        out_line!("{phase:20} {:8.1}% {:8.1}%", residual.median * 100.0, residual.worst * 100.0);
+    match args.json {
+        true => print_line(&text)?,
+        false => print(&calibration_text(&args.out.display().to_string(), &calibration, cores))?,
     }
     Ok(true)
 }

@@ -6,15 +6,15 @@ use super::flags::as_flags;
 use crate::doctor::{Facts, cpu_runs, examine, render, to_json};
 use crate::stdio::print;
 
-/// What `aristos doctor` takes.
+/// The flags of `aristos doctor`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Print what was found as JSON
+    /// Print the findings as JSON
     #[arg(long)]
     json: bool,
 }
 
-/// Prints the findings; `false` when something is missing that a run on the CPU needs.
+/// Prints the findings. Returns `false` if a requirement of runs on the CPU is missing.
 pub fn command(args: &Args) -> Result<bool> {
     let findings = examine(&Facts::gather());
     let text = if args.json { format!("{:#}\n", to_json(&findings)) } else { render(&findings) };

@@ -6,20 +6,20 @@ use anyhow::{Result, ensure};
 
 use crate::checkpoint::{OutputFile, real_path};
 
-/// A file of measurements that was asked for, to come into place at the end.
+/// The `--csv` file, if one is requested. An old file stays until the new one is complete.
 pub type Csv = Option<OutputFile>;
 
-/// The file that raw samples go to, made before anything is measured.
+/// Creates the file before anything is measured.
 pub fn create(path: Option<&PathBuf>) -> Result<Csv> {
     Ok(path.map(|path| OutputFile::create_empty(path)).transpose()?)
 }
 
-/// Writes it, where it was asked for.
+/// Writes the file, if one is requested.
 pub fn write(csv: Csv, content: impl AsRef<[u8]>) -> Result<()> {
     csv.map_or(Ok(()), |file| Ok(file.publish_with(content.as_ref())?))
 }
 
-/// Refuses files to be written that are read by the same command, or that are one and the same; each with its flag.
+/// Returns an error if a written file is also read by the same command, or written twice. Each file comes with its flag.
 pub fn check_distinct(written: &[(&str, Option<&Path>)], read: &[(&str, Option<&Path>)]) -> Result<()> {
     for (at, (flag, path)) in written.iter().enumerate() {
         for (other, other_path) in read.iter().chain(&written[..at]) {

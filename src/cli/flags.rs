@@ -1,4 +1,4 @@
-//! The core's errors name the fields of a request; here they become the command's flags.
+//! Replaces the fields that errors of the core name by the command's flags.
 
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
@@ -7,13 +7,12 @@ use crate::plan::InputError;
 
 static FLAGS: OnceLock<BTreeSet<String>> = OnceLock::new();
 
-/// Takes the flags of a command and of those below it for the ones that there are.
+/// Stores the flags of a command and its subcommands.
 pub fn learn(command: &clap::Command) {
     FLAGS.get_or_init(|| all_flags(command));
 }
 
-/// An error's line with the command's flags in place of the fields that it names in backticks: "`tile_rows` is 0" becomes
-/// "--tile-rows is 0". Other words in backticks stay.
+/// Replaces fields in backticks by flags: "`tile_rows` is 0" becomes "--tile-rows is 0". Other words in backticks stay.
 pub fn as_flags(line: &str) -> String {
     let is_flag = |word: &str| FLAGS.get().is_some_and(|flags| flags.contains(word));
     let mut text = String::new();
@@ -30,7 +29,7 @@ pub fn as_flags(line: &str) -> String {
     text
 }
 
-/// An error about what flags gave, and no file: its fields are shown as flags.
+/// Marks an error about flags, not about a file, so that its fields are shown as flags.
 pub fn of_flags(error: InputError) -> anyhow::Error {
     anyhow::anyhow!("{error}")
 }

@@ -17,6 +17,7 @@ mod progress;
 mod ranks;
 mod rebalance;
 mod run;
+mod shared;
 mod sim;
 mod sim_comms;
 mod sim_linear;
@@ -49,42 +50,42 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run a layer, forward and backward, on N PEs, of this host or of several; with nothing else given, the bundled example.
+    /// Run a layer, forward and backward, on N PEs of one or several hosts. Without flags: the bundled example.
     Run(Box<run::Args>),
-    /// Measure.
+    /// Run a benchmark.
     Bench(Box<bench::Args>),
-    /// Look at this machine, and say what is missing for which runs, and the cure.
+    /// Check the requirements of each kind of run on this machine, and name the missing ones with their installation.
     Doctor(doctor::Args),
     /// Choose the expert-parallel groups and the placement of experts for a cluster and a workload.
     Plan(Box<plan::Args>),
-    /// Say what the planner is to plan for, of a model and a batch.
+    /// Compute the planner's workload from a model and a batch.
     Workload(workload::Args),
-    /// Replicate hot experts, and place all on devices, so that none has much more to do than the mean.
+    /// Replicate hot experts and place all experts on devices with balanced loads.
     Rebalance(rebalance::Args),
-    /// Measure links, speeds and memories of N PEs, and write the cluster file that `plan` reads.
+    /// Measure links, compute rates and memory of N PEs, and write the cluster file for `plan`.
     Probe(probe::Args),
-    /// Compute a model: of a linear layer, of an exchange, of routing.
+    /// Evaluate a model of a linear layer, an exchange, or routing.
     Sim(Box<sim::Args>),
-    /// Simulate training an MLP with all ways of data, horizontal, pipeline and expert parallelism.
+    /// Simulate training of an MLP with all combinations of data, horizontal, pipeline and expert parallelism.
     Sweep(Box<sweep::Args>),
-    /// Simulate steps of a layer on a cluster: their time, what waits for what, and what would help.
+    /// Simulate steps of a layer on a cluster: times, waits, and the changes that would help.
     Simulate(Box<simulate::Args>),
-    /// Fit what work takes on this machine to measured steps, for simulations of it.
+    /// Fit the simulator's constants to measured steps of this machine.
     Calibrate(calibrate::Args),
-    /// Put what was simulated beside what was measured, phase by phase.
+    /// Compare simulated times with measured ones, phase by phase.
     Compare(compare::Args),
-    /// A PE of a job, which its supervisor starts.
+    /// A PE of a job, started by its supervisor.
     #[command(name = PE_COMMAND, hide = true)]
     Pe,
 }
 
-/// Parses the command line and runs it, as supervisor, as a PE that one has started, or as one of a launcher's
-/// processes. Of these, rank 0 alone prints, and all end with its exit code.
+/// Parses the command line and runs the command: as a supervisor, as a PE of one, or as a process of a launcher. Among a launcher's
+/// processes rank 0 alone prints, and all exit with its code.
 ///
 /// Exit code: 0; 1 for an error, which is one line on standard error, or a failed check; 2 for a command line that
 /// cannot be read, or a cluster that cannot hold the experts; 128 + n after signal n.
 pub fn main() -> ExitCode {
-    // A file size limit is an error of the write then, and not the end of the process without a word.
+    // With a handler a write beyond the file size limit returns an error. Without one SIGXFSZ kills the process.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     log_to_stderr();
 
@@ -93,7 +94,7 @@ pub fn main() -> ExitCode {
         return pe::main().unwrap_or_else(|error| fail(&error).into());
     }
     flags::learn(&Cli::command());
-    // MPI and TCP make their own world of the processes.
+    // With MPI and TCP the processes join over the transport.
     let entered = match &cli {
         Ok(cli) if cli.command.has_own_world() => Ok(Role::Alone),
         _ => launch::enter(),
@@ -105,7 +106,7 @@ pub fn main() -> ExitCode {
         },
         Ok(Role::Keeper(keeper)) => keeper.serve().unwrap_or_else(|error| fail(&error.into())),
         Ok(Role::Silent) => {
-            // Some launchers kill all processes when one ends: rank 0 must have spoken.
+            // Some launchers kill all processes when one ends: give rank 0 the time to print.
             std::thread::sleep(std::time::Duration::from_secs(1));
             1
         }
@@ -115,7 +116,7 @@ pub fn main() -> ExitCode {
     code.into()
 }
 
-/// Warnings and errors, or what `RUST_LOG` asks for, as `debug` or `aristos::run=debug,warn`.
+/// Logs warnings and errors, or the levels in `RUST_LOG`, such as `debug` or `aristos::run=debug,warn`.
 fn log_to_stderr() {
     let asked = std::env::var("RUST_LOG").ok().filter(|directives| !directives.trim().is_empty());
     let filter: Targets = asked
@@ -123,18 +124,18 @@ fn log_to_stderr() {
         .unwrap_or_else(|| Targets::new().with_default(tracing::Level::WARN));
     let layer =
         tracing_subscriber::fmt::layer().with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr);
-    // Where standard error is full or closed the log is lost, and nothing else.
+    // A log line that standard error does not take is dropped.
     let layer = layer.log_internal_errors(false);
     tracing_subscriber::registry().with(layer.with_filter(filter)).init();
 }
 
 impl Command {
-    /// Whether its PEs are processes that the transport makes a world of.
+    /// Whether the PEs are separate processes that join over the transport.
     fn has_own_world(&self) -> bool {
         match self {
-            Command::Run(args) => args.transport.has_own_world(),
+            Command::Run(args) => args.between.transport.has_own_world(),
             Command::Bench(args) => args.has_own_world(),
-            Command::Probe(args) => args.transport.has_own_world(),
+            Command::Probe(args) => args.between.transport.has_own_world(),
             _ => false,
         }
     }
@@ -164,13 +165,13 @@ fn command_main(command: Command) -> u8 {
     }
 }
 
-/// Shows what the parser of command lines says: what is wrong, or the help that was asked for; returns the exit code.
+/// Prints the parser's error or help text; returns the exit code.
 fn refuse(error: &clap::Error) -> u8 {
     if error.use_stderr() {
         let _ = error.print();
         return error.exit_code() as u8;
     }
-    // The parser colours its text for a terminal, and writes it itself.
+    // clap prints to a terminal itself, in colour.
     let shown = match std::io::stdout().is_terminal() {
         true => error.print().map_err(anyhow::Error::from),
         false => print(&error.to_string()).map_err(anyhow::Error::from),
@@ -178,13 +179,13 @@ fn refuse(error: &clap::Error) -> u8 {
     shown.map_or_else(|error| fail(&error), |()| error.exit_code() as u8)
 }
 
-/// Says it; returns the exit code.
+/// Prints the error; returns the exit code.
 fn fail(error: &anyhow::Error) -> u8 {
     if matches!(error.downcast_ref(), Some(OutputError::ReaderGone)) {
         return READER_GONE;
     }
     let line = with_causes(error.as_ref());
-    // What a file has wrong is said in the file's words.
+    // Errors about a file keep the file's own field names.
     let of_file = error.chain().any(|cause| cause.is::<InputError>());
     say(&format!("aristos: {}", one_line(&if of_file { line } else { flags::as_flags(&line) })));
     let of_job = error.downcast_ref::<JobError>().map(JobError::exit_code);

@@ -1,15 +1,16 @@
 //! `aristos plan`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum;
 use serde::Serialize;
 
 use super::files::check_distinct;
-use super::workload::{OptionalModelArgs, weigh, weigh_by_routing};
+use super::shared::{ClusterArgs, LoadArgs};
+use super::workload::OptionalModelArgs;
 use crate::checkpoint::OutputFile;
-use crate::cluster::{Cluster, Probe, parse_json, preset, read_text};
+use crate::cluster::{Cluster, Probe, parse_json, read_text};
 use crate::plan::{
     self, Algorithm, Explanation, Infeasible, Objective, Options, Outcome, PlacementKind, Plan, PlanError, Replan,
     Replication, Workload,
@@ -17,41 +18,39 @@ use crate::plan::{
 use crate::plot;
 use crate::stdio::{print, print_line, say};
 
-/// The exit code when there is no plan.
+/// The exit code if there is no plan.
 const INFEASIBLE: u8 = 2;
 
-/// What `aristos plan` takes.
+/// The flags of `aristos plan`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The cluster: a JSON file (docs/planner.md), or preset:NAME[:NODES] with perlmutter-a100-40gb, perlmutter-a100-80gb
-    /// or dgx-h100
-    #[arg(long, value_name = "C")]
-    cluster: PathBuf,
+    #[command(flatten)]
+    on: ClusterArgs,
     /// The workload: a JSON file (docs/planner.md)
     #[arg(long, value_name = "W", required_unless_present = "model")]
     workload: Option<PathBuf>,
     #[command(flatten)]
     of_model: OptionalModelArgs,
-    /// What to minimise [default: placed; published with --algorithm lysi]
+    /// Objective [default: placed; published with --algorithm lysi]
     #[arg(long, value_enum)]
     objective: Option<ObjectiveArg>,
-    /// How to choose the groups
+    /// Algorithm for the groups
     #[arg(long, value_enum, default_value = "auto")]
     algorithm: AlgorithmArg,
-    /// How to place the experts in a group [default: auto; lysi with --algorithm lysi]
+    /// Placement of the experts in a group [default: auto; lysi with --algorithm lysi]
     #[arg(long, value_enum)]
     placement: Option<PlacementArg>,
-    /// Let several devices of a group hold an expert and share its tokens, where that helps: at most N more experts on each
-    /// device, or as many as its memory holds (auto). With --current, from the placement in use
+    /// Replicate experts on several devices of a group if that helps: at most N more experts on each device, or as many as its memory
+    /// holds (auto). With --current, starting from the placement in use
     #[arg(long, value_name = "N|auto", value_parser = replication)]
     replicas: Option<Replication>,
-    /// Let devices be left out of all groups, where that helps
+    /// Leave devices idle if that helps
     #[arg(long)]
     allow_idle: bool,
-    /// Let the search take N times its usual effort
+    /// Search with N times the usual effort
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     effort: u32,
-    /// Show the terms of the chosen groups beside rejected ones, and what binds
+    /// Show the terms of the chosen groups next to rejected ones, and the binding constraints
     #[arg(long)]
     explain: bool,
     /// Print the plan as JSON (keys: docs/planner.md)
@@ -60,26 +59,22 @@ pub struct Args {
     /// Write the plan as JSON
     #[arg(long, value_name = "PLAN.json")]
     out: Option<PathBuf>,
-    /// Plan although the times of a probed link are further than this off a latency and a rate: the residual, a share
+    /// Maximum residual of a probed link, as a share: the error of its fit by a latency and a rate
     #[arg(long, value_name = "SHARE", default_value_t = Probe::USABLE)]
     max_residual: f64,
-    /// Draw the plan on its cluster, as SVG, or with the feature `png` as PNG where the file's name ends so
+    /// Draw the plan on its cluster as SVG, or with the feature `png` as PNG, by the name of the file
     #[arg(long, value_name = "PLAN.svg|png")]
-    plot: Option<PathBuf>,
-    /// Draw iteration latency against the number of experts, for several sizes of groups, with out-of-memory points; SVG or PNG
-    /// as for `--plot`
+    draw: Option<PathBuf>,
+    /// Draw iteration latency over the number of experts for several group sizes, with out-of-memory points; SVG or PNG
+    /// as for `--draw`
     #[arg(long, value_name = "LATENCY.svg|png")]
-    plot_latency: Option<PathBuf>,
-    /// Weigh the experts by the tokens that each got in a report of `aristos run --json`
-    #[arg(long, value_name = "REPORT.json")]
-    expert_load_from: Option<PathBuf>,
-    /// Weigh the experts by the tokens that each gets in a routing file (docs/simulator.md)
-    #[arg(long, value_name = "ROUTING.json", conflicts_with = "expert_load_from")]
-    routing: Option<PathBuf>,
-    /// The plan in use: state what changing to the new one gains and what moving the experts costs
+    draw_latency: Option<PathBuf>,
+    #[command(flatten)]
+    load: LoadArgs,
+    /// The plan in use: print the gain of the new plan and the cost of moving the experts
     #[arg(long, value_name = "PLAN.json")]
     current: Option<PathBuf>,
-    /// Size of an expert that is to be moved, MB [default: all_reduce_buffer_mb over the number of experts]
+    /// Size of a moved expert, MB [default: all_reduce_buffer_mb over the number of experts]
     #[arg(long, value_name = "MB", requires = "current")]
     expert_mb: Option<f64>,
 }
@@ -108,9 +103,9 @@ pub enum AlgorithmArg {
 /// `--objective`.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum ObjectiveArg {
-    /// The time of an iteration, with experts whole and where they are placed
+    /// The time of an iteration with whole experts at their places
     Placed,
-    /// Equation (1) of the Lysi poster, which spreads experts over a group as if they could be cut, for comparison
+    /// Equation (1) of the Lysi poster, with fractional experts, for comparison
     Published,
 }
 
@@ -123,15 +118,7 @@ pub enum PlacementArg {
     Lysi,
 }
 
-/// A cluster from a file, or from `preset:NAME[:NODES]`.
-pub(super) fn read_cluster(path: &Path) -> Result<Cluster> {
-    match path.to_str().and_then(|text| text.strip_prefix("preset:")) {
-        Some(name) => Ok(preset(name)?),
-        None => Ok(Cluster::read(path)?),
-    }
-}
-
-/// What `--json` prints: the plan, and what else was asked for.
+/// The output of `--json`: the plan, and the requested additions.
 #[derive(Serialize)]
 struct Printed<'a> {
     #[serde(flatten)]
@@ -165,10 +152,10 @@ impl Args {
     }
 
     fn cluster(&self) -> Result<Cluster> {
-        self.usable(read_cluster(&self.cluster)?)
+        self.usable(self.on.read()?)
     }
 
-    /// Refuses links that a probe could not measure.
+    /// Returns an error if a probed link fits a latency and a rate badly.
     fn usable(&self, cluster: Cluster) -> Result<Cluster> {
         let limit = self.max_residual;
         ensure!(limit >= 0.0, "--max-residual is {limit}, expected a share, 0 or more");
@@ -178,7 +165,7 @@ impl Args {
             bail!(
                 "{}: probe.residual[{from}][{to}] is {residual:.2}, the largest of {} links, expected at most {limit}: probe again on a quiet \
                  machine, or say --max-residual {:.2}",
-                self.cluster.display(),
+                self.on.path.display(),
                 wild.len(),
                 residual + 0.01
             );
@@ -191,13 +178,7 @@ impl Args {
             Some(path) => Workload::read(path)?,
             None => self.of_model.workload(cluster.devices.len())?,
         };
-        if let Some(path) = &self.expert_load_from {
-            let text = read_text(path)?;
-            weigh(&mut workload, &text).with_context(|| path.display().to_string())?;
-        }
-        if let Some(path) = &self.routing {
-            weigh_by_routing(&mut workload, path, self.of_model.top_k()?)?;
-        }
+        self.load.weight(&mut workload, || self.of_model.top_k())?;
         Ok(workload)
     }
 
@@ -224,26 +205,28 @@ impl Args {
         replan.map(Some).with_context(|| path.display().to_string())
     }
 
-    /// Refuses to write what is read, and one file twice.
+    /// Returns an error if a written file is also read, or written twice.
     fn check_files(&self) -> Result<()> {
-        let written = [("out", &self.out), ("plot", &self.plot), ("plot-latency", &self.plot_latency)];
-        let read = [
-            ("cluster", Some(&self.cluster)),
-            ("workload", self.workload.as_ref()),
-            ("expert-load-from", self.expert_load_from.as_ref()),
-            ("routing", self.routing.as_ref()),
-            ("current", self.current.as_ref()),
-        ];
         check_distinct(
-            &written.map(|(flag, path)| (flag, path.as_deref())),
-            &read.map(|(flag, path)| (flag, path.map(PathBuf::as_path))),
+            &[
+                ("out", self.out.as_deref()),
+                ("draw", self.draw.as_deref()),
+                ("draw-latency", self.draw_latency.as_deref()),
+            ],
+            &[
+                ("cluster", Some(&self.on.path)),
+                ("workload", self.workload.as_deref()),
+                ("expert-load-from", self.load.expert_load_from.as_deref()),
+                ("routing", self.load.routing.as_deref()),
+                ("current", self.current.as_deref()),
+            ],
         )
     }
 }
 
 /// Plans, prints and writes. The exit code is 0, or 2 when there is no plan.
 pub fn main(args: &Args) -> Result<u8> {
-    for (name, path) in [("--plot", &args.plot), ("--plot-latency", &args.plot_latency)] {
+    for (name, path) in [("--draw", &args.draw), ("--draw-latency", &args.draw_latency)] {
         path.as_deref().map(plot::check_format).transpose().context(name)?;
     }
     args.check_files()?;
@@ -260,14 +243,14 @@ pub fn main(args: &Args) -> Result<u8> {
         plan::check(&cluster, &workload, current).with_context(|| path.display().to_string())?;
     }
     let outcome = plan::plan_from(&cluster, &workload, options, current.as_ref()).map_err(|error| match error {
-        PlanError::Input(error) => anyhow!(error).context(args.cluster.display().to_string()),
-        // Of all that is asked of the planner it can refuse `--algorithm exact` alone.
+        PlanError::Input(error) => anyhow!(error).context(args.on.path.display().to_string()),
+        // The planner rejects no option except `--algorithm exact`.
         error => anyhow!("--{error}"),
     })?;
     if let Some(path) = &args.out {
         OutputFile::replace(path, (outcome.to_json() + "\n").as_bytes())?;
     }
-    if let Some(path) = &args.plot_latency {
+    if let Some(path) = &args.draw_latency {
         OutputFile::replace(
             path,
             &plot::encode(&plot::plot_latency(&cluster, &workload, options.minimised())?, path)?,
@@ -283,7 +266,7 @@ pub fn main(args: &Args) -> Result<u8> {
             return Ok(INFEASIBLE);
         }
     };
-    if let Some(path) = &args.plot {
+    if let Some(path) = &args.draw {
         OutputFile::replace(path, &plot::encode(&plot::plot_plan(&cluster, &workload, plan)?, path)?)?;
     }
     let explanation = match args.explain {

@@ -7,10 +7,10 @@ use anyhow::{Context, Result, ensure};
 
 use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
-use super::ranks::RanksArgs;
+use super::shared::{TransportArgs, WaitArgs};
 #[cfg(feature = "device")]
 use super::values::GemmArg;
-use super::values::{DeviceArg, DtypeArg, MlpArg, TransportArg, check_memory_mb, check_pes};
+use super::values::{DeviceArg, DtypeArg, MlpArg, check_memory_mb, check_pes};
 use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, Probe};
 #[cfg(feature = "cuda")]
@@ -22,22 +22,22 @@ use crate::run::probe::{PROBE_PHASES, heap_bytes};
 use crate::shmem::{ShmTransport, available_bytes};
 use crate::stdio::{print, say};
 
-/// PEs at least, when not said: one alone has no links.
-const PES_LEAST: usize = 2;
+/// Minimum of the default number of PEs: a single PE has no links.
+const MIN_PES: usize = 2;
 
-/// What `aristos probe` takes.
+/// The flags of `aristos probe`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Number of PEs [default: as many processes as srun, mpirun or torchrun started; otherwise one per CPU, at least 2, or per CUDA device]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
-    /// Where to write the cluster (docs/planner.md), for `aristos plan --cluster`
+    /// Output file of the cluster (docs/planner.md), for `aristos plan --cluster`
     #[arg(long, value_name = "CLUSTER.json", required_unless_present = "json")]
     out: Option<PathBuf>,
     /// Print the cluster as JSON
     #[arg(long)]
     json: bool,
-    /// Fewer and smaller messages: below half a second for a few PEs
+    /// Send fewer and smaller messages: less than half a second for a few PEs
     #[arg(long)]
     quick: bool,
     /// Hidden width
@@ -52,25 +52,21 @@ pub struct Args {
     /// Element type of activations and expert weights [default: f32 on the CPU, bf16 on a device]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
-    /// What is probed: the CPUs, or the devices: links between them, by puts from kernels, their rate in the layer's kernels, their memory
+    /// Probe the CPUs, or devices: links by puts from kernels, rates of the layer's kernels, memory
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceArg,
-    /// Which matrix products a device runs [default: the best that it has]
+    /// Matrix products of a device [default: the best that it has]
     #[cfg(feature = "device")]
     #[arg(long, value_enum)]
     gemm: Option<GemmArg>,
-    /// Memory for experts, MB (10^6 bytes): one number for every PE, or one for each [default: three quarters of what
-    /// is available, or of a device's free memory, in equal parts]
+    /// Memory for experts, MB (10^6 bytes): one number for all PEs, or one for each [default: three quarters of the
+    /// available memory, or of a device's free memory, in equal parts]
     #[arg(long, value_name = "MB[,MB...]", value_delimiter = ',')]
     memory_mb: Vec<f64>,
-    /// What the PEs talk over
-    #[arg(long, value_enum, default_value = "shm")]
-    pub(super) transport: TransportArg,
     #[command(flatten)]
-    ranks: RanksArgs,
-    /// How long a PE waits for another before the probe fails, seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
-    timeout: u32,
+    pub(super) between: TransportArgs,
+    #[command(flatten)]
+    wait: WaitArgs,
 }
 
 impl Args {
@@ -81,10 +77,10 @@ impl Args {
         let one_each = || match device {
             #[cfg(feature = "cuda")]
             DeviceKind::Cuda => crate::gpu::cuda::visible_devices().map_or(1, |devices| devices.max(1)),
-            _ => std::thread::available_parallelism().map_or(1, usize::from).max(PES_LEAST),
+            _ => std::thread::available_parallelism().map_or(1, usize::from).max(MIN_PES),
         };
         let pes = check_pes(self.pes.or(started).or_else(settled_pes).unwrap_or_else(one_each))?;
-        ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
+        let wait_limit = self.wait.limit()?;
         check_memory_mb(&self.memory_mb, pes)?;
         let expert = ProbedExpert {
             hidden: self.hidden,
@@ -95,7 +91,7 @@ impl Args {
         };
         expert.check(device)?;
         let mut options = if self.quick { ProbeOptions::quick() } else { ProbeOptions::thorough() };
-        options.wait_limit = std::time::Duration::from_secs(self.timeout.into());
+        options.wait_limit = wait_limit;
         let (memory_mb, memory_source) = (self.memory_mb.clone(), "--memory-mb".to_string());
         Ok(ProbeRequest {
             pes,
@@ -111,9 +107,6 @@ impl Args {
 }
 
 /// Probes, and writes and prints the cluster.
-///
-/// # Errors
-/// One line.
 pub fn command(args: &Args) -> Result<bool> {
     let ask = |found: JobProcesses| {
         let request = args.request(found.started)?;
@@ -136,7 +129,7 @@ pub fn command(args: &Args) -> Result<bool> {
         Ok(JobSpec { request: Request::Probe(request), pes, wait_limit, env, kept: out })
     };
     let report = |out, sent: Vec<(usize, String)>| args.finish(out, sent.into_iter().next().map(|(_, text)| text));
-    let over = args.ranks.over(args.transport)?;
+    let over = args.between.over()?;
     #[cfg(feature = "cuda")]
     over.set_heap(|started| {
         let request = args.request(Some(started))?;
@@ -145,7 +138,7 @@ pub fn command(args: &Args) -> Result<bool> {
     job::run(over, &PROBE_PHASES, Progress::of_first_pe(), ask, report)
 }
 
-/// Checks that `here` PEs fit on this host: a probe that it cannot hold would be killed half way.
+/// Returns an error if the memory of this host does not suffice for `here` PEs: the kernel would kill the probe later.
 fn check_available(request: &ProbeRequest, here: usize) -> Result<()> {
     let need = match request.device {
         DeviceKind::Cpu => {
@@ -157,7 +150,7 @@ fn check_available(request: &ProbeRequest, here: usize) -> Result<()> {
             let device = crate::gpu::emulated::EmulatedDevice::default();
             crate::run::probe::device::emulated_bytes(request, &device.limits(), here)?
         }
-        // A device's memory is not this machine's.
+        // The PEs check the memory of their devices.
         _ => return Ok(()),
     };
     if let Some(available) = available_bytes() {
@@ -177,7 +170,7 @@ impl Args {
         Ok(self.out.as_deref().map(OutputFile::create_empty).transpose()?)
     }
 
-    /// Writes and prints the cluster that PE 0 sent.
+    /// Writes and prints the cluster from PE 0.
     fn finish(&self, out: Option<OutputFile>, text: Option<String>) -> Result<bool> {
         let text = text.context("no PE sent its measurements")?;
         let cluster = Cluster::from_json(&text).context("PE 0 sent what is no cluster")?;
@@ -193,7 +186,7 @@ impl Args {
     }
 }
 
-/// Names the links that were measured again and again, and whose times fit no line all the same.
+/// Warns about links whose times do not fit a latency and a rate, even after repeated measurements.
 pub(crate) fn warn_of_wild_links(probe: &Probe) {
     const SHOWN: usize = 8;
     let wild = probe.wild_links(Probe::USABLE);

@@ -1,4 +1,4 @@
-//! How far the PEs are: a bar on a terminal, nothing elsewhere.
+//! A progress bar, if standard error is a terminal.
 
 use std::io::IsTerminal;
 
@@ -6,13 +6,13 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::job::launch::StatusView;
 
-/// The bar.
+/// A progress bar.
 pub struct Progress {
     bar: ProgressBar,
     followed: Followed,
 }
 
-/// Whose progress it is.
+/// The PEs whose progress is shown.
 #[derive(Clone, Copy, PartialEq)]
 enum Followed {
     SlowestPe,
@@ -25,12 +25,12 @@ impl Progress {
         Progress { bar: ProgressBar::hidden(), followed: Followed::FirstPe }
     }
 
-    /// Steps of the PE that is behind all others.
+    /// Steps of the slowest PE.
     pub fn of_slowest_pe(unit: &str) -> Progress {
         Progress::new(&format!("{{bar:30}} {unit} {{pos}}/{{len}}, {{elapsed}}, {{msg}}"), Followed::SlowestPe)
     }
 
-    /// What PE 0 does, where all do the same.
+    /// Phases of PE 0, if all PEs run the same ones.
     pub fn of_first_pe() -> Progress {
         Progress::new("{bar:30} {pos}/{len}, {elapsed}, {msg}", Followed::FirstPe)
     }
@@ -42,7 +42,7 @@ impl Progress {
         Progress { bar: ProgressBar::with_draw_target(None, target).with_style(style), followed }
     }
 
-    /// Shows what the PEs are doing now.
+    /// Shows the current phase and progress.
     pub fn show(&self, status: &StatusView<'_>) {
         let slowest = || (0..status.n_pes()).map(|pe| status.pe(pe)).min_by_key(|status| status.done);
         let (followed, name) = match self.followed {
@@ -56,7 +56,7 @@ impl Progress {
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub fn clear(self) {
         self.bar.finish_and_clear();
     }

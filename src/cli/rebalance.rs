@@ -4,12 +4,12 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 
+use super::shared::show;
 use crate::cluster::read_text;
 use crate::plan::{Rebalanced, expert_weights, rebalance_experts};
 use crate::report::rebalanced_text;
-use crate::stdio::{print, print_line};
 
-/// What `aristos rebalance` takes.
+/// The flags of `aristos rebalance`.
 #[derive(clap::Args)]
 pub struct Args {
     /// The experts' loads, JSON: {"weight": [[..], ..]}, a list for each layer; or a report of `aristos run --json`
@@ -17,14 +17,14 @@ pub struct Args {
     load: PathBuf,
     /// Physical experts of a layer, replicas included
     #[arg(long, value_name = "N")]
-    replicas: usize,
-    /// Devices, each of which holds as many physical experts
+    physical_experts: usize,
+    /// Devices, each of which holds equally many physical experts
     #[arg(long, value_name = "N")]
-    ranks: usize,
-    /// Nodes that the devices are in
+    devices: usize,
+    /// Nodes of the devices
     #[arg(long, value_name = "N", default_value_t = 1)]
     nodes: usize,
-    /// Groups that experts are routed in; where the number of nodes divides theirs, a group stays on one node
+    /// Routing groups of experts; if their number is a multiple of the nodes, each group stays on one node
     #[arg(long, value_name = "N", default_value_t = 1)]
     groups: usize,
     /// Print JSON: phy2log, log2phy, logcnt, imbalance, imbalance_least (docs/planner.md)
@@ -32,23 +32,25 @@ pub struct Args {
     json: bool,
 }
 
-/// Replicates and places, and prints.
+/// Replicates and places the experts, and prints the result.
 pub fn command(args: &Args) -> Result<bool> {
     let text = read_text(&args.load)?;
     let named = || args.load.display().to_string();
     let weight = expert_weights(&text).with_context(named)?;
-    let all: Rebalanced = rebalance_experts(&weight, args.replicas, args.groups, args.nodes, args.ranks)
+    let all: Rebalanced = rebalance_experts(&weight, args.physical_experts, args.groups, args.nodes, args.devices)
         .map_err(|error| anyhow::anyhow!(flagged(&error.to_string())))
         .with_context(named)?;
-    match args.json {
-        true => print_line(&serde_json::to_string(&all)?)?,
-        false => print(&rebalanced_text(&all, args.ranks))?,
-    }
+    show(args.json, &all, || rebalanced_text(&all, args.devices))?;
     Ok(true)
 }
 
-/// The function's arguments by the flags that they came from.
+/// Replaces the names of the function's arguments by the flags.
 fn flagged(line: &str) -> String {
-    let flags = ["replicas", "groups", "nodes", "ranks"];
-    flags.iter().fold(line.to_string(), |line, flag| line.replace(&format!("num_{flag}"), &format!("--{flag}")))
+    let flags = [
+        ("num_replicas", "--physical-experts"),
+        ("num_groups", "--groups"),
+        ("num_nodes", "--nodes"),
+        ("num_ranks", "--devices"),
+    ];
+    flags.iter().fold(line.to_string(), |line, (argument, flag)| line.replace(argument, flag))
 }

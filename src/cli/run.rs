@@ -1,7 +1,6 @@
 //! `aristos run`.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
@@ -10,37 +9,33 @@ use super::flags::as_flags;
 use super::pe::failure;
 use super::plan::replication;
 use super::progress::Progress;
-use super::ranks::{Over, RanksArgs};
+use super::ranks::Over;
+#[cfg(feature = "device")]
+use super::shared::KernelArgs;
+use super::shared::{TransportArgs, WaitArgs};
 use super::values::{
     ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, OnFailureArg, RowsPerArg, TransportArg, WireArg,
     check_memory_mb, check_pes,
 };
-#[cfg(feature = "device")]
-use super::values::{GemmArg, SymmetricArg, symmetric_by};
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, PlanSource, Replanning, RunRequest, Work};
 use crate::job::tcp;
-#[cfg(feature = "device")]
-use crate::moe::device::Tile;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Dtype, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
 use crate::plan::Replication;
 use crate::run::routing::GivenRouting;
 use crate::run::{PreparedRun, peers, supervisor};
 
-/// Tokens of a synthetic layer where nothing says how many.
+/// Default tokens of a synthetic layer.
 const DEFAULT_TOKENS: usize = 1024;
 
 /// PEs of the bundled example.
 const EXAMPLE_PES: usize = 4;
 
-/// The most threads of a PE.
+/// Maximum threads of a PE.
 const MAX_THREADS: usize = 1024;
 
-/// Longest wait that can be asked for, seconds: half a year.
-const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
-
-/// What `aristos run` takes.
+/// The flags of `aristos run`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Number of PEs [default: as many processes as srun, mpirun or torchrun started; 4 for the bundled example, otherwise
@@ -56,77 +51,63 @@ pub struct Args {
     /// Tokens: a safetensors file with hidden_states [tokens, hidden] and, for a backward pass, grad_output
     #[arg(long, value_name = "IN", requires = "model")]
     input: Option<PathBuf>,
-    /// Where to write output, and with a backward pass grad_hidden_states and grad.<weight>, as safetensors, all F32
+    /// Output file: output, and with a backward pass grad_hidden_states and grad.<weight>, as safetensors, all F32
     #[arg(long, value_name = "OUT")]
     output: Option<PathBuf>,
-    /// Probe the PEs and let the planner choose expert-parallel groups and placement (auto), or take them from what
-    /// `aristos plan --out` wrote [default: one group, even shares]
+    /// Expert-parallel groups and placement: probe the PEs and plan (auto), or read the file of `aristos plan --out`
+    /// [default: one group, even shares]
     #[arg(long, value_name = "auto|PLAN.json")]
     plan: Option<PathBuf>,
-    /// With --plan auto: memory for experts, MB (10^6 bytes), one number for every PE or one for each [default: three
-    /// quarters of what is available, in equal parts]
+    /// With --plan auto: memory for experts, MB (10^6 bytes), one number for all PEs or one for each [default: three
+    /// quarters of the available memory, in equal parts]
     #[arg(long, value_name = "MB[,MB...]", value_delimiter = ',', requires = "plan")]
     memory_mb: Vec<f64>,
-    /// What becomes of the job when a PE dies: with --plan of several EP groups the others can go on
+    /// Reaction to the death of a PE: with several EP groups the others can continue
     #[arg(long, value_enum, default_value = "stop", requires = "plan")]
     on_failure: OnFailureArg,
-    /// With --plan auto: let several PEs of a group hold an expert and share its tokens, where that helps; at most N more
-    /// experts on each PE, or as many as its memory holds (auto)
+    /// With --plan auto: replicate experts on several PEs of a group if that helps; at most N more experts on each PE, or
+    /// as many as its memory holds (auto)
     #[arg(long, value_name = "N|auto", value_parser = replication, requires = "plan")]
     replicas: Option<Replication>,
-    /// With --plan auto: after every N steps plan anew for the loads that were measured, and move experts to where they are to be if
-    /// the steps that are left repay it; replicas as with --replicas [default for these: 1]
+    /// With --plan auto: plan again for the measured loads after every N steps, and move experts if the remaining steps repay the
+    /// move; --replicas is then 1 by default
     #[arg(long, value_name = "N", requires = "plan")]
     replan_every: Option<usize>,
-    /// What carries rows and signals between PEs
-    #[arg(long, value_enum, default_value = "shm")]
-    pub(super) transport: TransportArg,
-    /// What the layer runs on
+    #[command(flatten)]
+    pub(super) between: TransportArgs,
+    /// Where the layer runs
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceArg,
     /// Element type of activations and expert weights; accumulation is always f32 [default: f32 on the CPU, bf16 on a device]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
-    /// What gives CUDA devices symmetric memory; nccl, 2.29.2 or newer, to PEs of one host [default: nvshmem]
     #[cfg(feature = "device")]
-    #[arg(long, value_enum)]
-    symmetric: Option<SymmetricArg>,
-    /// Which matrix products a device runs [default: the best that it has]
-    #[cfg(feature = "device")]
-    #[arg(long, value_enum)]
-    gemm: Option<GemmArg>,
-    /// The tiles that a device cuts these into, such as 64x128 [default: by the layer's shape]
-    #[cfg(feature = "device")]
-    #[arg(long)]
-    tile: Option<Tile>,
-    /// On Hopper, have lanes store results of 16 bits, and copy operands, where TMA could: to compare the two
-    #[cfg(feature = "device")]
-    #[arg(long)]
-    lane_stores: bool,
-    /// Record the passes once as a CUDA graph and repeat it
+    #[command(flatten)]
+    kernels: KernelArgs,
+    /// Record the passes once as a CUDA graph and replay it
     #[cfg(feature = "device")]
     #[arg(long)]
     graph: bool,
     /// How the PEs exchange rows
     #[arg(long, value_enum, default_value = "pipelined")]
     mode: ModeArg,
-    /// Steps to run and measure
+    /// Measured steps
     #[arg(long, value_name = "S", default_value_t = 1)]
     steps: usize,
-    /// After each step change the weights by their gradients times -RATE (stochastic gradient descent)
+    /// Update the weights by -RATE times their gradients after each step (stochastic gradient descent)
     #[arg(long, value_name = "RATE", conflicts_with = "check")]
     sgd: Option<f32>,
-    /// Write the layer's weights as they are at the end, under the names and in the shapes of the checkpoint, F32
+    /// Write the final weights of the layer with the checkpoint's names and shapes, F32
     #[arg(long, value_name = "W.safetensors")]
     save_weights: Option<PathBuf>,
-    /// Take the tokens' experts from a routing file (docs/simulator.md) in place of the router's choice: those of this layer's number, 0 of a
-    /// synthetic layer's, its records in turn; weights stay the router's. A synthetic layer gets as many tokens
+    /// Take the tokens' experts from the layer's records in a routing file (docs/simulator.md), layer 0 for a synthetic layer; the records
+    /// repeat. The router computes the weights. A synthetic layer gets as many tokens as the file has
     #[arg(long, value_name = "ROUTING.json")]
     routing: Option<PathBuf>,
-    /// Write which experts the tokens of each step went to, as a routing file
+    /// Write the experts of each step's tokens as a routing file
     #[arg(long, value_name = "ROUTING.json")]
     save_routing: Option<PathBuf>,
-    /// Compare the results with a dense float64 reference; exit code 1 beyond tolerance
+    /// Compare the results with a dense float64 reference; the exit code is 1 beyond tolerance
     #[arg(long)]
     check: bool,
     /// Print the report as JSON (keys: docs/report.md)
@@ -135,7 +116,7 @@ pub struct Args {
     /// Write a timeline that ui.perfetto.dev opens
     #[arg(long, value_name = "T.json")]
     trace: Option<PathBuf>,
-    /// Let each expert take at most F times the even share of the pairs, dropping later tokens' [default: dropless]
+    /// Limit each expert to F times the even share of the pairs, and drop the pairs of later tokens [default: dropless]
     #[arg(long, value_name = "F")]
     capacity_factor: Option<f64>,
     /// Coefficient of the load-balancing loss
@@ -144,37 +125,34 @@ pub struct Args {
     /// Coefficient of the router z-loss
     #[arg(long, value_name = "C", default_value_t = 0.0)]
     z_loss_coef: f32,
-    /// Receive memory, as a multiple of the even share of the rows; what exceeds it goes in further rounds
+    /// Receive memory, as a multiple of the even share of the rows; more rows take further rounds
     #[arg(long, value_name = "F", default_value_t = 2.0)]
     budget_factor: f64,
-    /// Most rows sent under one signal [default: a 16th of a receive window's, between 128 and 256]
+    /// Maximum rows per signal [default: a 16th of a receive window's, between 128 and 256]
     #[arg(long, value_name = "ROWS")]
     chunk_rows: Option<usize>,
-    /// Rows of a layer of f32 travel between PEs in this type: half the bytes, rounded on the way [default: as they are]
+    /// Send rows of an f32 layer between PEs in this type: half the bytes, rounded [default: f32]
     #[arg(long, value_enum, value_name = "TYPE")]
     wire: Option<WireArg>,
-    /// Whether a row goes to each PE that has experts of it, or crosses to another host once, where one PE passes it on and adds up the results
+    /// Send a row to each PE that has experts of it, or to each host once, where a relay forwards it and sums the results
     #[arg(long, value_enum, default_value = "pe", value_name = "WHAT")]
     rows_per: RowsPerArg,
-    /// Threads of a PE that compute tiles, on the CPUs that its launcher lets it use; the results are the same, bit for bit
+    /// Threads of a PE that compute tiles, on the CPUs allowed by its launcher; the results do not depend on it, bit for bit
     #[arg(long, value_name = "N", default_value_t = 1)]
     threads: usize,
-    /// How long a PE waits for another before the job fails
-    #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
-    timeout: f64,
-    /// After every S steps let other experts of a synthetic layer be hot, the next --hot-ratio of them
+    #[command(flatten)]
+    wait: WaitArgs,
+    /// After every S steps make the next --hot-ratio of a synthetic layer's experts hot
     #[arg(long, value_name = "S", requires = "hot_ratio")]
     hot_shift_every: Option<usize>,
-    /// Slow the PEs and the links between them down to the devices and links of a cluster file (docs/planner.md), device i being PE i
+    /// Slow PEs and links down to the devices and links of a cluster file (docs/planner.md), PE i being device i
     #[arg(long, value_name = "CLUSTER.json")]
-    inject: Option<PathBuf>,
-    #[command(flatten)]
-    ranks: RanksArgs,
+    emulate_cluster: Option<PathBuf>,
     #[command(flatten)]
     synthetic: SyntheticArgs,
 }
 
-/// A synthetic layer; any of these flags asks for one.
+/// A synthetic layer. Any of these flags selects one.
 #[derive(clap::Args, Default)]
 #[group(id = "Synthetic", multiple = true)]
 #[command(next_help_heading = "Synthetic layer")]
@@ -206,7 +184,7 @@ pub struct SyntheticArgs {
     /// Width inside a shared expert [default: none]
     #[arg(long, value_name = "WIDTH")]
     shared_intermediate: Option<usize>,
-    /// How experts are chosen and weighed [default: softmax-renormalised]
+    /// Choice and weights of the experts [default: softmax-renormalised]
     #[arg(long, value_enum)]
     router: Option<RouterArg>,
     /// Share of the experts that are hot [default: 0]
@@ -228,7 +206,7 @@ pub struct SyntheticArgs {
 pub enum RouterArg {
     /// Softmax over all experts (OLMoE, Qwen2-MoE)
     Softmax,
-    /// The same, the chosen weights summing to 1 (Mixtral, Qwen3-MoE)
+    /// Softmax, with the chosen weights scaled to a sum of 1 (Mixtral, Qwen3-MoE)
     SoftmaxRenormalised,
     /// Sigmoid with correction bias, group-limited, scaled (DeepSeek-V3)
     Sigmoid,
@@ -250,10 +228,10 @@ impl SyntheticArgs {
             || self.forward_only
     }
 
-    /// The layer, with as many tokens as asked for, or as a routing file has.
+    /// The layer, with the number of tokens from the flag or from the routing file.
     ///
     /// # Errors
-    /// One line: the file cannot be read, or is of another model.
+    /// A file that cannot be read, or of another model.
     pub(super) fn work(&self, routing: Option<&Path>) -> Result<Work> {
         let (n_experts, top_k) = (self.experts.unwrap_or(8), self.top_k.unwrap_or(2));
         let expert = MlpConfig {
@@ -284,7 +262,7 @@ impl SyntheticArgs {
 }
 
 impl Args {
-    /// What is asked for, where something else has started the PEs of as many as it has started.
+    /// The request. `started` is the number of PEs that a launcher has started, if one has.
     fn request(&self, started: Option<usize>) -> Result<RunRequest> {
         let (work, example) = match (&self.model, &self.input) {
             (Some(model), Some(input)) => {
@@ -305,22 +283,13 @@ impl Args {
             "--threads is {}, expected 1 to {MAX_THREADS}",
             self.threads
         );
-        ensure!(self.timeout > 0.0, "--timeout is {}, expected a number of seconds above 0", self.timeout);
-        ensure!(
-            self.timeout <= MAX_TIMEOUT_S,
-            "--timeout is {}, expected at most {MAX_TIMEOUT_S} seconds",
-            self.timeout
-        );
+        let wait_limit = self.wait.limit()?;
         if let Some(rate) = self.sgd {
             ensure!(rate.is_finite(), "--sgd is {rate}, expected a finite number");
         }
         let (device, dtype) = self.device.device(self.dtype)?;
         #[cfg(feature = "device")]
-        ensure!(device != DeviceKind::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
-        #[cfg(feature = "device")]
-        ensure!(device != DeviceKind::Cpu || self.tile.is_none(), "--tile on the CPU, expected --device too");
-        #[cfg(feature = "device")]
-        ensure!(device != DeviceKind::Cpu || !self.lane_stores, "--lane-stores on the CPU, expected --device too");
+        self.kernels.check(device)?;
         #[cfg(feature = "device")]
         ensure!(device != DeviceKind::Cpu || !self.graph, "--graph on the CPU, expected --device too");
         ensure!(
@@ -331,15 +300,15 @@ impl Args {
         let wire = self.wire.map(|WireArg::Bf16| Dtype::Bf16);
         ensure!(wire.is_none() || device == DeviceKind::Cpu, "--wire bf16 on a device, expected --device cpu");
         if self.rows_per == RowsPerArg::Host {
-            let transport = self.transport.name();
+            let transport = self.between.transport.name();
             if device == DeviceKind::Emulated {
-                let reach = self.transport == TransportArg::Hybrid;
+                let reach = self.between.transport == TransportArg::Hybrid;
                 ensure!(
                     reach,
                     "--rows-per host with --transport {transport} on emulated devices, expected --transport hybrid"
                 );
             }
-            let meets = matches!(self.transport, TransportArg::Hybrid | TransportArg::Tcp | TransportArg::Ofi);
+            let meets = matches!(self.between.transport, TransportArg::Hybrid | TransportArg::Tcp | TransportArg::Ofi);
             ensure!(meets, "--rows-per host with --transport {transport}, expected --transport hybrid, tcp or ofi");
         }
         let is_f32 = dtype == Dtype::F32;
@@ -375,16 +344,16 @@ impl Args {
                 replicas: self.replicas.unwrap_or(Replication::AtMost(1)),
                 cluster: String::new(),
             }),
-            inject: self.inject.clone(),
+            inject: self.emulate_cluster.clone(),
             device,
             #[cfg(feature = "device")]
-            symmetric: symmetric_by(self.symmetric, device)?,
+            symmetric: self.kernels.symmetric(),
             #[cfg(feature = "device")]
-            gemm: self.gemm.map(Into::into),
+            gemm: self.kernels.gemm(),
             #[cfg(feature = "device")]
-            tile: self.tile,
+            tile: self.kernels.tile,
             #[cfg(feature = "device")]
-            lane_stores: self.lane_stores,
+            lane_stores: self.kernels.lane_stores,
             #[cfg(feature = "device")]
             graph: self.graph,
             dtype,
@@ -400,7 +369,7 @@ impl Args {
                 chunk_rows: self.chunk_rows,
                 wire,
                 threads: self.threads,
-                wait_limit: Duration::from_secs_f64(self.timeout),
+                wait_limit,
                 ..Options::default()
             },
             losses: (self.aux_loss_coef, self.z_loss_coef),
@@ -413,7 +382,7 @@ impl Args {
     }
 }
 
-/// PEs where nobody says how many. Why there is no CUDA device is said when one is asked for.
+/// The default number of PEs. A missing CUDA device is reported later.
 fn default_pes(device: DeviceKind, example: bool) -> usize {
     match device {
         #[cfg(feature = "cuda")]
@@ -424,9 +393,9 @@ fn default_pes(device: DeviceKind, example: bool) -> usize {
 }
 
 impl Args {
-    /// The same of one of `started` PEs that the transport has brought together.
+    /// The request of one of `started` PEs that have joined over the transport.
     fn peer_request(&self, started: usize) -> Result<RunRequest> {
-        let transport = self.transport.name();
+        let transport = self.between.transport.name();
         if let Some(pes) = self.pes.filter(|&pes| pes != started) {
             bail!(
                 "--pes {pes} with --transport {transport}: {started} processes were started, expected {started} or no --pes"
@@ -436,12 +405,15 @@ impl Args {
             self.on_failure == OnFailureArg::Stop,
             "--on-failure continue with --transport {transport}, expected --transport shm"
         );
-        ensure!(self.inject.is_none(), "--inject with --transport {transport}, expected --transport shm");
+        ensure!(
+            self.emulate_cluster.is_none(),
+            "--emulate-cluster with --transport {transport}, expected --transport shm"
+        );
         self.request(Some(started))
     }
 }
 
-/// The bundled example: in the source tree that this binary was built from, or below the current directory.
+/// The bundled example, in the source tree of this binary or below the current directory.
 fn example() -> Result<Work> {
     const DIR: &str = "examples/tiny-moe";
     let places = [Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR), PathBuf::from(DIR)];
@@ -454,12 +426,9 @@ fn example() -> Result<Work> {
     Ok(Work::Checkpoint { model: model.clone(), layer: 1, input: model.join("hidden_states.safetensors") })
 }
 
-/// Runs the layer, prints its report, and says whether the check, if asked for, passed.
-///
-/// # Errors
-/// One line.
+/// Runs the layer and prints its report. Returns `false` if a check failed.
 pub fn command(args: &Args) -> Result<bool> {
-    let over = args.ranks.over(args.transport)?;
+    let over = args.between.over()?;
     #[cfg(feature = "cuda")]
     over.set_heap(|started| {
         let request = args.peer_request(started)?;
@@ -485,7 +454,7 @@ pub fn command(args: &Args) -> Result<bool> {
             let pes = crate::job::mpi::join(peers::PHASES, as_flags)?;
             return Ok(pes.is_some_and(|pes| peers::run(&pes, |started| args.peer_request(started), failure)));
         }
-        // Without the feature the flag is refused.
+        // Without the features these flags are errors earlier.
         #[cfg(not(feature = "mpi"))]
         Over::Mpi => {}
         #[cfg(not(feature = "ofi"))]
@@ -501,7 +470,7 @@ pub fn command(args: &Args) -> Result<bool> {
     supervisor::print(&run, &report?)
 }
 
-/// What `--plan` names.
+/// Parses `--plan`.
 fn plan_source(plan: &Path, memory_mb: &[f64], replicas: Option<Replication>) -> PlanSource {
     match plan == Path::new("auto") {
         true => PlanSource::Auto { memory_mb: memory_mb.to_vec(), replicas },

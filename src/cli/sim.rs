@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::{sim_comms, sim_linear, sim_routing};
 
-/// What `aristos sim` takes.
+/// The flags of `aristos sim`.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(subcommand)]
@@ -13,15 +13,15 @@ pub struct Args {
 
 #[derive(clap::Subcommand)]
 enum Model {
-    /// The time of a linear layer from its FLOP and its data movement.
+    /// Time of a linear layer from its FLOP and data movement.
     Linear(sim_linear::Args),
-    /// The time of an all-to-all exchange over a full mesh, in rounds of packets.
+    /// Time of an all-to-all exchange over a full mesh, in rounds of packets.
     Comms(sim_comms::Args),
-    /// Make up which experts tokens go to, with a stated skew.
+    /// Draw random routing with a given skew.
     Routing(sim_routing::Args),
 }
 
-/// Runs the model, and prints.
+/// Evaluates the model and prints the result.
 pub fn command(args: &Args) -> Result<bool> {
     match &args.model {
         Model::Linear(args) => sim_linear::command(args),

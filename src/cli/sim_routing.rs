@@ -6,11 +6,12 @@ use anyhow::Result;
 
 use super::files;
 use super::flags::of_flags;
-use crate::plot::{self, plot_expert_load};
+use super::shared::PlotArgs;
+use crate::plot::plot_expert_load;
 use crate::sim::routing::{Payload, Popularity, Workload, dispatch_load};
 use crate::stdio::out_line;
 
-/// What `aristos sim routing` takes.
+/// The flags of `aristos sim routing`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Experts of a layer
@@ -22,13 +23,13 @@ pub struct Args {
     /// Experts of a token
     #[arg(long, value_name = "K")]
     top_k: usize,
-    /// Share of the experts that are hot: those with the smallest numbers
+    /// Share of the experts that are hot, which are those with the smallest numbers
     #[arg(long, value_name = "R", default_value_t = 0.5)]
     hot_ratio: f64,
-    /// Share of the probability that the hot ones have together
+    /// Share of the routing that the hot experts get
     #[arg(long, value_name = "W", default_value_t = 0.8)]
     hot_weight: f64,
-    /// In place of hot experts, probabilities in proportion to (number + 1)^-S
+    /// Probabilities proportional to (number + 1)^-S instead of hot experts
     #[arg(long, value_name = "S", conflicts_with_all = ["hot_ratio", "hot_weight"])]
     zipf: Option<f64>,
     /// Nodes; token t starts at node t mod N
@@ -40,38 +41,37 @@ pub struct Args {
     /// Steps
     #[arg(long, value_name = "N", default_value_t = 1)]
     steps: usize,
-    /// Of the random numbers
+    /// Seed of the random numbers
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
-    /// Where to write the routing (docs/simulator.md)
+    /// Output file of the routing (docs/simulator.md)
     #[arg(long, value_name = "ROUTING.json")]
     out: PathBuf,
-    /// Write what nodes send each other, for `aristos sim comms --load`
+    /// Write the bytes that nodes send each other, for `aristos sim comms --traffic`
     #[arg(long, value_name = "L.json")]
-    loads: Option<PathBuf>,
+    save_traffic: Option<PathBuf>,
     #[command(flatten)]
     payload: PayloadArgs,
-    /// Draw the experts' loads into this folder, as SVG, and with the feature `png` as PNG too
-    #[arg(long, value_name = "DIR")]
-    plot: Option<PathBuf>,
+    #[command(flatten)]
+    plots: PlotArgs,
 }
 
-/// What goes with a token to each of its experts.
+/// The payload of a token to one of its experts.
 #[derive(clap::Args)]
 pub struct PayloadArgs {
-    /// Of a load: bytes of a routing weight
+    /// Traffic: bytes of a routing weight
     #[arg(long, value_name = "B", default_value_t = 4, value_parser = clap::value_parser!(u64).range(0..=65536))]
     weight_bytes: u64,
-    /// Of a load: bytes of a token's source, and of its place there
+    /// Traffic: bytes of a token's source, and of its index there
     #[arg(long, value_name = "B", default_value_t = 2, value_parser = clap::value_parser!(u64).range(0..=65536))]
     id_bytes: u64,
-    /// Of a load: bytes of an expert's number
+    /// Traffic: bytes of an expert's number
     #[arg(long, value_name = "B", default_value_t = 1, value_parser = clap::value_parser!(u64).range(0..=65536))]
     routing_bytes: u64,
-    /// Of a load: elements of a hidden state that goes along
+    /// Traffic: elements of the hidden state
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=16_777_216))]
     embed_dim: u64,
-    /// Of a load: bytes of one of them
+    /// Traffic: bytes of an element
     #[arg(long, value_name = "B", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=16))]
     element_bytes: u64,
 }
@@ -87,9 +87,9 @@ impl PayloadArgs {
     }
 }
 
-/// Draws, writes, and prints how uneven it is.
+/// Draws and writes the routing, and prints its imbalance.
 pub fn command(args: &Args) -> Result<bool> {
-    files::check_distinct(&[("out", Some(&args.out)), ("loads", args.loads.as_deref())], &[])?;
+    files::check_distinct(&[("out", Some(&args.out)), ("save-traffic", args.save_traffic.as_deref())], &[])?;
     let popularity = match args.zipf {
         Some(exponent) => Popularity::Zipf { exponent },
         None => Popularity::Hot { ratio: args.hot_ratio, weight: args.hot_weight },
@@ -104,22 +104,18 @@ pub fn command(args: &Args) -> Result<bool> {
         steps: args.steps,
         seed: args.seed,
     };
-    if let Some(folder) = &args.plot {
-        plot::create_folder(folder)?;
-    }
+    args.plots.create()?;
     let routing = workload.routing().map_err(of_flags)?;
-    let loads = match &args.loads {
+    let loads = match &args.save_traffic {
         Some(_) => Some(dispatch_load(&routing, &args.payload.payload()).map_err(of_flags)?),
         None => None,
     };
     files::write(files::create(Some(&args.out))?, routing.to_json())?;
     if let Some(loads) = loads {
-        files::write(files::create(args.loads.as_ref())?, loads.to_json())?;
+        files::write(files::create(args.save_traffic.as_ref())?, loads.to_json())?;
     }
     let tokens = routing.tokens_per_expert();
-    if let Some(folder) = &args.plot {
-        plot::save(folder, "expert_load", &plot_expert_load(&tokens)?)?;
-    }
+    args.plots.save("expert_load", || plot_expert_load(&tokens))?;
     let mean = tokens.iter().sum::<f64>() / tokens.len() as f64;
     let most = tokens.iter().fold(0.0f64, |most, &tokens| most.max(tokens));
     out_line!(

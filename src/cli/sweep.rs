@@ -11,17 +11,15 @@ use serde::Serialize;
 
 use super::files;
 use super::flags::of_flags;
+use super::shared::{PlotArgs, show};
 use crate::plot;
+use crate::report::sweep_text;
 use crate::sim::sweep::{Cost, Degrees, Isolate, Model, Outcome, Strategy, grid};
-use crate::stdio::out_line;
 
-/// Rows that are shown; `--json` and `--csv` have all.
-const SHOWN: usize = 12;
-
-/// What `aristos sweep` takes.
+/// The flags of `aristos sweep`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Linear layers of the MLP; several numbers, with commas, are swept over, as those of the next three
+    /// Linear layers of the MLP; several numbers, separated by commas, are combined, as for the next three flags
     #[arg(long, value_name = "L", value_delimiter = ',', default_value = "64")]
     layers: Vec<usize>,
     /// Width of each layer
@@ -30,34 +28,34 @@ pub struct Args {
     /// Samples of a batch
     #[arg(long, value_name = "B", value_delimiter = ',', default_value = "8192")]
     batch: Vec<usize>,
-    /// Devices
+    /// Number of devices
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "16")]
     devices: Vec<usize>,
-    /// Whose arithmetic
+    /// Cost model
     #[arg(long, value_enum, default_value = "default")]
     cost: CostArg,
-    /// Leave out the distribution of inputs and weights from device 0
+    /// Exclude the distribution of inputs and weights from device 0
     #[arg(long)]
     steady_state: bool,
     /// Data-parallel degrees [default: all that divide]
     #[arg(long, value_name = "D", value_delimiter = ',')]
     dp: Vec<usize>,
-    /// Horizontal degrees: column and row splits in turn [default: all that divide]
+    /// Horizontal degrees: alternating column and row splits [default: all that divide]
     #[arg(long, value_name = "H", value_delimiter = ',')]
     hp: Vec<usize>,
     /// Stages of the pipeline [default: all that divide]
     #[arg(long, value_name = "P", value_delimiter = ',')]
     pp: Vec<usize>,
-    /// Microbatches, where there is a pipeline [default: powers of two below the square root of a replica's batch]
+    /// Microbatches of a pipeline [default: powers of two below the square root of a replica's batch]
     #[arg(long, value_name = "M", value_delimiter = ',')]
     microbatches: Vec<usize>,
-    /// One kind of parallelism alone
+    /// Only one kind of parallelism
     #[arg(long, value_enum)]
     isolate: Option<IsolateArg>,
-    /// Make each pair of layers one of so many experts
+    /// Replace each pair of layers by this many experts
     #[arg(long, value_name = "E", requires = "top_k")]
     experts: Option<usize>,
-    /// With --experts: how many a sample goes to
+    /// With --experts: experts per sample
     #[arg(long, value_name = "K", requires = "experts")]
     top_k: Option<usize>,
     /// With --experts: replicas whose devices share experts [default: all that divide]
@@ -69,17 +67,16 @@ pub struct Args {
     /// Print JSON: rows, best, sequential_s (docs/simulator.md)
     #[arg(long)]
     json: bool,
-    /// Draw throughput by degree, and the simulator's own time, into this folder, as SVG, and with the feature `png` as PNG too
-    #[arg(long, value_name = "DIR")]
-    plot: Option<PathBuf>,
+    #[command(flatten)]
+    plots: PlotArgs,
 }
 
 /// `--cost`.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum CostArg {
-    /// The corrected arithmetic
+    /// The corrected cost model
     Default,
-    /// The published program's, its faults included
+    /// The published program's cost model, including its errors
     Compat,
 }
 
@@ -119,7 +116,7 @@ struct Row<'a> {
 
 #[derive(Serialize)]
 struct Printed<'a> {
-    /// Of each model, on one device.
+    /// Time of each model on one device.
     sequential_s: &'a [f64],
     best: Row<'a>,
     rows: Vec<Row<'a>>,
@@ -127,15 +124,13 @@ struct Printed<'a> {
 
 type Rows = Vec<(Model, Strategy, Outcome)>;
 
-/// Simulates, and prints.
+/// Simulates all strategies and prints the fastest.
 pub fn command(args: &Args) -> Result<bool> {
     let cost = match args.cost {
         CostArg::Default => Cost::Default,
         CostArg::Compat => Cost::Compat,
     };
-    if let Some(folder) = &args.plot {
-        plot::create_folder(folder)?;
-    }
+    args.plots.create()?;
     let csv = files::create(args.csv.as_ref())?;
     let models = args.models()?;
     let sequential_s: Vec<f64> = models.iter().map(|model| model.sequential_s(cost)).collect();
@@ -147,23 +142,15 @@ pub fn command(args: &Args) -> Result<bool> {
         }
     }
     files::write(csv, csv_text(&rows))?;
-    if let Some(folder) = &args.plot {
-        for (stem, svg) in args.plots(&rows, cost)? {
-            plot::save(folder, &stem, &svg)?;
+    if args.plots.folder.is_some() {
+        for (stem, svg) in args.draw(&rows, cost)? {
+            args.plots.save(&stem, || Ok(svg))?;
         }
     }
     let best = rows.iter().max_by(|a, b| a.2.throughput.total_cmp(&b.2.throughput));
     let Some(best) = best else { return Ok(true) };
-    match args.json {
-        true => {
-            let all = rows.iter().map(row).collect();
-            out_line!(
-                "{}",
-                serde_json::to_string(&Printed { sequential_s: &sequential_s, best: row(best), rows: all })?
-            );
-        }
-        false => print(&rows, &models, &sequential_s)?,
-    }
+    let printed = Printed { sequential_s: &sequential_s, best: row(best), rows: rows.iter().map(row).collect() };
+    show(args.json, &printed, || sweep_text(&rows, &models, &sequential_s))?;
     Ok(true)
 }
 
@@ -193,7 +180,7 @@ impl Args {
         degrees
     }
 
-    fn plots(&self, rows: &Rows, cost: Cost) -> Result<Vec<(String, String)>> {
+    fn draw(&self, rows: &Rows, cost: Cost) -> Result<Vec<(String, String)>> {
         let model = match self.cost {
             CostArg::Default => "corrected cost model",
             CostArg::Compat => "published cost model",
@@ -211,7 +198,7 @@ impl Args {
             Some(isolate) => vec![plot::plot_isolated(rows, isolate.into(), &subtitle)?],
             None => plot::plot_grid(rows, &subtitle)?,
         };
-        // The shortest of three, as others may have the CPU.
+        // The minimum of three, because other processes may disturb a measurement.
         let own_s = |(model, strategy, _): &(Model, Strategy, Outcome)| {
             let once = |_| {
                 let start = Instant::now();
@@ -247,43 +234,4 @@ fn csv_text(rows: &Rows) -> String {
         );
     }
     text
-}
-
-fn print(rows: &Rows, models: &[Model], sequential_s: &[f64]) -> Result<()> {
-    for (model, seconds) in models.iter().zip(sequential_s) {
-        let Model { layers, width, batch, .. } = model;
-        out_line!("{layers} layers of width {width}, batch {batch}, on one device: {:.3} ms", seconds * 1e3);
-    }
-    let mut sorted: Vec<_> = rows.iter().collect();
-    sorted.sort_by(|a, b| b.2.throughput.total_cmp(&a.2.throughput));
-    out_line!("{} strategies, the fastest:", rows.len());
-    out_line!(
-        "{:>7} {:>5} {:>5} {:>5} {:>5} {:>6} {:>12} {:>11} {:>9} {:>6}",
-        "devices",
-        "dp",
-        "hp",
-        "pp",
-        "ep",
-        "mb",
-        "samples/s",
-        "latency ms",
-        "peak MB",
-        "comm"
-    );
-    for (_, strategy, outcome) in sorted.iter().take(SHOWN) {
-        out_line!(
-            "{:7} {:5} {:5} {:5} {:5} {:6} {:12.2} {:11.3} {:9.0} {:5.1}%",
-            strategy.devices(),
-            strategy.dp,
-            strategy.hp,
-            strategy.pp,
-            strategy.ep,
-            strategy.microbatches,
-            outcome.throughput,
-            outcome.latency_s * 1e3,
-            outcome.peak_memory_bytes * 1e-6,
-            outcome.communication_fraction * 100.0
-        );
-    }
-    Ok(())
 }

@@ -1,4 +1,4 @@
-//! Values that flags of several commands take.
+//! Values of flags.
 
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
@@ -6,18 +6,18 @@ use clap::ValueEnum;
 use crate::job::launch::{LaunchError, MAX_PES};
 use crate::job::request::{DeviceKind, OnFailure, RowsPer};
 use crate::moe::{Activation, Dtype, Mode};
-use crate::simulate::CORES_MOST;
+use crate::simulate::MAX_CORES;
 
-/// What a build without the feature says to `--transport mpi`.
+/// The error for `--transport mpi` without the feature.
 pub const NO_MPI: &str = "--transport mpi: this binary has no MPI transport; build with `cargo build --release --features \
     mpi` (needs an MPI with its compiler wrapper, and libclang)";
 
-/// The same to `--transport ofi`.
+/// The error for `--transport ofi` without the feature.
 pub const NO_OFI: &str = "--transport ofi: this binary has no libfabric transport; build with `cargo build --release --features \
     ofi` (needs libfabric's headers; Debian: libfabric-dev)";
 
-/// The largest size that can be asked for.
-const SIZE_MAX: usize = 1 << 30;
+/// The largest size of a flag, bytes.
+const MAX_SIZE: usize = 1 << 30;
 
 /// Checks a number of PEs.
 pub fn check_pes(pes: usize) -> Result<usize> {
@@ -38,7 +38,7 @@ pub fn check_memory_mb(memory_mb: &[f64], pes: usize) -> Result<()> {
     Ok(())
 }
 
-/// A number of bytes from the command line: 16, 4KiB, 1MiB; KB and MB are powers of ten.
+/// Parses a number of bytes: 16, 4KiB, 1MiB. KB and MB are powers of ten.
 pub fn size(flag: &str, text: &str) -> Result<usize> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -53,7 +53,7 @@ pub fn size(flag: &str, text: &str) -> Result<usize> {
     };
     let bytes = number.parse::<usize>().ok().zip(unit).and_then(|(number, unit)| number.checked_mul(unit));
     match bytes {
-        Some(bytes) if (1..=SIZE_MAX).contains(&bytes) => Ok(bytes),
+        Some(bytes) if (1..=MAX_SIZE).contains(&bytes) => Ok(bytes),
         _ => bail!("--{flag} is {text}, expected 1 byte to 1GiB, as 16, 4KiB or 1MiB"),
     }
 }
@@ -61,20 +61,20 @@ pub fn size(flag: &str, text: &str) -> Result<usize> {
 /// `--transport`.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum TransportArg {
-    /// Shared memory: PEs of this host, which this command starts
+    /// Shared memory: this command starts the PEs on this host
     Shm,
-    /// TCP, between hosts too: PEs that srun, torchrun or mpirun started, or one by one
+    /// TCP, between hosts too: the PEs are started by srun, torchrun or mpirun, or one by one
     Tcp,
-    /// Shared memory within a host, TCP between hosts: as tcp
+    /// Shared memory within a host, TCP between hosts; PEs as with tcp
     Hybrid,
-    /// libfabric: what drives the network between the hosts, Slingshot's or another; PEs as with tcp (feature `ofi`)
+    /// libfabric, for Slingshot and other networks; PEs as with tcp (feature `ofi`)
     Ofi,
-    /// MPI-3 one-sided windows: PEs that mpirun started (feature `mpi`)
+    /// MPI-3 one-sided windows: the PEs are started by mpirun (feature `mpi`)
     Mpi,
 }
 
 impl TransportArg {
-    /// As it is given.
+    /// The value of the flag.
     pub fn name(self) -> &'static str {
         match self {
             TransportArg::Shm => "shm",
@@ -85,7 +85,7 @@ impl TransportArg {
         }
     }
 
-    /// Whether every process is a PE, and the transport brings them together, rather than a supervisor.
+    /// Whether the PEs are separate processes that join over the transport, without a supervisor.
     pub fn has_own_world(self) -> bool {
         self != TransportArg::Shm
     }
@@ -142,7 +142,7 @@ pub enum WireArg {
 pub enum OnFailureArg {
     /// The job ends
     Stop,
-    /// Its EP group ends; the others go on, the gradients being those of their tokens
+    /// The PE's EP group ends; the others continue with the gradients of their tokens
     Continue,
 }
 
@@ -168,7 +168,10 @@ pub enum DeviceArg {
 }
 
 impl DeviceArg {
-    /// The device and its element type, or what is wrong with them.
+    /// The device and its element type.
+    ///
+    /// # Errors
+    /// A device that this build lacks, or an element type that the device lacks.
     pub fn device(self, dtype: Option<DtypeArg>) -> Result<(DeviceKind, Dtype)> {
         let device = match self {
             DeviceArg::Cpu => DeviceKind::Cpu,
@@ -214,27 +217,14 @@ impl From<GemmArg> for crate::moe::device::GemmPath {
 pub enum SymmetricArg {
     /// NVSHMEM: PEs of one host or of many
     Nvshmem,
-    /// NCCL: PEs of one host, whose devices reach each other by loads and stores
+    /// NCCL: PEs of one host, with peer access between their devices
     Nccl,
-}
-
-/// What gives symmetric memory to what the layer runs on.
-#[cfg(feature = "device")]
-pub fn symmetric_by(arg: Option<SymmetricArg>, device: DeviceKind) -> Result<crate::gpu::SymmetricBy> {
-    ensure!(
-        arg.is_none() || device == DeviceKind::Cuda,
-        "--symmetric without --device cuda, expected --device cuda too"
-    );
-    Ok(match arg {
-        None | Some(SymmetricArg::Nvshmem) => crate::gpu::SymmetricBy::Nvshmem,
-        Some(SymmetricArg::Nccl) => crate::gpu::SymmetricBy::Nccl,
-    })
 }
 
 /// `--mode`.
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 pub enum ModeArg {
-    /// Rows, expert tiles and results flow as they come
+    /// Rows, expert tiles and results are processed as they arrive
     Pipelined,
     /// Bulk-synchronous all-to-all, the baseline
     Bulk,
@@ -282,10 +272,10 @@ pub enum MlpArg {
     Plain,
 }
 
-/// Refuses numbers of a host's cores that are none, or too many to simulate.
+/// Checks `--cores`.
 pub fn check_cores(cores: Option<usize>) -> Result<()> {
-    let wrong = cores.filter(|cores| !(1..=CORES_MOST).contains(cores));
-    wrong.map_or(Ok(()), |cores| bail!("--cores is {cores}, expected 1 to {CORES_MOST}"))
+    let wrong = cores.filter(|cores| !(1..=MAX_CORES).contains(cores));
+    wrong.map_or(Ok(()), |cores| bail!("--cores is {cores}, expected 1 to {MAX_CORES}"))
 }
 
 #[cfg(test)]
@@ -293,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_and_others_are_refused() {
+    fn sizes_with_units_are_parsed_and_invalid_ones_are_errors() {
         for (text, bytes) in
             [("16", 16), ("16B", 16), ("4KiB", 4096), ("4 KiB", 4096), ("1MiB", 1 << 20), ("64KB", 64000)]
         {

@@ -5,28 +5,26 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 use super::files::check_distinct;
+use super::shared::LoadArgs;
 use super::values::DtypeArg;
 use crate::checkpoint::{self, OutputFile};
-use crate::cluster::read_text;
 use crate::formats::Transformer;
-use crate::formats::routing::Routing;
 use crate::moe::Dtype;
-use crate::plan::{self, Batch, InputError, Model, Workload};
+use crate::plan::{Batch, Model, Workload};
 use crate::stdio::print;
 
-/// What `aristos workload` takes.
+/// The flags of `aristos workload`.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
     of_model: ModelArgs,
-    /// Number of devices, where it is known: a token goes to each at most once, and a step of each is an iteration [default: as many as the
-    /// cluster has, and every copy of a token counted]
+    /// Number of devices: a token is sent to each at most once, and a step of all of them is an iteration [default: the cluster's,
+    /// with every copy of a token counted]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     devices: Option<u32>,
-    /// Weigh the experts by the tokens that each got in a report of `aristos run --json`, or in a routing file (docs/simulator.md)
-    #[arg(long, value_name = "REPORT.json|ROUTING.json")]
-    routing: Option<PathBuf>,
-    /// Where to write the workload (docs/planner.md), for `aristos plan --workload` [default: standard output]
+    #[command(flatten)]
+    load: LoadArgs,
+    /// Output file of the workload (docs/planner.md), for `aristos plan --workload` [default: standard output]
     #[arg(long, value_name = "W.json")]
     out: Option<PathBuf>,
 }
@@ -44,10 +42,10 @@ pub struct ModelArgs {
     rest: RestArgs,
 }
 
-/// The same as an alternative to `--workload`.
+/// A model and a batch as an alternative to `--workload`.
 #[derive(clap::Args)]
 pub struct OptionalModelArgs {
-    /// In place of a workload file, a model: a folder with a config.json, or one of mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b,
+    /// A model instead of a workload file: a folder with a config.json, or one of mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b,
     /// qwen3-235b-a22b, deepseek-v3, gpt-oss-120b
     #[arg(long, value_name = "DIR|NAME", conflicts_with = "workload", requires = "tokens_per_device")]
     model: Option<PathBuf>,
@@ -60,17 +58,17 @@ pub struct OptionalModelArgs {
 
 #[derive(clap::Args)]
 struct RestArgs {
-    /// With --model: so many of its layers with experts [default: all]
+    /// With --model: number of its layers with experts [default: all]
     #[arg(long, value_name = "L", value_parser = clap::value_parser!(u32).range(1..))]
     layers: Option<u32>,
     /// With --model: element type of activations and weights
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: DtypeArg,
-    /// With --model: bytes of memory for each weight of an expert, with its gradient and what the optimizer keeps [default: of Adam, 18 for
+    /// With --model: bytes of memory per weight of an expert, including gradient and optimizer state [default: of Adam, 18 for
     /// bf16 and 16 for f32]
     #[arg(long, value_name = "B")]
     bytes_per_parameter: Option<f64>,
-    /// With --model: further forward passes by recomputation
+    /// With --model: additional forward passes for recomputation
     #[arg(long, value_name = "R", default_value_t = 0.0)]
     recomputation: f64,
 }
@@ -96,19 +94,19 @@ impl RestArgs {
 }
 
 impl OptionalModelArgs {
-    /// The model's experts per token, where there is a model.
+    /// The model's experts per token, if there is a model.
     pub fn top_k(&self) -> Result<Option<usize>> {
         Ok(self.model.as_deref().map(read_model).transpose()?.map(|model| model.top_k))
     }
 
-    /// The workload of the model for so many devices.
+    /// The workload of the model for `devices` devices.
     pub fn workload(&self, devices: usize) -> Result<Workload> {
         let (model, tokens) = self.model.as_deref().zip(self.tokens_per_device).context("--model is missing")?;
         self.rest.workload(model, tokens, Some(devices))
     }
 }
 
-/// A model by its folder, or by its name.
+/// A model by folder or name.
 pub(super) fn read_model(model: &Path) -> Result<Model> {
     if model.is_dir() {
         return Ok(checkpoint::read_model(model)?);
@@ -116,7 +114,7 @@ pub(super) fn read_model(model: &Path) -> Result<Model> {
     Model::preset(&model.to_string_lossy()).map_err(|error| anyhow::anyhow!("--{error}"))
 }
 
-/// What such a model has beside its routed experts.
+/// The parts of a model that are not routed experts.
 pub(super) fn read_transformer(model: &Path) -> Result<Transformer> {
     match model.is_dir() {
         true => Ok(checkpoint::read_transformer(model)?),
@@ -124,36 +122,21 @@ pub(super) fn read_transformer(model: &Path) -> Result<Transformer> {
     }
 }
 
-/// Weighs the experts by the tokens that each got in a report.
-pub(super) fn weigh(workload: &mut Workload, report: &str) -> Result<(), InputError> {
-    workload.set_load(plan::loads_of_report(report)?, "tokens_per_expert")
-}
-
-/// Weighs the experts by the tokens that each gets in a routing file, of a model with so many experts per token where that is known.
-pub(super) fn weigh_by_routing(workload: &mut Workload, path: &Path, top_k: Option<usize>) -> Result<(), InputError> {
-    let routing = Routing::read(path)?;
-    let fits = routing.check_model(workload.n_experts(), top_k.unwrap_or(routing.top_k));
-    let set = fits.and_then(|()| workload.set_load(routing.tokens_per_expert(), "choices"));
-    set.map_err(|error| error.in_file(path))
-}
-
 /// Writes the workload.
 pub fn command(args: &Args) -> Result<bool> {
     let config = args.of_model.model.join("config.json");
     check_distinct(
         &[("out", args.out.as_deref())],
-        &[("routing", args.routing.as_deref()), ("model", Some(config.as_path()))],
+        &[
+            ("expert-load-from", args.load.expert_load_from.as_deref()),
+            ("routing", args.load.routing.as_deref()),
+            ("model", Some(config.as_path())),
+        ],
     )?;
     let of_model = &args.of_model;
     let devices = args.devices.map(|devices| devices as usize);
     let mut workload = of_model.rest.workload(&of_model.model, of_model.tokens_per_device, devices)?;
-    if let Some(path) = &args.routing {
-        let text = read_text(path)?;
-        match Routing::is_routing(&text) {
-            true => weigh_by_routing(&mut workload, path, Some(read_model(&of_model.model)?.top_k))?,
-            false => weigh(&mut workload, &text).with_context(|| path.display().to_string())?,
-        }
-    }
+    args.load.weight(&mut workload, || Ok(Some(read_model(&of_model.model)?.top_k)))?;
     let text = workload.to_json() + "\n";
     match &args.out {
         None => print(&text)?,

@@ -1,6 +1,6 @@
 //! Plots: series over axes and horizontal bars, as SVG, and with the feature `png` the same picture as PNG.
 //!
-//! `plotters` draws the SVG. The legend has a strip beside the axes, so that it never covers data.
+//! `plotters` draws the SVG. The legend is to the right of the axes, so that it never covers data.
 
 mod plan;
 #[cfg(feature = "png")]
@@ -28,17 +28,17 @@ pub use sweep::{plot_grid, plot_isolated, plot_own_time};
 use text::FAMILY;
 pub use text::failed;
 
-/// The picture's size in the SVG, pixels.
+/// Size of the SVG, pixels.
 const SIZE: (u32, u32) = (960, 560);
-/// Width of the strip that the legend has, pixels.
+/// Width of the legend, pixels.
 const LEGEND: u32 = 236;
 /// Height of the title and the line below it, pixels.
 const HEADING: u32 = 58;
 
-/// What [`save`] writes.
+/// The formats of [`save`].
 const FORMATS: &[&str] = if cfg!(feature = "png") { &["svg", "png"] } else { &["svg"] };
 
-/// Colours that stay apart for the colour-blind too (Okabe and Ito 2008).
+/// Colours that the colour-blind can distinguish (Okabe and Ito 2008).
 pub const COLORS: [RGBColor; 8] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -50,29 +50,29 @@ pub const COLORS: [RGBColor; 8] = [
     RGBColor(190, 175, 0),
 ];
 
-/// What is drawn on.
+/// The drawing area.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<Extent, Extent>>;
 
-/// How values lie along an axis.
+/// The scale of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// Evenly, from 0 where that is near.
+    /// Linear, starting at 0 if that is near.
     Linear,
-    /// By their logarithm; what is not above 0 is left out.
+    /// Logarithmic, without values of 0 or below.
     Log,
-    /// The same, for whole numbers that double: 1, 2, 4.
+    /// Logarithmic with labels at powers of two: 1, 2, 4.
     Powers,
-    /// The same, for numbers of bytes: 16 B, 64 B, 1 KiB.
+    /// Logarithmic with labels in bytes: 16 B, 64 B, 1 KiB.
     Bytes,
 }
 
 /// One axis.
 #[derive(Clone, Debug)]
 pub struct Axis {
-    /// What it shows, with the unit.
+    /// The label, with the unit.
     pub label: String,
-    /// How values lie along it.
+    /// The scale.
     pub scale: Scale,
 }
 
@@ -83,85 +83,85 @@ impl Axis {
     }
 }
 
-/// How a series is drawn.
+/// The style of a series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
     /// A line with a dot at each point.
     Dotted,
     /// A line.
     Line,
-    /// A broken line, for what the others are compared with.
+    /// A dashed line, for a baseline.
     Dashed,
 }
 
-/// Points with a name.
+/// A named series of points.
 #[derive(Clone, Debug)]
 pub struct Series {
-    /// Its name in the legend.
+    /// Name in the legend.
     pub name: String,
-    /// In the order of x.
+    /// Points in the order of x.
     pub points: Vec<(f64, f64)>,
-    /// How it is drawn.
+    /// The style.
     pub style: Style,
-    /// Which of [`COLORS`]; where there are more series than these, the next ones have rings for dots.
+    /// Index in [`COLORS`]. Further series repeat the colours with rings instead of dots.
     pub color: usize,
 }
 
-/// A line across the plot at one value, named in the legend.
+/// A line across the plot at one value, with a name in the legend.
 #[derive(Clone, Debug)]
 pub struct Mark {
-    /// Its name in the legend.
+    /// Name in the legend.
     pub name: String,
-    /// Where it is.
+    /// The value.
     pub at: f64,
-    /// Whether it stands at this x, and does not lie at this y.
+    /// Whether `at` is an x and the line vertical, instead of a y and horizontal.
     pub upright: bool,
-    /// Which of [`COLORS`].
+    /// Index in [`COLORS`].
     pub color: usize,
 }
 
 /// Series over two axes.
 #[derive(Clone, Debug)]
 pub struct Plot {
-    /// The heading.
+    /// The title.
     pub title: String,
-    /// The line below it.
+    /// The line below the title.
     pub subtitle: String,
     /// The horizontal axis.
     pub x: Axis,
     /// The vertical axis.
     pub y: Axis,
-    /// What is drawn.
+    /// The series.
     pub series: Vec<Series>,
-    /// Lines across.
+    /// Lines across the plot.
     pub marks: Vec<Mark>,
 }
 
 /// One horizontal bar.
 #[derive(Clone, Debug)]
 pub struct Bar {
-    /// Its name.
+    /// The label.
     pub name: String,
-    /// Its length, not below 0.
+    /// The length, at least 0.
     pub value: f64,
-    /// What stands at its end.
+    /// Text at the end of the bar.
     pub text: String,
 }
 
 /// Horizontal bars, the first on top.
 #[derive(Clone, Debug)]
 pub struct Bars {
-    /// The heading.
+    /// The title.
     pub title: String,
-    /// The line below it.
+    /// The line below the title.
     pub subtitle: String,
-    /// What the lengths are, with the unit.
+    /// The label of the lengths, with the unit.
     pub label: String,
     /// The bars.
     pub bars: Vec<Bar>,
 }
 
-/// A white picture of that size, as SVG, that `paint` draws on.
+/// An SVG with a white background and the drawing of `paint`.
 ///
 /// # Errors
 /// If the drawing library fails.
@@ -175,7 +175,7 @@ pub fn draw(size: (u32, u32), paint: impl FnOnce(&Area) -> Result<()>) -> Result
     Ok(svg)
 }
 
-/// Text at a point of an area.
+/// Draws text at a point of an area.
 ///
 /// # Errors
 /// If the drawing library fails.
@@ -184,10 +184,10 @@ pub fn write(area: &Area, text: &str, at: (i32, i32), size: i32, anchor: Pos) ->
     area.draw(&Text::new(text.to_string(), at, style)).map_err(failed)
 }
 
-/// Refuses to write PNG, before anything is measured, where this build cannot.
+/// Checks that this build can write the format of the path, before anything is measured.
 ///
 /// # Errors
-/// In a build without the feature `png`, for a path that ends in `.png`.
+/// A path that ends in `.png` in a build without the feature `png`.
 pub fn check_format(path: &Path) -> Result<()> {
     check_format_for(cfg!(feature = "png"), path)
 }
@@ -206,10 +206,10 @@ fn is_png(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("png"))
 }
 
-/// What a file of this name holds of a picture.
+/// The bytes of a picture in the format of the path.
 ///
 /// # Errors
-/// Where the drawing library fails, and as [`check_format`].
+/// If the drawing library fails, and as [`check_format`].
 pub fn encode(svg: &str, path: &Path) -> Result<Vec<u8>> {
     check_format(path)?;
     #[cfg(feature = "png")]
@@ -219,10 +219,10 @@ pub fn encode(svg: &str, path: &Path) -> Result<Vec<u8>> {
     Ok(svg.as_bytes().to_vec())
 }
 
-/// Makes the folder of the plots, before anything is measured.
+/// Creates the folder of the plots before anything is measured.
 ///
 /// # Errors
-/// Where it is not there and cannot be made, or is no folder.
+/// A folder that cannot be created, or a path that is not a folder.
 pub fn create_folder(folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))
 }
@@ -230,7 +230,7 @@ pub fn create_folder(folder: &Path) -> Result<()> {
 /// Writes a plot as `<stem>.svg`, and with the feature `png` as `<stem>.png` too; returns the paths.
 ///
 /// # Errors
-/// Where a file cannot be written.
+/// A file that cannot be written.
 pub fn save(folder: &Path, stem: &str, svg: &str) -> Result<Vec<PathBuf>> {
     let put = |suffix: &&str| {
         let path = folder.join(format!("{stem}.{suffix}"));
@@ -240,7 +240,7 @@ pub fn save(folder: &Path, stem: &str, svg: &str) -> Result<Vec<PathBuf>> {
     FORMATS.iter().map(put).collect()
 }
 
-/// What an axis covers: values as they are placed, and where its labels stand.
+/// The range of an axis in scaled values, and its ticks.
 #[derive(Clone)]
 struct Extent {
     scale: Scale,
@@ -250,7 +250,7 @@ struct Extent {
 }
 
 impl Scale {
-    /// Where a value is placed.
+    /// The scaled value, if the scale has one.
     fn place(self, value: f64) -> Option<f64> {
         let placed = match self {
             Scale::Linear => value,
@@ -262,7 +262,7 @@ impl Scale {
 }
 
 impl Extent {
-    /// That of all values, with some room.
+    /// The range of all values with a margin.
     fn of(scale: Scale, values: impl Iterator<Item = f64>) -> Extent {
         let (low, high) = values
             .filter_map(|value| scale.place(value))
@@ -270,7 +270,7 @@ impl Extent {
         let (mut from, mut to) = if low <= high { (low, high) } else { (0.0, 1.0) };
         match scale {
             Scale::Linear => {
-                // A small distance to 0 is shown.
+                // If 0 is near, the axis starts there.
                 if from > 0.0 && from < 0.5 * to {
                     from = 0.0;
                 }
@@ -317,7 +317,7 @@ impl Extent {
     }
 }
 
-/// Of placed values.
+/// A range of scaled values as plotters needs it.
 impl Ranged for Extent {
     type FormatOption = DefaultFormatting;
     type ValueType = f64;
@@ -335,21 +335,21 @@ impl Ranged for Extent {
     }
 }
 
-/// 1, 2 or 5 times a power of ten, at least this.
+/// The smallest 1, 2 or 5 times a power of ten that is at least this.
 fn round_step(least: f64) -> f64 {
     let power = 10f64.powf(least.log10().floor());
     let steps = [1.0, 2.0, 5.0, 10.0].map(|digit| digit * power);
     steps.into_iter().find(|&step| step >= least * (1.0 - 1e-9)).unwrap_or(steps[3])
 }
 
-/// Without needless digits.
+/// A number without trailing zeros.
 fn short(value: f64) -> String {
     let rounded = format!("{value:.6}");
     let text = rounded.trim_end_matches('0').trim_end_matches('.');
     if text.is_empty() || text == "-0" { "0".to_string() } else { text.to_string() }
 }
 
-/// A number of bytes as it is labelled: "16 B", "4 KiB", "1 MiB".
+/// The label of a number of bytes: "16 B", "4 KiB", "1 MiB".
 pub fn bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB"];
     let unit = (0..units.len()).rev().find(|&u| n >= 1 << (10 * u) && n.is_multiple_of(1 << (10 * u))).unwrap_or(0);
@@ -365,7 +365,7 @@ impl Plot {
     /// The plot as SVG.
     ///
     /// # Errors
-    /// If there is nothing to draw, or the drawing library fails.
+    /// No point to draw, or a failure of the drawing library.
     pub fn svg(&self) -> Result<String> {
         ensure!(self.series.iter().any(|s| !s.points.is_empty()), "{}: there is nothing to plot", self.title);
         draw(SIZE, |area| self.paint(area))
@@ -440,7 +440,7 @@ fn paint_series(chart: &mut Chart, series: &Series, points: Vec<(f64, f64)>) -> 
         chart.draw_series(DashedLineSeries::new(points, 7, 4, style)).map_err(failed)?;
         return Ok(());
     }
-    // A line without two ends is one that who reads the SVG warns of.
+    // SVG readers warn about a line with one point.
     if points.len() > 1 {
         chart.draw_series(LineSeries::new(points.iter().copied(), style)).map_err(failed)?;
     }
@@ -450,7 +450,7 @@ fn paint_series(chart: &mut Chart, series: &Series, points: Vec<(f64, f64)>) -> 
     Ok(())
 }
 
-/// How the dots of a series are filled.
+/// The fill of a series' dots.
 fn dot(number: usize) -> ShapeStyle {
     let color = COLORS[number % COLORS.len()];
     match (number / COLORS.len()).is_multiple_of(2) {
@@ -463,7 +463,7 @@ impl Bars {
     /// The bars as SVG.
     ///
     /// # Errors
-    /// If there are none, or the drawing library fails.
+    /// No bars, or a failure of the drawing library.
     pub fn svg(&self) -> Result<String> {
         ensure!(!self.bars.is_empty(), "{}: there is nothing to plot", self.title);
         let height = HEADING + 46 * self.bars.len() as u32 + 52;
@@ -513,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plot_has_its_labels() {
+    fn plot_contains_its_labels() {
         let svg = example().svg().unwrap();
         for text in ["Latency", "two PEs", "latency, us", "16 B", "1 MiB", "put-signal", "memcpy", "P95"] {
             assert!(svg.contains(text), "{text}: {svg}");
@@ -533,12 +533,12 @@ mod tests {
 
     #[cfg(feature = "png")]
     #[test]
-    fn a_png_has_the_letters_of_its_plot() {
+    fn png_contains_text() {
         use resvg::tiny_skia::Pixmap;
         let encoded = encode(&example().svg().unwrap(), Path::new("latency.PNG")).unwrap();
         let picture = Pixmap::decode_png(&encoded).unwrap();
         assert_eq!((picture.width(), picture.height()), (SIZE.0 * png::SCALE, SIZE.1 * png::SCALE));
-        // The title's letters: without a font there would be none.
+        // The title, which needs the embedded font.
         let dark = |x, y| picture.pixel(x, y).is_some_and(|p| u16::from(p.red()) + u16::from(p.blue()) < 200);
         let title = (0..400).flat_map(|x| (20..60).map(move |y| (x, y))).filter(|&(x, y)| dark(x, y)).count();
         assert!(title > 200, "{title} dark pixels");
@@ -546,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn the_name_says_the_format() {
+    fn path_determines_the_format() {
         assert_eq!(encode("<svg/>", Path::new("png.svg")).unwrap(), b"<svg/>");
         let path = Path::new("plots/latency.PNG");
         let said = check_format_for(false, path).unwrap_err().to_string();
@@ -555,7 +555,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_draw_is_one_line() {
+    fn empty_plot_is_an_error() {
         let mut plot = example();
         plot.series.iter_mut().for_each(|s| s.points.clear());
         assert_eq!(plot.svg().unwrap_err().to_string(), "Latency: there is nothing to plot");
@@ -564,7 +564,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_stand_on_round_values() {
+    fn ticks_are_round_values() {
         let labels = |extent: &Extent| extent.ticks.iter().map(|&t| extent.format(t)).collect::<Vec<_>>();
         assert_eq!(labels(&Extent::of(Scale::Linear, [0.3, 6.0].into_iter())), ["0", "1", "2", "3", "4", "5", "6"]);
         assert_eq!(labels(&Extent::of(Scale::Log, [0.05, 30.0].into_iter())).join(" "), "0.05 0.1 0.2 0.5 1 2 5 10 20");
@@ -572,7 +572,7 @@ mod tests {
         assert_eq!((sizes[0].as_str(), sizes[sizes.len() - 1].as_str()), ("16 B", "4 MiB"));
         let degrees = labels(&Extent::of(Scale::Powers, [1.0, 16.0].into_iter()));
         assert_eq!(degrees, ["1", "2", "4", "8", "16"]);
-        // One value, none, and what no logarithm has.
+        // One value, no value, and values without a logarithm.
         for values in [vec![5.0], vec![], vec![0.0, -1.0], vec![f64::NAN]] {
             for scale in [Scale::Linear, Scale::Log, Scale::Powers, Scale::Bytes] {
                 let extent = Extent::of(scale, values.iter().copied());
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bar_is_as_long_as_its_value() {
+    fn length_of_a_bar_is_its_value() {
         let bar = |name: &str, value: f64| Bar { name: name.into(), value, text: format!("{value}%") };
         let bars = Bars {
             title: "Shares".into(),

@@ -12,13 +12,13 @@ use crate::plan::{Objective, Plan, Workload, objective_ms};
 
 const WIDTH: u32 = 960;
 const HEIGHT: u32 = 600;
-/// Cells narrower or lower than this, in pixels, are not written into.
+/// Minimum width and height of a cell with text, pixels.
 const LABELLED: (i32, i32) = (38, 24);
-/// Most curves of the latency plot.
+/// Maximum curves of the latency plot.
 const CURVES: usize = 6;
 
-/// A row per host, a cell per device: its colour is its group's, its text its id and how many experts it holds; the darker bar
-/// at the bottom is how much of its group's makespan it works.
+/// A row per host and a cell per device, in the colour of its group, with the device's id and number of experts. The darker bar at the bottom is the
+/// device's share of its group's makespan.
 ///
 /// # Errors
 /// If the drawing library fails.
@@ -37,7 +37,7 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
     for (g, group) in plan.groups.iter().enumerate() {
         of_device.extend(group.experts.iter().map(|(id, experts)| (*id, (g, experts))));
     }
-    // Of each group, the time of the device that takes longest.
+    // The time of each group's slowest device.
     let mut longest = vec![0.0f64; plan.groups.len()];
     for device in &cluster.devices {
         if let Some(&(g, experts)) = of_device.get(&device.id) {
@@ -48,7 +48,7 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
         "{} devices, {} experts: {}, {:.2} ms per iteration ({})",
         cluster.devices.len(),
         workload.n_experts(),
-        crate::report::table::count(plan.groups.len() as u64, "group"),
+        crate::report::text::count(plan.groups.len() as u64, "group"),
         plan.objective_ms,
         plan.algorithm
     );
@@ -56,7 +56,7 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
     let key = "a block per host, a colour per group; in a cell, device: number of experts; bar: time over its group's makespan";
     write(area, key, (EDGE, EDGE + 26), 13, Pos::new(HPos::Left, VPos::Top))?;
 
-    // Many hosts share rows.
+    // Many hosts: several hosts in a row.
     let hosts = cluster.hosts();
     let widest = hosts.iter().map(Vec::len).max().unwrap_or(1).max(1);
     let per_row =
@@ -69,7 +69,7 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
         let (row, first) = (place / per_row, place % per_row * (widest + 1));
         let y = (TOP + (row as f64 * cell.1) as i32, TOP + ((row + 1) as f64 * cell.1 * 0.999) as i32);
         let name: String = cluster.devices[host[0] as usize].host.chars().take(12).collect();
-        // Several in a row have the gap before them for their names, if it is wide enough.
+        // Several hosts in a row have their names in the gap to the left, if it is wide enough.
         let gap = if per_row == 1 { LEFT } else { cell.0 as i32 };
         if cell.1 >= 12.0 && (first == 0 || gap >= 10 + 8 * name.chars().count() as i32) {
             let x = LEFT + (first as f64 * cell.0) as i32;
@@ -111,12 +111,12 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Point {
     experts: usize,
-    /// None where memory does not suffice.
+    /// `None` if the experts do not fit into memory.
     latency_ms: Option<f64>,
 }
 
-/// Iteration latency, the objective, against the number of experts, for several sizes of consecutive groups; crosses at the top are
-/// out of memory. An expert costs what the workload's cost on average.
+/// Iteration latency (the objective) over the number of experts, for several sizes of consecutive groups. Crosses at the top are out of memory. Every
+/// expert has the mean cost of the workload's experts.
 ///
 /// # Errors
 /// If the drawing library fails.
@@ -125,11 +125,11 @@ pub fn plot_latency(cluster: &Cluster, workload: &Workload, objective: Objective
     draw((WIDTH, HEIGHT), |area| latency_on(area, &curves))
 }
 
-/// By size of groups, the points.
+/// The points of each group size.
 fn latency(cluster: &Cluster, workload: &Workload, objective: Objective) -> Vec<(usize, Vec<Point>)> {
     let n = cluster.devices.len();
     let all: Vec<u32> = (0..n as u32).collect();
-    // From a quarter of the experts to sixteen times as many, or to where every size is out of memory.
+    // From a quarter to sixteen times the number of experts, or until every size is out of memory.
     let most = 16 * workload.n_experts();
     let mut numbers = vec![(workload.n_experts() / 4).max(1)];
     while let Some(last) = numbers.last()
@@ -148,14 +148,14 @@ fn latency(cluster: &Cluster, workload: &Workload, objective: Objective) -> Vec<
         (size, numbers.iter().map(point).collect())
     };
     let mut curves: Vec<(usize, Vec<Point>)> = sizes(cluster).into_iter().map(curve).collect();
-    // One number beyond the last that fits somewhere.
+    // Plus the first number that fits nowhere.
     let last = |points: &Vec<Point>| points.iter().rposition(|point| point.latency_ms.is_some()).map_or(1, |at| at + 2);
     let shown = curves.iter().map(|(_, points)| last(points)).max().unwrap_or(0);
     curves.iter_mut().for_each(|(_, points)| points.truncate(shown));
     curves
 }
 
-/// Sizes of groups that are worth a curve: hosts, blocks of tiers, everything, and powers of two that divide, up to a few.
+/// The group sizes with a curve: hosts, blocks of tiers, all devices, and powers of two that divide the number of devices, up to a maximum.
 fn sizes(cluster: &Cluster) -> Vec<usize> {
     let n = cluster.devices.len();
     let mut sizes = vec![n, cluster.hosts()[0].len()];
@@ -213,7 +213,7 @@ fn latency_on(area: &Area, curves: &[(usize, Vec<Point>)]) -> Result<()> {
         .light_line_style(TRANSPARENT)
         .draw()
         .map_err(failed)?;
-    // A band for the points that have no latency.
+    // A band at the top for points out of memory.
     let (band, top) = (high / 1.22, high / 1.1);
     let edges = (-0.5, numbers.len() as f64 - 0.5);
     chart
@@ -231,7 +231,7 @@ fn latency_on(area: &Area, curves: &[(usize, Vec<Point>)]) -> Result<()> {
             .label(format!("EP = {size}"))
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
         chart.draw_series(line.iter().map(|&at| Circle::new(at, 4, color.filled()))).map_err(failed)?;
-        // Beside each other, so that each curve's are seen.
+        // Next to each other, so that all curves' crosses are visible.
         let aside = 0.11 * (place as f64 - (curves.len() as f64 - 1.0) / 2.0);
         let out = points.iter().enumerate().filter(|(_, p)| p.latency_ms.is_none());
         chart

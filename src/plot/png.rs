@@ -1,4 +1,4 @@
-//! The pixels of an SVG, by `resvg`, with an embedded font: independent of the machine's.
+//! Renders an SVG to pixels by `resvg` with an embedded font, independent of the machine's fonts.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ pub const SCALE: u32 = 2;
 /// Latin letters, digits and signs of DejaVu Sans (`font/LICENSE`).
 const FONT: &[u8] = include_bytes!("font/DejaVuSans.ttf");
 
-/// An SVG in the format PNG.
+/// Renders an SVG as PNG.
 ///
 /// # Errors
-/// If it is no SVG.
+/// Text that is not an SVG.
 pub fn encode(svg: &str) -> Result<Vec<u8>> {
     let mut fonts = usvg::fontdb::Database::new();
     fonts.load_font_data(FONT.to_vec());

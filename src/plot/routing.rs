@@ -1,4 +1,4 @@
-//! How unevenly experts are chosen.
+//! The imbalance of experts.
 
 use anyhow::Result;
 

@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::{Axis, Mark, Plot, Scale, Series, Style};
 
-/// The share of PEs and steps with at most each delay, of the delays at each percent, as SVG.
+/// The empirical distribution function of the delays at each percent, as SVG.
 ///
 /// # Errors
 /// If the drawing library fails.

@@ -9,17 +9,17 @@ use crate::sim::sweep::{Isolate, Model, Outcome, Strategy};
 
 type Rows<'a> = &'a [(Model, Strategy, Outcome)];
 
-/// What a picture of a grid is of: layers, width, batch, devices, dp, ep.
+/// The key of a grid plot: layers, width, batch, devices, dp, ep.
 type Picture = [usize; 6];
-/// What a line in it is of: whether there is a pipeline, and its microbatches.
+/// The key of a line in it: whether there is a pipeline, and the number of microbatches.
 type Line = (bool, usize);
-/// What a line of isolated strategies is of: layers, width, batch, microbatches.
+/// The key of a line of isolated strategies: layers, width, batch, microbatches.
 type Alone = [usize; 4];
-/// Points by line.
+/// The points of each line.
 type Lines<Key> = BTreeMap<Key, Vec<(f64, f64)>>;
 
-/// Throughput by horizontal degree, a picture for each data- and expert-parallel degree of each model, and a line for each number of microbatches; with
-/// names of files.
+/// Throughput over the horizontal degree: a plot for each data- and expert-parallel degree of each model, with its file name, and a line for each
+/// number of microbatches.
 ///
 /// # Errors
 /// If the drawing library fails.
@@ -32,7 +32,7 @@ pub fn plot_grid(rows: Rows, subtitle: &str) -> Result<Vec<(String, String)>> {
         line.push((strategy.hp as f64, outcome.throughput));
     }
     let names = ["layers", "width", "batch", "devices", "dp", "ep"];
-    // Always dp, and of the others those that there are several of.
+    // The file name has dp, and the other keys with several values.
     let varies = |at: usize| at == 4 || pictures.keys().map(|key| key[at]).collect::<BTreeSet<_>>().len() > 1;
     let said: Vec<usize> = (0..names.len()).filter(|at| varies(*at)).collect();
     let picture = |(key, lines): (&Picture, &Lines<Line>)| {
@@ -56,7 +56,7 @@ pub fn plot_grid(rows: Rows, subtitle: &str) -> Result<Vec<(String, String)>> {
     pictures.iter().map(picture).collect()
 }
 
-/// Throughput by degree of one kind of parallelism alone, a line for each model, with the name of a file.
+/// Throughput over the degree of one kind of parallelism, a line for each model, with the file name.
 ///
 /// # Errors
 /// If the drawing library fails.
@@ -95,7 +95,7 @@ pub fn plot_isolated(rows: Rows, isolate: Isolate, subtitle: &str) -> Result<(St
     Ok((format!("isolated_{stem}"), plot.svg()?))
 }
 
-/// The simulator's own time, s, by operations simulated, a line for each number of microbatches, with the name of a file.
+/// Time of the simulator itself, seconds, over the simulated operations, a line for each number of microbatches, with the file name.
 ///
 /// # Errors
 /// If the drawing library fails.

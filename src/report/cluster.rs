@@ -1,48 +1,39 @@
 //! A probed cluster as text.
 
-use super::table::{count, plain, right_aligned};
-use crate::cluster::{Cluster, LinkTable};
+use super::text::{TextTable, or_blank};
+use crate::cluster::{Cluster, LinkTable, Probe};
 
-/// Devices and links listed; the rest is counted.
+/// Devices and links that are listed; the others are counted.
 const LISTED: usize = 16;
 
-/// Devices, then links: alpha, beta, residual of the fit, and slowdown while all send.
+/// The devices, then the links: alpha, beta, residual of the fit, and slowdown while all PEs send.
 pub(crate) fn cluster_text(cluster: &Cluster) -> String {
     let n = cluster.devices.len();
-    let mut table = plain();
-    table.set_header(["device", "host", "GFLOP/s", "experts", "exchange factor"]);
-    for (i, device) in cluster.devices.iter().take(LISTED).enumerate() {
-        table.add_row([
+    let mut table = TextTable::new(2, ["device", "host", "GFLOP/s", "experts", "exchange factor"]).at_most(LISTED);
+    for (i, device) in cluster.devices.iter().enumerate() {
+        table.row([
             device.id.to_string(),
             device.host.clone(),
             format!("{:.2}", device.flop_per_ms * 1e-6),
             device.memory_experts.to_string(),
-            cluster.probe.as_ref().map_or(String::new(), |probe| format!("{:.2}", probe.exchange_factor[i])),
+            or_blank(cluster.probe.as_ref().map(|probe| probe.exchange_factor[i]), 2),
         ]);
     }
-    let mut text = right_aligned(table, 2) + "\n";
-    if n > LISTED {
-        text += &format!("({} more)\n", n - LISTED);
-    }
-    let mut table = plain();
-    table.set_header(["link", "alpha, us", "GB/s", "residual", "contention"]);
-    let pairs = (0..n).flat_map(|i| (0..n).map(move |j| (i, j))).filter(|(i, j)| i != j);
-    for (i, j) in pairs.take(LISTED) {
-        let link = cluster.links.link(i, j);
-        let of = |rows: fn(&crate::cluster::Probe) -> &Vec<Vec<f64>>| cluster.probe.as_ref().map(|p| rows(p)[i][j]);
-        table.add_row([
-            format!("{} to {}", cluster.devices[i].id, cluster.devices[j].id),
-            format!("{:.2}", link.alpha_ms * 1e3),
-            format!("{:.2}", 1.0 / link.beta_ms_per_mb),
-            of(|probe| &probe.residual).map_or(String::new(), |share| format!("{:.1}%", 100.0 * share)),
-            of(|probe| &probe.contention).map_or(String::new(), |factor| format!("{factor:.2}")),
-        ]);
-    }
+    let mut text = table.render();
     if n > 1 {
-        text += &format!("\n{}\n", right_aligned(table, 1));
-    }
-    if (n * n - n) > LISTED {
-        text += &format!("({} more)\n", count((n * n - n - LISTED) as u64, "link"));
+        let mut table = TextTable::new(1, ["link", "alpha, us", "GB/s", "residual", "contention"]).at_most(LISTED);
+        for (i, j) in (0..n).flat_map(|i| (0..n).map(move |j| (i, j))).filter(|(i, j)| i != j) {
+            let link = cluster.links.link(i, j);
+            let probed = |rows: fn(&Probe) -> &Vec<Vec<f64>>| cluster.probe.as_ref().map(|probe| rows(probe)[i][j]);
+            table.row([
+                format!("{} to {}", cluster.devices[i].id, cluster.devices[j].id),
+                format!("{:.2}", link.alpha_ms * 1e3),
+                format!("{:.2}", 1.0 / link.beta_ms_per_mb),
+                probed(|probe| &probe.residual).map_or(String::new(), |share| format!("{:.1}%", 100.0 * share)),
+                or_blank(probed(|probe| &probe.contention), 2),
+            ]);
+        }
+        text += &format!("\n{}", table.render());
     }
     text
 }

@@ -1,20 +1,27 @@
-//! The report of a run: the table it prints, the JSON of `--json`, and the trace of `--trace`.
+//! Reports of commands: tables for a terminal, JSON, and traces.
 //!
-//! Every PE fills a [`PeReport`] and sends it to the supervisor as JSON; [`RunReport::merge`] makes one report of them. The
-//! structs' fields are the keys of the JSON; `docs/report.md` lists them.
+//! Every PE of a run sends a [`PeReport`] to the supervisor as JSON, and [`RunReport::merge`] merges them. The fields of the structs are the
+//! keys of the JSON; `docs/report.md` lists them.
 //!
-//! Where there are several steps and several PEs, a time is the median over the steps of each PE, and of those the median
-//! and the maximum over the PEs.
+//! A time over several steps and PEs is the median over the steps of each PE, then the median and the maximum over the PEs.
 
 mod cluster;
+mod models;
 mod pe;
 mod plan;
 mod run;
+mod run_text;
 mod sample;
-pub(crate) mod table;
+pub(crate) mod text;
 mod trace;
 
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use serde::Serialize;
+
 pub(crate) use cluster::cluster_text;
+pub(crate) use models::{exchange_text, linear_text, sweep_text};
 pub use pe::{ExpertRows, PassReport, PeReport, Replanned, StepReport, SymmetricMemory, TraceSpan, TrafficReport};
 pub(crate) use plan::{explanation_text, plan_text, rebalanced_text, replan_text};
 pub(crate) use run::median;
@@ -25,7 +32,27 @@ pub use run::{
 pub use sample::StepSample;
 pub use trace::{TraceWriter, simulated_trace_json};
 
-/// The phases' keys, in the order of the table, and their names there.
+/// The result of a command.
+pub trait Report: Serialize {
+    /// The result as text for a terminal, ending with a newline.
+    fn render_table(&self) -> String;
+
+    /// The result as indented JSON.
+    fn to_json(&self) -> String {
+        serde_json::to_string_pretty(self).expect("maps have string keys, and nothing else can fail")
+    }
+
+    /// Writes the plots of the result in the formats of [`plot::save`](crate::plot::save); returns the files.
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    fn plot(&self, folder: &Path) -> Result<Vec<PathBuf>> {
+        let _ = folder;
+        Ok(Vec::new())
+    }
+}
+
+/// The keys of the phases, in the order of the table, and their names there.
 pub const PHASES: [(&str, &str); 7] = [
     ("router", "router"),
     ("dispatch", "dispatch"),

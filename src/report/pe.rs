@@ -1,4 +1,4 @@
-//! What one PE measured.
+//! The measurements of one PE.
 
 use std::collections::BTreeMap;
 
@@ -9,37 +9,37 @@ use serde::{Deserialize, Serialize};
 pub struct PeReport {
     /// The PE's number.
     pub pe: usize,
-    /// Tokens of the input that are this PE's.
+    /// This PE's tokens of the input.
     pub tokens: u64,
-    /// Number of measured steps; warm-up steps are not among them.
+    /// Number of measured steps, without warm-up.
     pub n_steps: u64,
-    /// They, in order; of many a sample, which is the same on all PEs ([`StepSample`](super::StepSample)).
+    /// The measured steps in order, or a sample of many, which is the same on all PEs ([`StepSample`](super::StepSample)).
     pub steps: Vec<StepReport>,
-    /// From the first step's beginning to the last one's end, with what was done between steps, seconds.
+    /// Time from the beginning of the first step to the end of the last, including work between steps, seconds.
     #[serde(default)]
     pub all_steps_s: f64,
-    /// Rounds through the receive memory, the most of any step: of the forward pass, and of the backward pass.
+    /// Rounds through the receive memory, the maximum over the steps: of the forward and of the backward pass.
     pub rounds: [u64; 2],
-    /// What it sent, over all measured steps.
+    /// Traffic to other PEs over all measured steps.
     pub traffic: TrafficReport,
-    /// Rows its experts received in one step (the last), its own tokens' included.
+    /// Rows that its experts received in the last step, including rows of its own tokens.
     pub expert_rows: Vec<ExpertRows>,
-    /// The device it ran on: "cpu", or the device's name.
+    /// "cpu", or the device's name.
     pub device: String,
-    /// The CPUs that it was let run on, by their numbers; none where it ran on a device.
+    /// The CPUs on which the PE was allowed to run; empty on a device.
     #[serde(default)]
     pub cpus: Vec<usize>,
-    /// What carried rows and signals: "shm", "tcp", "hybrid", "ofi", "mpi", "nvshmem", or "nccl".
+    /// Transport of rows and signals: "shm", "tcp", "hybrid", "ofi", "mpi", "nvshmem", or "nccl".
     #[serde(default)]
     pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; `None` on a CPU.
     pub gemm: Option<String>,
-    /// The tiles that these are cut into, as in "128x256"; `None` on a CPU.
+    /// Tiles of the matrix products, such as "128x256"; `None` on a CPU.
     #[serde(default)]
     pub tile: Option<String>,
-    /// Its symmetric memory.
+    /// Symmetric memory of the PE.
     pub symmetric: SymmetricMemory,
-    /// Changes of the plan while the steps ran, the same on all PEs but for times.
+    /// Changes of the plan during the run, on all PEs the same except for their times.
     #[serde(default)]
     pub replanned: Vec<Replanned>,
 }
@@ -49,17 +49,17 @@ pub struct PeReport {
 pub struct StepReport {
     /// The forward pass.
     pub forward: PassReport,
-    /// The backward pass, where there is one.
+    /// The backward pass, if there is one.
     pub backward: Option<PassReport>,
 }
 
 impl StepReport {
-    /// Both passes, seconds.
+    /// Time of both passes, seconds.
     pub fn seconds(&self) -> f64 {
         self.forward.seconds + self.backward.as_ref().map_or(0.0, |backward| backward.seconds)
     }
 
-    /// Processor time of the experts' work in both, seconds.
+    /// Processor time of the experts in both passes, seconds.
     pub fn expert_cpu_s(&self) -> f64 {
         self.forward.expert_cpu_s + self.backward.as_ref().map_or(0.0, |backward| backward.expert_cpu_s)
     }
@@ -68,9 +68,9 @@ impl StepReport {
 /// One pass of one step of one PE.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PassReport {
-    /// The sum of the pass's phases, seconds: its wall time, for they follow each other without a gap.
+    /// Wall time of the pass, seconds: the sum of its phases, which follow each other without gaps.
     pub seconds: f64,
-    /// The same by phase (the keys of [`PHASES`](super::PHASES)), seconds.
+    /// Time by phase (the keys of [`PHASES`](super::PHASES)), seconds.
     pub phases_s: BTreeMap<String, f64>,
     /// Processor time of the experts' work, seconds; 0 on a device.
     #[serde(default)]
@@ -79,27 +79,28 @@ pub struct PassReport {
     pub rounds: u64,
 }
 
-/// One-sided operations to other PEs. What a PE does in its own heap is not counted.
+/// One-sided operations to other PEs, without those on the PE's own heap.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TrafficReport {
     /// Bytes put, by kind ("dispatch_rows", "combine_rows", "counts", ...).
     pub remote_bytes: BTreeMap<String, u64>,
-    /// Number of puts, those with a signal included; here and below those of the sums of gradients are counted on devices, and of collectives on CPUs none.
+    /// Number of puts, including those with a signal. Operations of gradient sums count on devices only, and operations of collectives on CPUs
+    /// never.
     pub puts: u64,
-    /// Number of signal operations, those of puts included.
+    /// Number of signal operations, including those of puts.
     pub signals: u64,
     /// Number of fences.
     pub fences: u64,
-    /// Of all bytes, those put to PEs that only a network reaches.
+    /// Bytes put to PEs of other hosts.
     #[serde(default)]
     pub network_bytes: u64,
-    /// With rows once per host, rows and parts of results that went between a home and the other PEs of its host, bytes.
+    /// Rows and partial results between a relay and the other PEs of its host, with rows once per host, bytes.
     #[serde(default)]
     pub relay_bytes: u64,
 }
 
 impl TrafficReport {
-    /// Adds what another PE sent.
+    /// Adds the traffic of another PE.
     pub(super) fn add(&mut self, other: &TrafficReport) {
         for (kind, bytes) in &other.remote_bytes {
             *self.remote_bytes.entry(kind.clone()).or_default() += bytes;
@@ -112,7 +113,7 @@ impl TrafficReport {
     }
 }
 
-/// How many rows an expert received.
+/// The rows of an expert.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExpertRows {
     /// The expert's number in the layer.
@@ -121,46 +122,46 @@ pub struct ExpertRows {
     pub rows: u64,
 }
 
-/// Symmetric memory of one PE, or the most of any PE.
+/// Symmetric memory of one PE, or the maximum over the PEs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SymmetricMemory {
-    /// Allocated at the end, bytes.
+    /// Bytes allocated at the end.
     pub used_bytes: u64,
-    /// The most that was allocated at any time, bytes.
+    /// Maximum bytes allocated at any time.
     pub peak_bytes: u64,
-    /// What may be allocated, bytes.
+    /// Size of the heap, bytes.
     pub budget_bytes: u64,
 }
 
-/// A piece of a PE's time, for the trace. Spans of one track of a PE are nested or disjoint.
+/// An interval of a PE's time for the trace. Spans of one track are nested or disjoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TraceSpan {
-    /// What it did.
+    /// Name of the phase.
     pub name: String,
-    /// When it began: CLOCK_MONOTONIC, which the PEs of a host share, nanoseconds.
+    /// Start, nanoseconds of CLOCK_MONOTONIC, which the PEs of a host share.
     pub start_ns: u64,
-    /// How long it took, nanoseconds.
+    /// Duration, nanoseconds.
     pub dur_ns: u64,
-    /// In which step.
+    /// The step.
     pub step: u64,
-    /// Which of the things that a PE does at the same time, such as the block of a kernel; 0 on a CPU.
+    /// The concurrent activity, such as the block of a kernel; 0 on a CPU.
     #[serde(default)]
     pub track: u64,
 }
 
-/// A change of plans while the steps ran.
+/// A change of the plan during the run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Replanned {
-    /// After so many steps.
+    /// Number of completed steps.
     pub after_step: u64,
-    /// Predicted under the measured loads: a step by the plan in use, and by the new one, seconds.
+    /// Predicted time of a step with the old plan under the measured loads, seconds.
     pub current_s: f64,
-    /// See `current_s`.
+    /// Predicted time of a step with the new plan, seconds.
     pub planned_s: f64,
-    /// Experts that PEs got which they did not hold.
+    /// Number of experts that were sent to a PE.
     pub moved_experts: u64,
-    /// What moving them takes: predicted, and of PE 0, seconds.
+    /// Predicted time of the move, seconds.
     pub predicted_move_s: f64,
-    /// See `predicted_move_s`.
+    /// Measured time of the move on PE 0, seconds.
     pub move_s: f64,
 }

@@ -1,14 +1,13 @@
 //! A plan as text.
 
-use super::run::ranges;
-use super::table::{count, plain, right_aligned};
-use crate::plan::{Explanation, Plan, PlannedGroup, Rebalanced, Replan};
+use super::text::{TextTable, count, join, list, ranges};
+use crate::plan::{Explanation, Plan, Rebalanced, Replan};
 
-/// Groups and devices listed; the rest is counted.
+/// Groups and devices that are listed; the others are counted.
 const GROUPS_LISTED: usize = 16;
 const DEVICES_LISTED: usize = 64;
 
-/// The plan: its objective in parts, its groups, and who holds which experts.
+/// The plan: its objective in parts, its groups, and the experts of each device.
 pub(crate) fn plan_text(plan: &Plan, devices: usize, experts: usize) -> String {
     let terms = &plan.terms;
     let quality = match plan.optimal {
@@ -33,65 +32,39 @@ pub(crate) fn plan_text(plan: &Plan, devices: usize, experts: usize) -> String {
         terms.all_reduce_ms,
         plan.elapsed_ms
     );
-    let mut table = plain();
-    table.set_header(["group", "devices", "objective, ms", "makespan, ms", "experts per device"]);
-    for (g, group) in plan.groups.iter().take(GROUPS_LISTED).enumerate() {
+    let header = ["group", "devices", "objective, ms", "makespan, ms", "experts per device"];
+    let mut table = TextTable::new(1, header).at_most(GROUPS_LISTED);
+    for (g, group) in plan.groups.iter().enumerate() {
         let held = || group.experts.values().map(Vec::len);
         let (least, most) = (held().min().unwrap_or(0), held().max().unwrap_or(0));
         let held = if least == most { most.to_string() } else { format!("{least} to {most}") };
         let (objective, makespan) = (format!("{:.4}", group.objective_ms), format!("{:.6}", group.makespan_ms));
-        table.add_row([g.to_string(), group.devices.len().to_string(), objective, makespan, held]);
+        table.row([g.to_string(), group.devices.len().to_string(), objective, makespan, held]);
     }
-    text += &right_aligned(table, 1);
-    if plan.groups.len() > GROUPS_LISTED {
-        text += &format!("\n({} more)", plan.groups.len() - GROUPS_LISTED);
+    text += &format!("{}\n", table.render());
+    let groups = || plan.groups.iter().enumerate();
+    let mut table = TextTable::new(3, ["device", "group", "experts"]).at_most(DEVICES_LISTED);
+    for (g, (id, experts)) in groups().flat_map(|(g, group)| group.experts.iter().map(move |device| (g, device))) {
+        table.row([id.to_string(), g.to_string(), ranges(experts.iter().map(|&e| u64::from(e)))]);
     }
-    text += "\n\n";
-    let seats =
-        plan.groups.iter().enumerate().flat_map(|(g, group)| group.experts.iter().map(move |seat| (g, group, seat)));
-    let mut table = plain();
-    table.set_header(["device", "group", "experts"]);
-    for (g, _, (id, experts)) in seats.clone().take(DEVICES_LISTED) {
-        table.add_row([id.to_string(), g.to_string(), ranges(experts.iter().map(|&e| u64::from(e)))]);
-    }
-    text += &right_aligned(table, 3);
-    let all: usize = plan.groups.iter().map(|group: &PlannedGroup| group.experts.len()).sum();
-    if all > DEVICES_LISTED {
-        text += &format!("\n({} more)", all - DEVICES_LISTED);
-    }
-    text += "\n";
-    let replicas: Vec<_> =
-        plan.groups.iter().enumerate().flat_map(|(g, group)| group.replicas.iter().map(move |r| (g, r))).collect();
-    if !replicas.is_empty() {
-        let mut table = plain();
-        table.set_header(["expert", "group", "replicas on devices"]);
-        for (g, replicas) in replicas.iter().take(DEVICES_LISTED) {
-            table.add_row([replicas.expert.to_string(), g.to_string(), ranges(replicas.devices.iter().copied())]);
+    text += &table.render();
+    if groups().any(|(_, group)| !group.replicas.is_empty()) {
+        let mut table = TextTable::new(3, ["expert", "group", "replicas on devices"]).at_most(DEVICES_LISTED);
+        for (g, replicas) in groups().flat_map(|(g, group)| group.replicas.iter().map(move |r| (g, r))) {
+            table.row([replicas.expert.to_string(), g.to_string(), ranges(replicas.devices.iter().copied())]);
         }
-        text += &format!("\n{}\n", right_aligned(table, 3));
-        if replicas.len() > DEVICES_LISTED {
-            text += &format!("({} more)\n", replicas.len() - DEVICES_LISTED);
-        }
+        text += &format!("\n{}", table.render());
     }
     text
 }
 
-/// The chosen groups beside rejected ones, and what binds.
+/// The chosen groups next to rejected ones, and the binding constraints.
 pub(crate) fn explanation_text(explanation: &Explanation) -> String {
-    let mut table = plain();
-    table.set_header([
-        "",
-        "groups",
-        "objective, ms",
-        "gamma",
-        "compute, ms",
-        "communication, ms",
-        "all-reduce, ms",
-        "",
-    ]);
+    let header = ["", "groups", "objective, ms", "gamma", "compute, ms", "communication, ms", "all-reduce, ms", ""];
+    let mut table = TextTable::new(1, header);
     for alternative in &explanation.alternatives {
         let terms = &alternative.terms;
-        table.add_row([
+        table.row([
             alternative.name.clone(),
             alternative.groups.to_string(),
             format!("{:.3}", alternative.objective_ms),
@@ -102,12 +75,12 @@ pub(crate) fn explanation_text(explanation: &Explanation) -> String {
             alternative.invalid.clone().map(|why| format!("not valid: {why}")).unwrap_or_default(),
         ]);
     }
-    let mut text = right_aligned(table, 1) + "\n\n";
+    let mut text = table.render() + "\n";
     explanation.binding.iter().for_each(|line| text += &format!("{line}\n"));
     text
 }
 
-/// What changing plans gains and costs.
+/// The gain and the cost of a change of plans.
 pub(crate) fn replan_text(replan: &Replan) -> String {
     let verdict = match replan.repaid_after_iterations {
         Some(iterations) => format!("repaid after {:.0} iterations", iterations.ceil()),
@@ -125,16 +98,13 @@ pub(crate) fn replan_text(replan: &Replan) -> String {
     )
 }
 
-/// Of each layer, the largest load over the mean, the least possible, and the experts of each rank.
-pub(crate) fn rebalanced_text(all: &Rebalanced, ranks: usize) -> String {
-    let mut table = plain();
-    table.set_header(["layer", "largest / mean", "least possible", "experts by rank"]);
+/// For each layer the largest load over the mean, its lower bound, and the experts of each device.
+pub(crate) fn rebalanced_text(all: &Rebalanced, devices: usize) -> String {
+    let mut table = TextTable::new(3, ["layer", "largest / mean", "least possible", "experts by device"]);
     for (layer, phy2log) in all.phy2log.iter().enumerate() {
-        let held =
-            phy2log.chunks(phy2log.len() / ranks).map(|held| held.iter().map(usize::to_string).collect::<Vec<_>>());
-        let held = held.map(|held| held.join(" ")).collect::<Vec<_>>().join(" | ");
+        let held = join(phy2log.chunks(phy2log.len() / devices).map(list), " | ");
         let (imbalance, least) = (all.imbalance[layer], all.imbalance_least[layer]);
-        table.add_row([layer.to_string(), format!("{imbalance:.4}"), format!("{least:.4}"), held]);
+        table.row([layer.to_string(), format!("{imbalance:.4}"), format!("{least:.4}"), held]);
     }
-    right_aligned(table, 3) + "\n"
+    table.render()
 }

@@ -1,17 +1,18 @@
-//! The PEs' reports as one.
+//! The report of a run, merged from the PEs' reports.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::pe::{PassReport, PeReport, Replanned, StepReport, SymmetricMemory, TrafficReport};
+use super::text::ranges;
 
-/// What was run.
+/// The configuration of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunConfig {
-    /// What layer: the checkpoint's directory, or "synthetic".
+    /// The checkpoint's directory, or "synthetic".
     pub model: String,
-    /// Which layer of the checkpoint.
+    /// The number of the layer in the checkpoint.
     pub layer: Option<usize>,
     /// Tokens per step, over all PEs.
     pub tokens: u64,
@@ -27,26 +28,26 @@ pub struct RunConfig {
     pub top_k: u64,
     /// Element type of tokens and weights: "f32", "bf16" or "f16".
     pub dtype: String,
-    /// Element type of rows between PEs, where it is another: "bf16"; null otherwise.
+    /// Element type of rows between PEs, if it differs: "bf16"; null otherwise.
     #[serde(default)]
     pub wire: Option<String>,
-    /// Whether rows went to each PE, or once to each host: "pe" or "host".
+    /// Destinations of a row: "pe" for each PE, "host" for each host once.
     #[serde(default = "pe")]
     pub rows_per: String,
-    /// What it ran on: "cpu", or the device's name.
+    /// "cpu", or the device's name.
     pub device: String,
-    /// What carried rows and signals: "shm", "tcp", "hybrid", "ofi", "mpi", "nvshmem", or "nccl".
+    /// Transport of rows and signals: "shm", "tcp", "hybrid", "ofi", "mpi", "nvshmem", or "nccl".
     #[serde(default)]
     pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; null on a CPU.
     pub gemm: Option<String>,
-    /// The tiles that these are cut into, as in "128x256"; null on a CPU.
+    /// Tiles of the matrix products, such as "128x256"; null on a CPU.
     #[serde(default)]
     pub tile: Option<String>,
     /// Threads of a PE that compute tiles, on a CPU.
     #[serde(default = "one")]
     pub threads: usize,
-    /// How communication and compute are scheduled: "pipelined" or "bulk".
+    /// Schedule of communication and compute: "pipelined" or "bulk".
     pub mode: String,
     /// Number of PEs.
     pub pes: usize,
@@ -54,12 +55,12 @@ pub struct RunConfig {
     pub steps: u64,
     /// Whether a step has a backward pass.
     pub backward: bool,
-    /// Arithmetic of one step of all PEs, floating-point operations: the matrix products of routed and shared experts
-    /// (the router's not), forward and (where run) backward; a multiply-add is two.
+    /// Floating-point operations of one step of all PEs: the matrix products of routed and shared experts without the router, of all
+    /// passes that ran; a multiply-add counts as two.
     pub flop_per_step: f64,
 }
 
-/// Of reports from before there was a choice.
+/// The value in reports of versions without a choice.
 fn pe() -> String {
     "pe".to_string()
 }
@@ -84,23 +85,23 @@ pub struct PassTimes {
     pub total: Spread,
     /// By phase (the keys of [`PHASES`](super::PHASES)).
     pub phases: BTreeMap<String, Spread>,
-    /// Rounds through the receive memory, the most of any PE and step.
+    /// Rounds through the receive memory, the maximum over PEs and steps.
     pub rounds: u64,
 }
 
 /// One tensor against the reference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TensorCheck {
-    /// Its name in the output file.
+    /// Name of the tensor in the output file.
     pub name: String,
-    /// Norm of the difference over the norm of the reference; null in JSON when it is not a number.
+    /// Norm of the difference over the norm of the reference; null in JSON if it is not a number.
     #[serde(deserialize_with = "null_is_nan")]
     pub relative_error: f64,
-    /// The most it may be.
+    /// Maximum relative error.
     pub tolerance: f64,
-    /// The row or column that is the farthest off, relative to its bound; `None` where there is none.
+    /// The row or column with the largest error relative to its bound; `None` without bounds.
     pub worst: Option<SliceCheck>,
-    /// Whether both are within: false when one is not a number.
+    /// Whether both errors are within their limits: false if one is not a number.
     pub passed: bool,
 }
 
@@ -109,31 +110,31 @@ pub struct TensorCheck {
 pub struct SliceCheck {
     /// "row" or "column".
     pub axis: String,
-    /// Its number: of a tensor with a row per token, the token.
+    /// Index of the row or column. In a tensor with a row per token the row is the token.
     pub index: usize,
-    /// Norm of the difference; null in JSON when it is not a number.
+    /// Norm of the difference; null in JSON if it is not a number.
     #[serde(deserialize_with = "null_is_nan")]
     pub error: f64,
-    /// The most it may be.
+    /// Maximum error.
     #[serde(deserialize_with = "null_is_nan")]
     pub bound: f64,
 }
 
 impl SliceCheck {
-    /// Error over bound; not a number counts as infinite.
+    /// Error over bound; infinite if it is not a number.
     pub(super) fn severity(&self) -> f64 {
         if self.error == 0.0 { 0.0 } else { not_nan(self.error / self.bound) }
     }
 }
 
 impl TensorCheck {
-    /// Compares the errors with what they may be.
+    /// Compares the errors with their limits.
     pub fn new(name: &str, relative_error: f64, tolerance: f64, worst: Option<SliceCheck>) -> TensorCheck {
         let passed = relative_error <= tolerance && worst.as_ref().is_none_or(|slice| slice.error <= slice.bound);
         TensorCheck { name: name.to_string(), relative_error, tolerance, worst, passed }
     }
 
-    /// The largest of its errors over what it may be, for ordering; not a number counts as infinite.
+    /// The larger of both errors over their limits, for sorting; infinite if one is not a number.
     pub(super) fn severity(&self) -> f64 {
         let slice = self.worst.as_ref().map_or(0.0, SliceCheck::severity);
         not_nan(self.relative_error / self.tolerance).max(slice)
@@ -149,12 +150,12 @@ fn not_nan(severity: f64) -> f64 {
 pub struct CheckReport {
     /// Whether every tensor passed.
     pub passed: bool,
-    /// Each tensor.
+    /// The compared tensors.
     pub tensors: Vec<TensorCheck>,
 }
 
 impl CheckReport {
-    /// The result over these tensors.
+    /// The result: passed if all tensors passed.
     pub fn new(tensors: Vec<TensorCheck>) -> CheckReport {
         CheckReport { passed: tensors.iter().all(|tensor| tensor.passed), tensors }
     }
@@ -163,84 +164,69 @@ impl CheckReport {
 /// One expert-parallel group of a plan.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PlannedPes {
-    /// Its PEs.
+    /// The PEs of the group.
     pub pes: Vec<usize>,
-    /// The experts of each of them.
+    /// The experts of each PE.
     pub experts: Vec<Vec<usize>>,
 }
 
-/// What a step takes, and of it the longest PE's share by kind, seconds.
+/// Times of a step, of the slowest PE by kind, seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PlanTimes {
     /// The step.
     pub step_s: f64,
     /// Expert GEMMs.
     pub compute_s: f64,
-    /// Dispatch and combine; measured, waiting too.
+    /// Dispatch and combine; if measured, waiting too.
     pub communication_s: f64,
-    /// Gradients between groups; measured, those of replicated weights too.
+    /// Gradient sums between groups; if measured, those of replicated weights too.
     pub all_reduce_s: f64,
 }
 
-/// The plan that a run followed, and prediction beside measurement.
+/// The plan of a run, and its prediction next to the measurement.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PlanReport {
     /// "auto", or the plan's file.
     pub source: String,
-    /// What chose the groups.
+    /// The algorithm that chose the groups.
     pub algorithm: String,
-    /// What was minimised (`docs/planner.md`), seconds.
+    /// The minimised objective (`docs/planner.md`), seconds.
     pub objective_s: f64,
-    /// Why there is no prediction, where there is none.
+    /// The reason for a missing prediction.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub not_predicted: Option<String>,
     /// The groups.
     pub groups: Vec<PlannedPes>,
-    /// By the planner's model: the parts of its objective.
+    /// Prediction of the planner's model: the parts of its objective.
     pub predicted: Option<PlanTimes>,
-    /// In this run.
+    /// Measurement of this run.
     pub measured: PlanTimes,
-    /// When it was changed for another while the steps ran.
+    /// Changes of the plan during the run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub replanned: Vec<Replanned>,
 }
 
-/// "0, 61-63".
-pub(super) fn ranges(numbers: impl Iterator<Item = u64>) -> String {
-    let mut ranges: Vec<(u64, u64)> = Vec::new();
-    for x in numbers {
-        match ranges.last_mut() {
-            Some(last) if last.1.checked_add(1) == Some(x) => last.1 = x,
-            _ => ranges.push((x, x)),
-        }
-    }
-    let text = |(a, b): (u64, u64)| match b - a {
-        0 => a.to_string(),
-        1 => format!("{a}, {b}"),
-        _ => format!("{a}-{b}"),
-    };
-    ranges.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// EP groups that a run went on without.
+/// EP groups that were lost while the others continued.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LostGroups {
-    /// Their PEs, ascending.
+    /// The lost PEs, ascending.
     pub pes: Vec<usize>,
     /// The first step without them, from 0.
     pub from_step: u64,
-    /// What was seen first, one line.
+    /// The first observed cause, one line.
     pub why: String,
 }
 
 /// A run, over all PEs and steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunReport {
-    /// What was run.
+    /// The configuration.
     pub config: RunConfig,
-    /// Wall time of a step: of each step the slowest PE's, and of those the median, seconds.
+    /// Wall time of a step, seconds: the slowest PE's, as the median over the steps.
     pub step_s: f64,
-    /// All steps and what was done between them, such as moving experts; of the slowest PE, seconds.
+    /// Time of all steps and the work between them, such as moving experts, on the slowest PE, seconds.
     #[serde(default)]
     pub all_steps_s: f64,
     /// Tokens of a step over `step_s`.
@@ -249,39 +235,39 @@ pub struct RunReport {
     pub gflop_per_s: f64,
     /// The forward pass.
     pub forward: PassTimes,
-    /// The backward pass, where there is one.
+    /// The backward pass, if there is one.
     pub backward: Option<PassTimes>,
-    /// What all PEs sent to each other, over all measured steps.
+    /// Traffic between all PEs over all measured steps.
     pub traffic: TrafficReport,
-    /// All kinds of remote bytes, per step.
+    /// Remote bytes of all kinds, per step.
     pub remote_bytes_per_step: f64,
-    /// Tokens that each expert got in one step, index = expert.
+    /// Tokens of each expert in one step, index = expert.
     pub tokens_per_expert: Vec<u64>,
-    /// Rows of its experts that each PE computed in one step, index = PE.
+    /// Rows that each PE's experts computed in one step, index = PE.
     #[serde(default)]
     pub expert_rows_per_pe: Vec<u64>,
-    /// The CPUs that each PE was let run on, as in "0-15", index = PE; empty where PEs ran on devices.
+    /// The CPUs on which each PE was allowed to run, such as "0-15", index = PE; empty on devices.
     #[serde(default)]
     pub cpus_per_pe: Vec<String>,
-    /// By PE, the processor time of its experts' work in a step, both passes, the median over the steps, seconds; 0 on a device.
+    /// Processor time of each PE's experts in both passes of a step, the median over the steps, seconds; 0 on a device.
     #[serde(default)]
     pub expert_cpu_s_per_pe: Vec<f64>,
-    /// Symmetric memory: of each figure the most of any PE.
+    /// Symmetric memory: the maximum of each figure over the PEs.
     pub symmetric: SymmetricMemory,
     /// Auxiliary losses by name ("load_balancing", "z"), as weighted in the total loss. The caller of
     /// [`RunReport::merge`] adds them.
     pub aux_losses: BTreeMap<String, f64>,
     /// The plan, with `--plan`. The caller of [`RunReport::merge`] adds it.
     pub plan: Option<PlanReport>,
-    /// The EP groups that were lost on the way, in the order of the losses. The caller of [`RunReport::merge`] adds them.
+    /// The lost EP groups in the order of the losses. The caller of [`RunReport::merge`] adds them.
     #[serde(default)]
     pub lost: Vec<LostGroups>,
-    /// The result of `--check`, where it was asked for. The caller of [`RunReport::merge`] adds it.
+    /// The result of `--check`. The caller of [`RunReport::merge`] adds it.
     pub check: Option<CheckReport>,
 }
 
 impl RunReport {
-    /// One report of all PEs' (in any order). Times of no steps and rates of no time are 0.
+    /// Merges the PEs' reports, in any order. Times of no steps and rates of no time are 0.
     pub fn merge(config: RunConfig, pes: &[PeReport]) -> RunReport {
         let n_steps = pes.iter().map(|pe| pe.n_steps).min().unwrap_or(0);
         let sampled = pes.iter().map(|pe| pe.steps.len()).min().unwrap_or(0);
@@ -338,14 +324,9 @@ impl RunReport {
             config,
         }
     }
-
-    /// The report as JSON, indented. `docs/report.md` describes its keys.
-    pub fn to_json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("maps have string keys, and nothing else can fail")
-    }
 }
 
-/// The times of one pass, `which` of the two; `None` when no step has it.
+/// The times of one pass: `which` is 0 for forward, 1 for backward. `None` if no step has it.
 fn merge_pass<'p>(
     pes: &'p [PeReport],
     which: usize,
@@ -363,13 +344,13 @@ fn merge_pass<'p>(
     })
 }
 
-/// One time, of each PE the median over its steps.
+/// The spread of one time over the PEs' medians over their steps.
 fn spread(passes: &[Vec<&PassReport>], time: impl Fn(&PassReport) -> f64) -> Spread {
     let medians: Vec<f64> = passes.iter().map(|steps| median(steps.iter().map(|pass| time(pass)).collect())).collect();
     Spread { max_s: medians.iter().copied().fold(0.0, f64::max), median_s: median(medians) }
 }
 
-/// The median, of an even number the mean of the middle two; 0 of none.
+/// The median: the mean of the middle two of an even number of values, 0 without values.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
@@ -386,6 +367,7 @@ fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Err
 
 #[cfg(test)]
 pub(super) mod tests {
+    use super::super::Report;
     use super::super::pe::ExpertRows;
     use super::*;
 
@@ -394,7 +376,7 @@ pub(super) mod tests {
         PassReport { seconds, phases_s, expert_cpu_s: 0.5 * gemm, rounds }
     }
 
-    /// Two PEs, three steps, four experts; the second PE is the slower one but in step 2.
+    /// Two PEs, three steps, four experts. The second PE is slower except in step 2.
     pub(in super::super) fn example() -> (RunConfig, Vec<PeReport>) {
         let config = RunConfig {
             model: "synthetic".into(),

@@ -1,12 +1,12 @@
-//! Which steps a report is made of, so that it takes no more memory for a million steps than for some thousand.
+//! A sample of the steps, so that a report of a million steps takes no more memory than one of a few thousand.
 
 use super::pe::StepReport;
 
-/// No more steps than these are kept: a report of fewer has all of them.
-const MOST: usize = 2048;
+/// Maximum steps in the sample. A report of fewer steps has all of them.
+const MAX_STEPS: usize = 2048;
 
-/// A uniform random sample of the steps so far, the same steps on every PE, so that one step's times can be compared over PEs: those whose
-/// number, scrambled, is below a bound, which is halved when there are too many. (Each second step and so on would be no sample where steps alternate.)
+/// A uniform random sample of the steps: the steps whose hashed number is below a bound, which is halved when the sample is full, so that
+/// every PE keeps the same steps. (Every n-th step would be biased if steps alternate.)
 #[derive(Debug, Default)]
 pub struct StepSample {
     kept: Vec<(u64, StepReport)>,
@@ -15,7 +15,7 @@ pub struct StepSample {
 }
 
 impl StepSample {
-    /// Takes the next step, where it is in the sample.
+    /// Adds the next step, if it is in the sample.
     pub fn offer(&mut self, step: StepReport) {
         let number = self.seen;
         self.seen += 1;
@@ -23,19 +23,19 @@ impl StepSample {
             return;
         }
         self.kept.push((number, step));
-        if self.kept.len() > MOST {
+        if self.kept.len() > MAX_STEPS {
             self.halvings += 1;
             let halvings = self.halvings;
             self.kept.retain(|(number, _)| is_below(*number, halvings));
         }
     }
 
-    /// How many steps there were.
+    /// Number of steps, inside and outside the sample.
     pub fn seen(&self) -> u64 {
         self.seen
     }
 
-    /// The steps of the sample, in their order.
+    /// The steps of the sample in order.
     pub fn into_steps(self) -> Vec<StepReport> {
         self.kept.into_iter().map(|(_, step)| step).collect()
     }
@@ -45,7 +45,7 @@ impl StepSample {
     }
 }
 
-/// Whether a step is in the sample after so many halvings: one in two is, of those that were before.
+/// Whether a step is in the sample after `halvings` halvings. Each halving keeps half of the steps.
 fn is_below(number: u64, halvings: u32) -> bool {
     // Steele, Lea, Flood: Fast splittable pseudorandom number generators (OOPSLA 2014), `mix64` of their figure 16.
     let mut mixed = number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn many_steps_are_represented() {
+    fn sample_of_many_steps_is_uniform() {
         let kept = sample(1_000_000, |n| n as f64);
         assert!((900..=2048).contains(&kept.len()), "{}", kept.len());
         assert!(kept.is_sorted());

@@ -9,16 +9,15 @@ use serde_json::json;
 use super::pe::TraceSpan;
 use crate::formats::Span;
 
-/// Writes a trace as it comes: a process per PE, a complete event per span; times in microseconds since the job's start. A trace takes
-/// no memory, however many steps it has.
+/// Writes a trace incrementally, in constant memory: a process per PE, a complete event per span, times in microseconds since the start of
+/// the job.
 pub struct TraceWriter<W> {
     out: W,
     origin_ns: u64,
 }
 
 impl<W: Write> TraceWriter<W> {
-    /// Begins the trace of these PEs, or of whatever else `kind` says, as in "node 3"; `origin_ns`, of the spans' clock, is not after any of
-    /// them.
+    /// Begins a trace with a process named "`kind` N" for each N of `pes`. `origin_ns` is at or before the start of every span.
     ///
     /// # Errors
     /// The writer's.
@@ -41,12 +40,12 @@ impl<W: Write> TraceWriter<W> {
         Ok(TraceWriter { out, origin_ns })
     }
 
-    /// Adds a PE's spans of a step, or of several that follow each other.
+    /// Appends the spans of a PE in one or several consecutive steps.
     ///
     /// # Errors
     /// The writer's.
     pub fn add(&mut self, pe: usize, mut spans: Vec<TraceSpan>) -> io::Result<()> {
-        // Of spans that start together the outer one comes first: the viewer nests in this order.
+        // The viewer expects the outer one of spans that start together first.
         spans.sort_by_key(|span| (span.start_ns, Reverse(span.dur_ns)));
         for span in spans {
             let event = json!({
@@ -59,7 +58,7 @@ impl<W: Write> TraceWriter<W> {
         Ok(())
     }
 
-    /// Ends it.
+    /// Ends the trace.
     ///
     /// # Errors
     /// The writer's.
@@ -70,10 +69,10 @@ impl<W: Write> TraceWriter<W> {
     }
 }
 
-/// A trace of simulated spans; `kind` says what they are of, as in "node 3".
+/// The trace of simulated spans, with processes named "`kind` N".
 ///
 /// # Errors
-/// None that memory has.
+/// None: a vector takes every byte.
 pub fn simulated_trace_json(kind: &str, spans: &[Span]) -> io::Result<Vec<u8>> {
     let ns = |seconds: f64| (seconds * 1e9).round() as u64;
     let mut by_pe: BTreeMap<usize, Vec<TraceSpan>> = BTreeMap::new();

@@ -12,14 +12,13 @@ use crate::checkpoint::{InputTensor, ResultLayout};
 use crate::moe::{Dtype, WeightId, WeightSource};
 use crate::report::{CheckReport, SliceCheck, TensorCheck};
 
-/// A tolerance of scores that every choice is within.
+/// A score tolerance that accepts every choice.
 const ANY_CHOICE: f64 = 1e6;
 
 /// Compares every tensor of the results with the reference.
 ///
 /// # Errors
-/// When results cannot be read back, or the PEs chose experts that the reference would not choose, with the token and
-/// the scores.
+/// Results that cannot be read back; a token whose experts the reference would not choose, with its scores.
 pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &File) -> Result<CheckReport> {
     let round = |mut values: Vec<f32>| {
         match job.request.dtype {
@@ -41,11 +40,11 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
 
     let mut config = job.config.clone();
     if let Some(routing) = &job.routing {
-        // These are right however bad their scores.
+        // The choices are given: their scores do not matter.
         routing.check(job.request.steps - 1, &choice)?;
         config.router.groups = None;
     }
-    // What travels in a coarser type is off by that type's rounding.
+    // Rows that travel in a coarser type have its rounding error.
     let coarsest = job.request.options.wire(job.request.dtype);
     let mut tensors = Vec::new();
     let problem = Problem {
@@ -75,7 +74,7 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         if place.is_whole() {
             return test(&name, &results.read(file, &name)?, &grad.values, &grad.bounds);
         }
-        // A part of a tensor, which is called by what it is.
+        // Only a part of the tensor belongs to this weight: the name says which part.
         let span = place.span();
         let got = place.gather(&results.read_elements(file, &name, span.clone())?, span.start);
         let part = match id {

@@ -3,8 +3,9 @@
 use anyhow::Result;
 
 use super::PreparedRun;
-use super::pe_results as pe;
-use super::steps::{Progress, Steps};
+use super::hooks::Progress;
+use super::pe::Steps;
+use super::pe_results::{DEVICE_BACKWARD, DEVICE_FORWARD, report_and_write};
 #[cfg(feature = "cuda")]
 use crate::gpu::DeviceLimits;
 use crate::gpu::Gpu;
@@ -22,7 +23,7 @@ use crate::moe::device::{DeviceLayer, DeviceOptions, RecordedLayer};
 use crate::moe::{Groups, Hosts, Placement};
 use crate::report::{PeReport, SymmetricMemory};
 
-/// Runs this PE's part and does not return before all is reported.
+/// Runs this PE's part on a device, and returns once it has reported.
 pub(super) fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
     let open = job.open_device.take();
     let job: &PreparedRun = job;
@@ -61,8 +62,8 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
         },
         ..PeReport::default()
     };
-    let passes = Some([pe::DEVICE_FORWARD, pe::DEVICE_BACKWARD]);
-    // A plan on a device is never made anew.
+    let passes = Some([DEVICE_FORWARD, DEVICE_BACKWARD]);
+    // Jobs on devices do not replan.
     let alone = |mine: &[u64]| Ok(mine.to_vec());
     let mut progress = Progress::default();
     let steps = Steps { job, host: context, passes, settle: &|| Ok(()), gather: &alone, progress: &mut progress };
@@ -70,14 +71,15 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
         true => steps.run(&mut RecordedLayer::new(&mut layer)?, &mut report)?,
         false => steps.run(&mut layer, &mut report)?,
     };
-    // Before anything is written: PE 0 takes what others write when its own part is over, and the end of the memory waits for all.
+    // Before the files: PE 0 receives the other PEs' data after its own part, and freeing symmetric memory waits for all PEs.
     layer.free()?;
-    pe::report_and_write(job, context, report, &results)
+    report_and_write(job, context, report, &results)
 }
 
 #[cfg(feature = "cuda")]
 impl PreparedRun {
-    /// The size of a heap that does not grow, for this job's PEs; where the plan is still to be made, for the PEs that are probed and then run it.
+    /// The environment variable with the size of a heap that does not grow, for this job's PEs. If the plan is not made yet, the size covers the
+    /// probe and every plan.
     ///
     /// # Errors
     /// As [`heap::variable`].
@@ -90,7 +92,7 @@ impl PreparedRun {
                 symmetric_bytes(&spec, &on_device, limits, all_reachable)
             };
             let n = self.request.pes;
-            // Before the PEs have met nothing says which hosts they are on: as many as may be, each with equally many.
+            // Before the PEs have joined, their hosts are unknown: try every number of PEs per host.
             let unknown = self.request.rows_per == RowsPer::Host && self.hosts.is_empty();
             let all_hosts: Vec<Hosts> = match unknown {
                 true => (1..=n).map(|here| Hosts::new((0..n).map(|pe| pe / here).collect())).collect(),
@@ -100,7 +102,7 @@ impl PreparedRun {
                 Some(probe) => probe.symmetric_bytes(limits, all_reachable)?,
                 None => 0,
             };
-            // Groups that are still to be chosen are of any size; their experts in even shares are what is known of them.
+            // Groups that are not planned yet may have any size; assume even shares of the experts.
             let all_groups = match &probed {
                 Some(_) => (1..=n).filter_map(|size| even_groups(n, size, self.config.n_experts)).collect(),
                 None => vec![self.groups.clone()],
@@ -116,7 +118,7 @@ impl PreparedRun {
     }
 }
 
-/// Groups of `size` PEs, and one of those that are left, each with all experts in even shares.
+/// Groups of `size` PEs and one of the remaining PEs, each with all experts in even shares.
 #[cfg(feature = "cuda")]
 fn even_groups(n_pes: usize, size: usize, n_experts: usize) -> Option<Groups> {
     let all: Vec<usize> = (0..n_pes).collect();

@@ -1,5 +1,5 @@
-//! A run on PEs and links that are made as slow as those of a cluster file, device `i` being PE `i`: what the planner says of clusters that are
-//! not there can be held against what the layer does. What is slower anyway stays as it is.
+//! `--emulate-cluster`: slows PEs and links down to those of a cluster file, device `i` being PE `i`, so that the planner can be checked against
+//! clusters that are not available. A PE or link that is slower anyway is not sped up.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -11,12 +11,12 @@ use crate::cluster::Cluster;
 use crate::job::request::{DeviceKind, RunRequest};
 use crate::shmem::Hold;
 
-/// The cluster of a request's `inject`.
+/// Reads the cluster of `--emulate-cluster`.
 ///
 /// # Errors
-/// One line: not a cluster of as many devices as the run has PEs; a run on a device.
+/// A file that is not a cluster; a number of devices other than the number of PEs; a run on a device.
 pub(super) fn read(path: &Path, request: &RunRequest) -> Result<Cluster> {
-    ensure!(request.device == DeviceKind::Cpu, "`inject` on a device, expected `device` cpu");
+    ensure!(request.device == DeviceKind::Cpu, "`emulate_cluster` on a device, expected `device` cpu");
     let cluster = Cluster::read(path)?;
     let (devices, pes) = (cluster.devices.len(), request.pes);
     if devices != pes {
@@ -25,7 +25,7 @@ pub(super) fn read(path: &Path, request: &RunRequest) -> Result<Cluster> {
     Ok(cluster)
 }
 
-/// The rate at which a PE computes its experts at most.
+/// The maximum rate of a PE's experts. The PE sleeps after a product that was faster.
 pub(super) struct Rate {
     flop_per_s: f64,
     since: Cell<Instant>,
@@ -33,17 +33,17 @@ pub(super) struct Rate {
 }
 
 impl Rate {
-    /// Never sleeps longer than `most` for one product.
+    /// `most` limits the sleep after one product.
     pub(super) fn new(flop_per_s: f64, most: Duration) -> Rate {
         Rate { flop_per_s, since: Cell::new(Instant::now()), hold: Hold::new(most) }
     }
 
-    /// Something begins that may be a matrix product.
+    /// A phase begins that may contain matrix products.
     pub(super) fn begin(&self) {
         self.since.set(Instant::now());
     }
 
-    /// Products of `flop` FLOP have been computed since the last call of either.
+    /// Products of `flop` FLOP have been computed since the last call of `begin` or `end`.
     pub(super) fn end(&self, flop: f64) {
         self.hold.owe(flop / self.flop_per_s - self.since.get().elapsed().as_secs_f64());
         self.hold.pay();

@@ -1,4 +1,4 @@
-//! Whether a job fits this machine, before anything of it is allocated.
+//! Checks that a job fits into the memory of this machine, before anything is allocated.
 
 use anyhow::{Result, ensure};
 
@@ -8,12 +8,12 @@ use crate::moe::synthetic::Synthetic;
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Proj};
 use crate::shmem::available_bytes;
 
-/// A layer on all its PEs, as far as its memory goes.
+/// The numbers that determine the memory of a layer.
 struct LayerSize<'c> {
     config: &'c LayerConfig,
     dtype: Dtype,
     pes: usize,
-    /// Experts that PEs hold, replicas included.
+    /// Experts over all PEs, replicas included.
     held: usize,
     /// Over all PEs.
     tokens: usize,
@@ -21,8 +21,8 @@ struct LayerSize<'c> {
 }
 
 impl LayerSize<'_> {
-    /// About what all PEs and the supervisor allocate besides symmetric heaps, bytes: weights prepared for both products,
-    /// gradients, the batches of routed and shared experts, and results.
+    /// Estimates the memory of all PEs and the supervisor besides symmetric heaps, bytes: weights packed for both products, gradients, the
+    /// batches of routed and shared experts, and results.
     fn private_bytes(&self) -> f64 {
         let LayerSize { config, dtype, .. } = *self;
         let size = |shape: [usize; 2]| shape[0] as f64 * shape[1] as f64;
@@ -34,20 +34,20 @@ impl LayerSize<'_> {
         let shared = config.shared.map_or(0.0, |s| mlp(&s.mlp) * pes);
         let weights = mlp(&config.expert) * self.held as f64 + shared;
         let element = dtype.bytes() as f64;
-        // bf16 keeps a packing for each of the two products.
+        // bf16 weights are packed twice, once for each product.
         let per_weight = if dtype == Dtype::Bf16 { 2.0 * element } else { element };
         let pairs = tokens * config.router.top_k as f64;
         let inner = config.expert.intermediate as f64 + config.shared.map_or(0.0, |s| s.mlp.intermediate as f64);
         let passes = if self.backward { 2.0 } else { 1.0 };
         let batches = pairs * (hidden * (4.0 + 2.0 * element) + inner * 3.0 * element * passes);
         let gradients = if self.backward { 4.0 } else { 0.0 };
-        // Every PE has the router, in f32; its gradient too, and that once more in the sum over PEs.
+        // Every PE has the router in f32, its gradient, and the gradient's sum over the PEs.
         let router = experts * hidden * pes * (4.0 + 2.0 * gradients);
         weights * (per_weight + gradients) + router + batches + tokens * experts * 8.0 + tokens * hidden * 16.0 * passes
     }
 }
 
-/// Refuses what this machine cannot hold, rather than have it killed half way.
+/// Returns an error if `need` bytes exceed the available memory: the kernel would kill the job later.
 fn check_fits(need: f64, cure: &str) -> Result<()> {
     let Some(available) = available_bytes() else { return Ok(()) };
     let available = available as f64;
@@ -61,10 +61,10 @@ fn check_fits(need: f64, cure: &str) -> Result<()> {
 }
 
 impl PreparedRun {
-    /// Refuses a job whose `pes_here` PEs this machine cannot hold.
+    /// Returns an error if the memory of this machine does not suffice for `pes_here` PEs.
     pub(super) fn check_memory(&self, pes_here: usize) -> Result<()> {
         if self.request.device != DeviceKind::Cpu {
-            // A device's memory is not this machine's; the PEs ask the devices.
+            // The PEs check the memory of their devices.
             return Ok(());
         }
         let size = LayerSize {
@@ -76,17 +76,17 @@ impl PreparedRun {
             backward: self.backward,
         };
         let cure = "fewer tokens, a smaller layer, a smaller `budget_factor`, or `dtype` bf16";
-        // The heap's size can be computed without overflow only where the rest fits.
+        // The size of the heap may overflow if the rest does not fit.
         let private = size.private_bytes() * pes_here as f64 / self.request.pes as f64;
         check_fits(private, cure)?;
         check_fits(private + super::pe::heap_bytes(self)? as f64 * pes_here as f64, cure)
     }
 }
 
-/// Refuses a benchmark whose layers this machine cannot hold, each with the matrices of the bare products beside it.
+/// Checks the memory of a benchmark: its layers, and the matrices of the bare products.
 ///
 /// # Errors
-/// One line, with what it needs and what there is.
+/// Too little memory; the line gives the needed and the available GB.
 pub fn check_bench_memory(bench: &MoeBench) -> Result<()> {
     if bench.device != DeviceKind::Cpu {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The messages and the result files between a PE and the process that reports.
+//! The messages and the result files of a PE for the process that reports.
 
 use std::collections::BTreeMap;
 
@@ -6,29 +6,30 @@ use serde::{Deserialize, Serialize};
 
 use crate::report::{PeReport, TraceSpan};
 
-/// The files that the supervisor hands to the PEs.
+/// The job's file of results.
 pub const RESULTS: &str = "results";
-/// The weights at the end.
+/// The job's file of weights.
 pub const WEIGHTS: &str = "weights";
-/// The experts chosen for each token, `[tokens, top_k]` u32, little-endian.
+/// The job's file of the experts chosen in the last step, `[tokens, top_k]` u32, little-endian.
 pub const CHOSEN: &str = "chosen";
 
-/// The experts chosen in every step, `[steps, tokens, top_k]` u32, little-endian; [`NO_EXPERT`](crate::moe::NO_EXPERT) for what a capacity left out.
+/// The job's file of the experts chosen in every step, `[steps, tokens, top_k]` u32, little-endian. Choices beyond a capacity are
+/// [`NO_EXPERT`](crate::moe::NO_EXPERT).
 pub const ROUTING: &str = "routing";
 
-/// What a PE tells the supervisor.
+/// A message of a PE to the supervisor.
 #[derive(Serialize, Deserialize)]
 pub enum Message {
-    /// What it did when, where a trace was asked for: from time to time, so that nobody has to keep it.
+    /// Spans for `--trace`, sent during the run.
     Spans(Vec<TraceSpan>),
-    /// Its steps are done.
+    /// The PE has completed its steps.
     Done(Box<Done>),
 }
 
-/// What a PE tells the supervisor at its end.
+/// The last message of a PE.
 #[derive(Serialize, Deserialize)]
 pub struct Done {
-    /// Its measurements.
+    /// The PE's measurements.
     pub report: PeReport,
     /// The losses over all PEs' tokens, by name, weighted.
     pub losses: BTreeMap<String, f64>,

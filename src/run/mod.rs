@@ -1,12 +1,13 @@
 //! Steps of a MoE layer, from a checkpoint or synthetic, forward and backward on N PEs.
 //!
 //! [`PreparedRun`] is a request with its files open, the same on every PE and in the process that reports. [`supervisor`] starts the PEs, collects
-//! what they report, checks, and publishes; [`pe`] is one PE's part, on the CPU or on a device. Where something else has started
-//! the PEs there is no supervisor, and PE 0 does what it would ([`peers`]).
+//! their reports, checks and publishes the results; [`pe`] is one PE's part, on the CPU or on a device. Without a supervisor, PE 0 takes over its
+//! tasks ([`peers`]).
 
 pub mod check;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) mod device;
+mod hooks;
 mod inject;
 pub mod memory;
 mod messages;
@@ -15,9 +16,7 @@ mod pe_results;
 pub mod peers;
 pub mod plan;
 pub mod probe;
-mod replan;
 pub(crate) mod routing;
-mod steps;
 pub mod supervisor;
 
 use std::ops::Range;
@@ -26,7 +25,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 
-use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
+use crate::checkpoint::{Checkpoint, Input, ResultLayout, read_input};
 use crate::cluster::Cluster;
 #[cfg(feature = "device")]
 use crate::job::device::OpenDevice;
@@ -52,28 +51,28 @@ pub struct PreparedRun {
     config: LayerConfig,
     tokens: usize,
     backward: bool,
-    /// The PEs that the job still has, ascending.
+    /// The remaining PEs of the job, ascending.
     world: Vec<usize>,
-    /// Of the places in `world`.
+    /// The expert-parallel groups, by index in `world`.
     groups: Groups,
-    /// What PEs and links are to be as slow as.
+    /// The cluster to which PEs and links are slowed down.
     injected: Option<Cluster>,
-    /// The experts of the tokens, where the router is not to choose them.
+    /// The experts of the tokens, if a file gives them instead of the router.
     routing: Option<GivenRouting>,
-    /// The plan's source as the report names it, in the process that made or read it.
+    /// The source of the plan for the report, in the process that made or read the plan.
     plan_source: Option<String>,
-    /// The host of each PE, where rows are to cross between hosts once; empty otherwise, and before the PEs have met.
+    /// The host of each PE with `--rows-per host`; empty otherwise, and before the PEs have joined.
     hosts: Vec<usize>,
-    /// This PE's device, where the probe of a plan has opened it in this process and it stays open.
+    /// This PE's device, if a probe in this process has opened it already.
     #[cfg(feature = "device")]
     open_device: Option<OpenDevice>,
 }
 
 impl PreparedRun {
-    /// Opens the files and checks that everything fits together.
+    /// Opens the files and checks the request.
     ///
     /// # Errors
-    /// One line that names the file or field and what is wrong with it.
+    /// A file that cannot be read, or a field that is wrong or contradicts another one; the line names the file or the field.
     pub fn open(request: RunRequest) -> Result<Self> {
         let (source, tokens, backward) = match &request.work {
             Work::Checkpoint { model, layer, input } => {
@@ -167,8 +166,8 @@ impl PreparedRun {
         &self.request
     }
 
-    /// Leaves the groups of lost PEs out: from now on this is the job of the others. Its tokens and its layer are as they were.
-    fn go_on_without(&mut self, lost: &[usize]) -> Result<()> {
+    /// Removes the groups of lost PEs from the job. The layer and the other PEs' tokens do not change.
+    fn exclude_pes(&mut self, lost: &[usize]) -> Result<()> {
         let living: Vec<usize> = self.world.iter().copied().filter(|pe| !lost.contains(pe)).collect();
         let mut groups = Vec::new();
         for group in 0..self.groups.len() {
@@ -185,15 +184,15 @@ impl PreparedRun {
         Ok(())
     }
 
-    /// What gradients, sums over the tokens of the PEs that are left, are multiplied by, so that their mean over tokens counts as all tokens' would.
+    /// The factor for gradients after a loss: all tokens over the remaining PEs' tokens, so that an SGD step keeps its length.
     fn gradient_scale(&self) -> f32 {
         let left: usize = self.world.iter().map(|&pe| self.tokens_of(pe).len()).sum();
         if left == 0 { 1.0 } else { (self.tokens as f64 / left as f64) as f32 }
     }
 
-    /// The place of a PE that is left among those that are.
+    /// The index of a remaining PE in `world`.
     fn rank(&self, pe: usize) -> usize {
-        self.world.iter().position(|&one| one == pe).expect("the PE is one of those that are left")
+        self.world.iter().position(|&one| one == pe).expect("the PE is one of the remaining PEs")
     }
 
     /// The experts of `pe`, ascending.
@@ -201,7 +200,7 @@ impl PreparedRun {
         self.groups.experts(self.rank(pe))
     }
 
-    /// The hosts of the PEs that are left, where rows are to cross between them once.
+    /// The hosts of the remaining PEs, with `--rows-per host`.
     fn world_hosts(&self) -> Hosts {
         Hosts::new(self.hosts.clone()).of(&self.world)
     }
@@ -221,7 +220,7 @@ impl PreparedRun {
         }
     }
 
-    /// Most experts that a PE may come to hold, where the plan is made anew while the steps run.
+    /// The maximum number of experts of a PE, if the job replans.
     fn slots(&self) -> Option<usize> {
         let replan = self.request.replan.as_ref()?;
         let held = (0..self.world.len()).map(|pe| self.groups.experts(pe).len()).max().unwrap_or(0);
@@ -238,39 +237,17 @@ impl PreparedRun {
         block(self.tokens, self.request.pes, pe)
     }
 
-    /// The routing that is captured.
+    /// The shape of the captured routing.
     fn captured(&self) -> Captured {
         Captured { steps: self.request.steps, tokens: self.tokens, top_k: self.config.router.top_k }
     }
 
-    /// The most tokens of any PE.
+    /// The largest number of tokens of a PE.
     fn max_tokens(&self) -> usize {
         self.tokens.div_ceil(self.request.pes)
     }
 
-    /// Rows of an input tensor in the last step, f32.
-    fn rows(&self, tensor: InputTensor, rows: Range<usize>) -> Result<Vec<f32>> {
-        self.rows_in(tensor, rows, self.request.steps.saturating_sub(1))
-    }
-
-    /// How often the hot experts have become others before a step.
-    fn shifts(&self, step: usize) -> usize {
-        self.request.hot_shift_every.map_or(0, |every| step / every)
-    }
-
-    /// Rows of an input tensor in step `step`, f32.
-    fn rows_in(&self, tensor: InputTensor, rows: Range<usize>, step: usize) -> Result<Vec<f32>> {
-        match (&self.source, tensor) {
-            (Source::Synthetic(s), InputTensor::HiddenStates) if self.shifts(step) > 0 => {
-                Ok(s.shifted(self.shifts(step)).hidden_states(rows))
-            }
-            (Source::Checkpoint(_, input), _) => Ok(input.rows(tensor, rows)?),
-            (Source::Synthetic(s), InputTensor::HiddenStates) => Ok(s.hidden_states(rows)),
-            (Source::Synthetic(s), InputTensor::GradOutput) => Ok(s.grad_output(rows)),
-        }
-    }
-
-    /// What the result file holds.
+    /// The layout of the result file.
     fn results(&self) -> Result<ResultLayout> {
         let rows = vec![self.tokens, self.config.hidden];
         let mut tensors = vec![("output".to_string(), rows.clone())];
@@ -282,12 +259,12 @@ impl PreparedRun {
         layout(tensors, self.request.output.as_deref())
     }
 
-    /// What the file of weights holds.
+    /// The layout of the file of weights.
     fn saved_weights(&self) -> Result<ResultLayout> {
         layout(self.tensors(|_| true), self.request.save_weights.as_deref())
     }
 
-    /// The checkpoint's tensors that the weights chosen by `of` are in, with their shapes. Several may be in one.
+    /// The checkpoint's tensors that contain the weights selected by `of`, with their shapes. Several weights may share a tensor.
     fn tensors(&self, of: impl Fn(&WeightId) -> bool) -> Vec<(String, Vec<usize>)> {
         let mut seen = std::collections::HashSet::new();
         let places = self.config.weights().into_iter().filter(of).map(|id| self.weight_place(id));
@@ -343,7 +320,7 @@ fn layout(tensors: Vec<(String, Vec<usize>)>, path: Option<&Path>) -> Result<Res
     })
 }
 
-/// What the gradient of a tensor's weights is called in the result file.
+/// The name of a tensor's gradient in the result file.
 fn gradient_name(tensor: &str) -> String {
     format!("grad.{tensor}")
 }

@@ -1,4 +1,4 @@
-//! What a PE reports of its steps, and what it writes of their results.
+//! A PE's report, and the results that it writes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::ops::Range;
 use anyhow::Result;
 
 pub use super::messages::{CHOSEN, Done, Message, RESULTS, ROUTING, WEIGHTS};
-use super::steps::Results;
+use super::pe::Results;
 use super::{PreparedRun, gradient_name};
 use crate::checkpoint::ResultLayout;
 use crate::job::host::Host;
@@ -14,7 +14,7 @@ use crate::moe::metrics::Phase;
 use crate::moe::{Groups, Load, WeightId, WeightSource};
 use crate::report::PeReport;
 
-/// The names of what a PE may be doing, by status code: before the layer, the layer's phases, and after it.
+/// The names of a PE's phases by status code: outside the layer, then the layer's phases.
 pub const PHASE_NAMES: [&str; FIRST_PHASE as usize + Phase::ALL.len()] = {
     let mut names = [""; FIRST_PHASE as usize + Phase::ALL.len()];
     names[START_UP as usize] = "start-up";
@@ -30,16 +30,16 @@ pub const PHASE_NAMES: [&str; FIRST_PHASE as usize + Phase::ALL.len()] = {
     }
     names
 };
-/// What a status page says at first.
+/// The initial value of a status page.
 const START_UP: u32 = 0;
 pub(super) const LOADING: u32 = 1;
 const WRITING: u32 = 2;
-/// What the kernels of a pass do, nobody can follow.
+/// The host cannot see phases inside a device pass.
 pub(super) const DEVICE_FORWARD: u32 = 3;
 pub(super) const DEVICE_BACKWARD: u32 = 4;
 pub(super) const FIRST_PHASE: u32 = 5;
 
-/// Writes this PE's part of the files that the host has, and sends it the message.
+/// Writes this PE's part of the job's files, then sends its report.
 pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeReport, results: &Results) -> Result<()> {
     let me = host.my_pe();
     let done = Done { report, losses: losses(job, &results.routed.load) };
@@ -80,18 +80,18 @@ pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeRep
 /// A file with a tensor for each weight, or for its gradient.
 struct Target<'t> {
     host: &'t dyn Host,
-    /// Where experts are.
+    /// The experts of every PE.
     groups: &'t Groups,
-    /// Its name among the job's files.
+    /// The name of the job's file.
     file: &'static str,
     layout: &'t ResultLayout,
-    /// What errors call it.
+    /// The path that errors name.
     path: &'t str,
 }
 
 impl Target<'_> {
-    /// Writes what this PE has to write of `values`, weights or their gradients in the order of [`LayerConfig::weights`](crate::moe::LayerConfig::weights), under
-    /// the names that `name` makes of their tensors'.
+    /// Writes this PE's share of `values`, which are weights or gradients in the order of
+    /// [`LayerConfig::weights`](crate::moe::LayerConfig::weights). `name` derives a tensor's name in the file from that in the checkpoint.
     fn write_weights<'v>(
         &self,
         job: &PreparedRun,
@@ -100,11 +100,11 @@ impl Target<'_> {
     ) -> Result<()> {
         let me = job.rank(self.host.my_pe());
         let replicated = job.config.replicated_weights();
-        // Of an expert's weights that share tensors with each other, so that each part of a file is written at once.
+        // Weights of one expert that share a tensor are collected, so that each part of the file is written once.
         let mut parts: Vec<(String, Range<usize>, Vec<f32>)> = Vec::new();
         let mut expert = None;
         for (id, values) in values {
-            // Replicated weights are the same on every PE, an expert's on all that hold it; the first one writes them.
+            // The first PE that holds a weight writes it: all holders have the same values.
             let first = if replicated.contains(&id) { Some(0) } else { id.expert().map(|e| self.groups.owner(0, e)) };
             if first != Some(me) {
                 continue;
@@ -143,7 +143,7 @@ impl Target<'_> {
     }
 }
 
-/// The losses of all PEs' tokens, weighted.
+/// The weighted losses over all PEs' tokens.
 fn losses(job: &PreparedRun, load: &Load) -> BTreeMap<String, f64> {
     let (aux, z) = (job.config.aux_loss_coef, job.config.z_loss_coef);
     let all = [("load_balancing", aux, load.aux_loss()), ("z", z, load.z_loss())];

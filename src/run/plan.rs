@@ -1,4 +1,4 @@
-//! A run by a plan: expert-parallel groups and placement from the planner, made for its PEs or read from a file.
+//! Runs that follow a plan: expert-parallel groups and placement, planned for the job's PEs or read from a file.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
@@ -17,7 +17,7 @@ use crate::probe::ProbeOptions;
 use crate::report::{PlanReport, PlanTimes, PlannedPes, RunReport};
 
 impl PreparedRun {
-    /// The layer as what the planner plans for: a model of this one layer, of which every PE has an equal part of the tokens.
+    /// The planner's workload: a model of this layer alone, with an equal share of the tokens on every PE.
     pub fn workload(&self) -> Workload {
         let pes = self.request.pes;
         let mut batch = Batch::new(self.tokens as f64 / pes as f64, self.request.dtype.bytes());
@@ -26,11 +26,10 @@ impl PreparedRun {
         self.config.model((1, 1)).workload(&batch)
     }
 
-    /// Makes or reads the plan that was asked for, and runs by it. `probe` gives the cluster of the PEs that are to run, where it is
-    /// asked for.
+    /// Makes or reads the requested plan and adopts its groups. For `--plan auto`, `probe` measures the job's PEs.
     ///
     /// # Errors
-    /// One line: a probe that failed, memory that does not suffice, a file that is no plan for this run.
+    /// A probe that fails, too little memory for the experts, or a file without a plan for this run.
     pub(super) fn make_plan(&mut self, probe: impl FnOnce(&PreparedRun) -> Result<Cluster>) -> Result<()> {
         let (plan, source) = match self.request.plan.clone() {
             None | Some(PlanSource::Made(_)) => return Ok(()),
@@ -67,15 +66,15 @@ impl PreparedRun {
             tracing::info!("plan {source}: {why}; its prediction is not compared");
         }
         self.plan_source = Some(source);
-        // What the PEs get is the plan, wherever it is from.
+        // The PEs receive the plan itself, from either source.
         self.request.plan = Some(PlanSource::Made(Box::new(plan)));
         Ok(())
     }
 
-    /// Takes the plan of a file, before there are PEs that one could be made for.
+    /// Adopts the plan of a file. Without one, as for `--plan auto`, returns at once.
     ///
     /// # Errors
-    /// Where the file is no plan, or one that does not fit the run.
+    /// A file that is not a plan for this run.
     #[cfg(feature = "cuda")]
     pub fn read_plan(&mut self) -> Result<()> {
         match &self.request.plan {
@@ -84,10 +83,10 @@ impl PreparedRun {
         }
     }
 
-    /// What a plan that is to be made asks of a probe, in PEs that are the run's own; `None` where there is nothing to probe.
+    /// The probe that `--plan auto` needs; `None` for other plans.
     ///
     /// # Errors
-    /// What cannot be probed.
+    /// An expert that cannot be probed.
     pub(super) fn probe_request(&self) -> Result<Option<ProbeRequest>> {
         let Some(PlanSource::Auto { memory_mb, .. }) = &self.request.plan else { return Ok(None) };
         let expert = ProbedExpert {
@@ -113,7 +112,7 @@ impl PreparedRun {
         }))
     }
 
-    /// Probes the PEs that are to run, by processes of their own.
+    /// Probes as many PEs as the job has, in processes of their own.
     pub(super) fn probe(&self) -> Result<Cluster> {
         let request = self.probe_request()?.context("nothing is to be probed")?;
         tracing::info!(pes = request.pes, "probing");
@@ -144,7 +143,7 @@ impl PreparedRun {
         groups_of(plan, self.request.pes, self.config.n_experts, pe)
     }
 
-    /// What was planned beside what was measured; `None` without a plan.
+    /// The plan's prediction next to the measurement; `None` without a plan.
     pub(super) fn plan_report(&self, report: &RunReport) -> Option<PlanReport> {
         let (Some(PlanSource::Made(plan)), Some(source)) = (&self.request.plan, &self.plan_source) else { return None };
         let terms = plan.terms;
@@ -185,7 +184,7 @@ impl PreparedRun {
 }
 
 impl PreparedRun {
-    /// Why a plan's objective says nothing about this run, where it does not.
+    /// The reason why the plan's objective is not a prediction of this run, if there is one.
     fn not_predicted(&self, plan: &Plan) -> Option<String> {
         if plan.objective != Objective::Placed {
             return Some("the plan minimises the published objective, which is no time of a step".into());
@@ -198,10 +197,10 @@ impl PreparedRun {
     }
 }
 
-/// The groups of a plan of `experts` experts for PEs `0..pes`; `pe_of` says which PE a device is.
+/// The groups of a plan of `experts` experts for PEs `0..pes`; `pe_of` maps devices to PEs.
 ///
 /// # Errors
-/// One line that says where the plan is not one for these.
+/// Idle devices, another number of devices, or experts that are missing or placed twice; the line names the entry.
 pub(crate) fn groups_of(
     plan: &Plan,
     pes: usize,
@@ -290,7 +289,7 @@ fn placement_of(
     placement.map_err(|wrong| anyhow!("groups[{g}].replicas: {wrong}"))
 }
 
-/// Reads what `aristos plan` wrote.
+/// Parses the JSON of `aristos plan`.
 pub(crate) fn parse_plan(text: &str) -> Result<Plan> {
     #[derive(serde::Deserialize)]
     struct Feasible {

@@ -1,4 +1,4 @@
-//! Routing that a run takes from a file, and routing that it captures.
+//! Routing from a file (`--routing`) and captured routing (`--save-routing`).
 
 use std::fs::File;
 use std::ops::Range;
@@ -13,19 +13,20 @@ use crate::formats::routing::{CHOICES_MOST, NO_EXPERT, Record, Routing};
 use crate::moe::LayerConfig;
 use crate::moe::placement::block;
 
-/// The experts of a layer's tokens, step by step, in place of those that its router would choose.
+/// The experts of a layer's tokens in each step, in place of the router's choice.
 pub(crate) struct GivenRouting {
     file: PathBuf,
     top_k: usize,
-    /// By record: the experts of all PEs' tokens, `[tokens, top_k]`.
+    /// The experts of all PEs' tokens, `[tokens, top_k]`, for each record.
     steps: Vec<Vec<u32>>,
 }
 
 impl GivenRouting {
-    /// Reads the records of layer `layer` from a routing file for a layer of so many experts. `tokens`: of a step, where it is fixed.
+    /// Reads the records of layer `layer` from a routing file. `model` is the number of experts and top-k, `tokens` the number of tokens of a
+    /// step if it is fixed.
     ///
     /// # Errors
-    /// One line that names the file: one of another model, without that layer, or with choices that are no expert.
+    /// A file of another model, without that layer, or with a choice that is not an expert.
     pub fn read(path: &Path, layer: u64, model: (usize, usize), tokens: Option<usize>) -> Result<GivenRouting> {
         let routing = Routing::read(path)?;
         let steps = of_layer(routing, layer, model, tokens).map_err(|error| error.in_file(path))?;
@@ -37,15 +38,15 @@ impl GivenRouting {
         self.steps[0].len() / self.top_k
     }
 
-    /// The experts of these of a step's tokens; the records take turns.
+    /// The experts of the given tokens in a step. The records repeat.
     pub fn of_step(&self, step: usize, tokens: Range<usize>) -> &[u32] {
         &self.steps[step % self.steps.len()][tokens.start * self.top_k..tokens.end * self.top_k]
     }
 
-    /// Checks that `chosen`, of all tokens, are those of a step.
+    /// Checks that `chosen`, the experts of all tokens, are those of a step.
     ///
     /// # Errors
-    /// The first token that went elsewhere.
+    /// Names the first token with other experts.
     pub fn check(&self, step: usize, chosen: &[u32]) -> Result<()> {
         let given = self.of_step(step, 0..self.tokens());
         let mut tokens = given.chunks(self.top_k).zip(chosen.chunks(self.top_k)).enumerate();
@@ -93,13 +94,13 @@ fn of_layer(
     Ok(steps)
 }
 
-/// A routing file that a run writes: what its PEs write step by step, and where it goes.
+/// A routing file that a run writes. The PEs write `chosen` step by step.
 pub(super) struct SavedRouting {
     pub(super) chosen: File,
     out: OutputFile,
 }
 
-/// What is captured: steps, tokens of each over all PEs, and experts of each.
+/// The shape of captured routing: steps, tokens of a step over all PEs, experts of a token.
 #[derive(Clone, Copy)]
 pub(super) struct Captured {
     pub(super) steps: usize,
@@ -108,15 +109,13 @@ pub(super) struct Captured {
 }
 
 impl Captured {
-    /// Where a PE writes its choices of a step: bytes.
+    /// The byte offset of a PE's choices in a step.
     pub(super) fn offset_bytes(&self, step: usize, first_token: usize) -> u64 {
         ((step * self.tokens + first_token) * self.top_k * size_of::<u32>()) as u64
     }
 
-    /// Checks that it is no more than a routing file holds.
-    ///
     /// # Errors
-    /// One line.
+    /// More choices than a routing file may have.
     pub(super) fn check(&self) -> Result<()> {
         let choices = [self.tokens, self.top_k].iter().fold(self.steps, |all, n| all.saturating_mul(*n));
         ensure!(
@@ -129,14 +128,14 @@ impl Captured {
 }
 
 impl SavedRouting {
-    /// Makes the file, and memory for the choices.
+    /// Creates the file, and memory for the choices.
     pub(super) fn create(path: &Path, captured: Captured) -> Result<SavedRouting> {
         captured.check()?;
         let chosen = memory_file("aristos-routing", captured.offset_bytes(captured.steps, 0))?;
         Ok(SavedRouting { chosen, out: OutputFile::create_empty(path)? })
     }
 
-    /// Writes the routing of a layer on so many PEs.
+    /// Writes the routing of a layer on `pes` PEs.
     pub(super) fn publish(self, captured: Captured, layer: u64, config: &LayerConfig, pes: usize) -> Result<()> {
         let tokens_per_node: Vec<usize> = (0..pes).map(|pe| block(captured.tokens, pes, pe).len()).collect();
         let mut records = Vec::with_capacity(captured.steps);
@@ -153,7 +152,7 @@ impl SavedRouting {
     }
 }
 
-/// Leaves no expert where no row went: to identity experts, and beyond a capacity, which the earliest tokens fill.
+/// Sets choices without a row to [`NO_EXPERT`]: identity experts, and choices beyond the capacity, which the first tokens fill.
 fn leave_out(config: &LayerConfig, choices: &mut [u32]) {
     let routed = |choice: &u32| (*choice as usize) < config.n_experts;
     let pairs = choices.iter().filter(|choice| routed(choice)).count() as u64;
@@ -172,13 +171,13 @@ mod tests {
     use crate::moe::{Activation, MlpConfig, RouterConfig};
 
     #[test]
-    fn what_got_no_row_is_left_out() {
+    fn choices_without_a_row_are_left_out() {
         let mut config = LayerConfig::new(8, 2, RouterConfig::softmax(1), MlpConfig::gated(8, Activation::Silu));
         let all = [0u32, 0, 1, 0, 0, 2];
         let mut choices = all;
         leave_out(&config, &mut choices);
         assert_eq!(choices, [0, 0, 1, 0, 0, NO_EXPERT]);
-        // 5 pairs: each of two experts takes ceil(0.9 * 5 / 2).
+        // 5 pairs: the capacity of each of the two experts is ceil(0.9 * 5 / 2).
         config.capacity_factor = Some(0.9);
         choices = all;
         leave_out(&config, &mut choices);
@@ -186,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn records_of_the_layer_take_turns() {
+    fn records_of_the_layer_repeat() {
         let record = |layer, step, choices: [u32; 4]| Record {
             layer,
             step,

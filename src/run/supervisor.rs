@@ -21,7 +21,7 @@ use crate::job::request::DeviceKind;
 use crate::job::request::{OnFailure, PlanSource, Request, RunRequest, Work};
 use crate::moe::gemm_flop;
 use crate::moe::metrics::now_ns;
-use crate::report::{LostGroups, PeReport, RunConfig, RunReport, TraceSpan, TraceWriter};
+use crate::report::{LostGroups, PeReport, Report, RunConfig, RunReport, TraceSpan, TraceWriter};
 use crate::stdio::print_line;
 #[cfg(feature = "cuda")]
 use crate::stdio::say;

@@ -11,21 +11,22 @@ use crate::moe::placement::block;
 use crate::plan::InputError;
 use crate::report::{PassTimes, RunReport, median};
 
-/// Steps of a report below which its median says little.
-const LEAST_STEPS: u64 = 3;
-/// Tokens of a report, and its widths.
-const TOKENS_MOST: u64 = 1 << 28;
-const WIDTH_MOST: u64 = 1 << 24;
-/// Sweeps of the fit over its terms: many times what it takes.
+/// Minimum steps of a report: the median of fewer is unreliable.
+const MIN_STEPS: u64 = 3;
+/// Maximum tokens and widths of a report.
+const MAX_TOKENS: u64 = 1 << 28;
+const MAX_WIDTH: u64 = 1 << 24;
+/// Iterations of the fit, many times more than it needs.
 const SWEEPS: usize = 20_000;
 
-/// Fits the constants of a machine whose hosts have so many cores, to reports with their files' names.
+/// Fits the constants of a machine with `cores` cores per host to reports, which come with their file names.
 ///
-/// Runs of one PE give the terms of routing, experts, and of rows that stay; runs of several, what rows between PEs take, and how much slower
-/// routing and experts are then: over shared memory since more cores are busy, over a network since rows come in beside. The sum over a run's PEs is taken for their number times their median, which is exact for two.
+/// Runs with one PE determine the terms of routing, experts and local rows. Runs with several PEs determine the terms of rows between PEs and the
+/// slowdown of routing and experts: over shared memory because more cores are busy, over a network because the PE receives rows at the same time. The
+/// sum over a run's PEs is approximated by their number times their median, which is exact for two.
 ///
 /// # Errors
-/// One line that names the report and its field: not a run on the CPU with a backward pass, or not enough of them.
+/// A report that is not of a run on the CPU with a backward pass, or too few reports; the line names the report and the field.
 pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibration, InputError> {
     let several = reports.iter().find(|(_, report)| report.config.pes > 1);
     let transport = several.map_or(SHM, |(_, report)| &report.config.transport);
@@ -71,7 +72,7 @@ pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibr
     }
     match transport {
         SHM => calibration.busy_factor = busy_factor(&calibration, &together),
-        // What a put takes is the link's time, and its target takes it in in its own.
+        // A put takes the link's time, and the target's processing has its own term.
         MPI => return Ok(calibration),
         _ => calibration.receive = receive(&calibration, &together),
     }
@@ -127,12 +128,8 @@ fn check(report: &RunReport, first: &RunReport, transport: &str, cores: usize) -
     if !config.backward {
         return wrong("backward", "false".into(), "true: both passes are fitted".into());
     }
-    if config.steps < LEAST_STEPS {
-        return wrong(
-            "steps",
-            config.steps.to_string(),
-            format!("at least {LEAST_STEPS}, of which the median is taken"),
-        );
+    if config.steps < MIN_STEPS {
+        return wrong("steps", config.steps.to_string(), format!("at least {MIN_STEPS}, of which the median is taken"));
     }
     if config.shared_intermediate > 0 {
         return wrong("shared_intermediate", config.shared_intermediate.to_string(), "0".into());
@@ -142,9 +139,9 @@ fn check(report: &RunReport, first: &RunReport, transport: &str, cores: usize) -
     }
     for (field, value, most) in [
         ("pes", config.pes as u64, cores.max(2) as u64),
-        ("tokens", config.tokens, TOKENS_MOST),
-        ("hidden", config.hidden, WIDTH_MOST),
-        ("intermediate", config.intermediate, WIDTH_MOST),
+        ("tokens", config.tokens, MAX_TOKENS),
+        ("hidden", config.hidden, MAX_WIDTH),
+        ("intermediate", config.intermediate, MAX_WIDTH),
         ("top_k", config.top_k, config.experts as u64),
         ("steps", config.steps, 1 << 40),
     ] {
@@ -178,16 +175,16 @@ fn check(report: &RunReport, first: &RunReport, transport: &str, cores: usize) -
     Ok(())
 }
 
-/// What a report says, as counts and times.
+/// The counts and times of a report.
 struct Run {
     pes: usize,
     shape: Shape,
     tokens: f64,
     slots: f64,
-    /// Tiles in forward and in backward, and experts with rows.
+    /// Tiles in the forward and the backward pass, and the number of experts with rows.
     tiles: [f64; 2],
     experts: f64,
-    /// Rows between PEs in a pass, rows in all, and messages of each way.
+    /// Rows between PEs in a pass, all rows, and messages in each direction.
     put_rows: f64,
     rows: f64,
     messages: f64,
@@ -199,7 +196,7 @@ impl Run {
         let config = &report.config;
         let (pes, hidden) = (config.pes, config.hidden as f64);
         let slots = report.tokens_per_expert.iter().sum::<u64>() as f64;
-        // Forward, and backward with twice as many: 2 FLOP a weight and slot.
+        // 2 FLOP per weight and slot in the forward pass, twice as many in the backward pass.
         let weights = config.flop_per_step / 6.0 / slots.max(1.0);
         let element_bytes = if config.dtype == "f32" { 4.0 } else { 2.0 };
         let inner = weights / hidden - config.intermediate as f64;
@@ -215,7 +212,7 @@ impl Run {
         let cut = |rows: usize| tiles(0..rows, tile_rows).count() as f64;
         let mut all_tiles = [0.0; 2];
         for &rows in &report.tokens_per_expert {
-            // Of the PE's own tokens about its share.
+            // The local rows: about the PE's share of its own tokens.
             let (rows, own) = (rows as usize, block(rows as usize, pes, 0).len());
             all_tiles[0] += match 2 * own >= tile_rows {
                 true => cut(own) + cut(rows - own),
@@ -248,7 +245,7 @@ impl Run {
         }
     }
 
-    /// A phase of a pass: its counts, and its time over all PEs, s.
+    /// The counts and the time of a phase over all PEs, seconds.
     fn phase(&self, backward: bool, phase: &str) -> (Counts, f64) {
         let (shape, pass) = (&self.shape, usize::from(backward));
         let (counts, measured): (Counts, &[&str]) = match phase {
@@ -267,7 +264,7 @@ impl Run {
         (counts, self.pes as f64 * measured.iter().map(of).sum::<f64>())
     }
 
-    /// A pass's routing and experts over all PEs: measured, and by these constants, s.
+    /// Time of routing and experts in a pass over all PEs, seconds: measured, and by the calibration.
     fn computing_s(&self, calibration: &Calibration, backward: bool) -> [f64; 2] {
         let terms = if backward { &calibration.backward } else { &calibration.forward };
         let of = |(phase, terms)| {
@@ -279,7 +276,7 @@ impl Run {
     }
 }
 
-/// By how much routing and experts took longer than these constants say, as what taking in the other PEs' rows took: both ways' rows of a pass.
+/// Fits the time to receive rows from other PEs, of both directions of a pass, to the excess of routing and experts over the calibration.
 fn receive(calibration: &Calibration, together: &[&Run]) -> Terms {
     let passes = together.iter().flat_map(|run| [false, true].map(|backward| (run, backward)));
     let samples = passes.map(|(run, backward)| {
@@ -290,31 +287,31 @@ fn receive(calibration: &Calibration, together: &[&Run]) -> Terms {
     fit(samples.collect(), |_| true)
 }
 
-/// How much slower the same work is with all cores busy: by routing and experts, of which most is.
+/// The slowdown with all cores busy, from routing and experts, which take most of the time.
 fn busy_factor(calibration: &Calibration, together: &[&Run]) -> f64 {
     let cores = calibration.cores as f64;
     let of = |run: &&Run| {
         let [forward, backward] = [false, true].map(|backward| run.computing_s(calibration, backward));
         let longer = (forward[0] + backward[0]) / (forward[1] + backward[1]);
-        // Undoes what `Cores::slowdown` makes of it.
+        // The inverse of `Cores::slowdown`.
         1.0 + (longer - 1.0) * (cores - 1.0).max(1.0) / (run.pes - 1) as f64
     };
     median(together.iter().map(of).collect()).max(1.0)
 }
 
-/// What constants are fitted to: counts, the time that they took, and the time that an error is a share of.
+/// A sample of the fit: counts, their time, and the time that errors are relative to.
 struct Sample {
     counts: Counts,
     seconds: f64,
     of_s: f64,
 }
 
-/// A sample whose error is a share of its own time.
+/// A sample with errors relative to its own time.
 fn relative((counts, seconds): (Counts, f64)) -> Sample {
     Sample { counts, seconds, of_s: seconds }
 }
 
-/// The constants, none below 0, whose sums are nearest to the samples' times: least squares by coordinate descent. Terms that `fits` does not name stay out.
+/// Non-negative least squares by coordinate descent: the constants that fit the samples' times best. Only terms selected by `fits` are used.
 fn fit(samples: Vec<Sample>, fits: impl Fn(&str) -> bool) -> Terms {
     let mut names: Vec<&'static str> = Vec::new();
     let mut rows: Vec<BTreeMap<&'static str, f64>> = Vec::new();
@@ -350,8 +347,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn constants_are_found_again() {
-        // 2 a, 3 b, and a c that would be below 0.
+    fn fit_recovers_the_constants() {
+        // Constants 2 and 3 for a and b; c would be negative without the constraint.
         let sample = |a: f64, b: f64, c: f64| relative((vec![("a", a), ("b", b), ("c", c)], 2.0 * a + 3.0 * b));
         let samples =
             || vec![sample(1.0, 0.0, 2.0), sample(4.0, 1.0, 0.0), sample(1.0, 5.0, 1.0), sample(2.0, 2.0, 7.0)];

@@ -1,7 +1,7 @@
-//! What the CPU engine's work takes on a machine, as `aristos calibrate` has fitted it to measured steps.
+//! Constants of the CPU engine on a machine, fitted by `aristos calibrate` to measured steps.
 //!
-//! Each phase is a sum of terms: a count that follows from the layer and its routing, times a constant that is the machine's. `docs/simulator.md`
-//! lists them.
+//! The time of a phase is a sum of terms: counts, which follow from the layer and its routing, times the machine's constants. `docs/simulator.md` lists
+//! the terms.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,12 +15,12 @@ use crate::sim::step::{Affine, CopyFlop, Cores};
 
 /// The version of the files.
 pub(super) const VERSION: u64 = 1;
-/// Cores of a host.
-pub const CORES_MOST: usize = 4096;
-/// The rate that seconds of calibrated work are told to the simulator in, FLOP/s.
+/// Maximum cores of a host.
+pub const MAX_CORES: usize = 4096;
+/// The rate that converts seconds of calibrated work to the simulator's FLOP, FLOP/s.
 pub(super) const RATE: f64 = 1e12;
 
-/// Seconds of each of a phase's counts, by the name of the term.
+/// Constants of a phase, seconds per count, by the name of the term.
 pub type Terms = BTreeMap<String, f64>;
 
 /// Counts of a phase, by the name of the term.
@@ -32,32 +32,32 @@ pub(super) type Counts = Vec<(&'static str, f64)>;
 pub struct Calibration {
     /// The version of the file.
     pub version: u64,
-    /// Element type of the layers measured.
+    /// Element type of the measured layers.
     pub dtype: String,
-    /// Cores of a host, which its PEs share.
+    /// Cores of a host, shared by its PEs.
     pub cores: usize,
-    /// What carried rows between PEs.
+    /// Transport of rows between PEs.
     #[serde(default = "shm")]
     pub transport: String,
-    /// How many times as long the same work takes with all cores busy as with one.
+    /// Slowdown of work with all cores busy, relative to one.
     pub busy_factor: f64,
-    /// A forward pass.
+    /// Constants of a forward pass.
     pub forward: PassTerms,
-    /// A backward pass.
+    /// Constants of a backward pass.
     pub backward: PassTerms,
-    /// Taking in what comes from other PEs, in either pass, where a thread of its own does.
+    /// Receiving rows from other PEs in either pass, if a separate thread does it.
     #[serde(default)]
     pub receive: Terms,
-    /// What it was fitted to.
+    /// The reports of the fit.
     pub fitted_to: Vec<Fitted>,
-    /// By pass and phase: how far the fit is from what it was fitted to.
+    /// Errors of the fit by pass and phase.
     pub residuals: BTreeMap<String, Residual>,
 }
 
-/// The transport of one host; the one whose puts are over when their targets have them.
+/// The transport within a host; and the transport whose puts complete when the target has the data.
 pub(super) const SHM: &str = "shm";
 pub(super) const MPI: &str = "mpi";
-/// Two kinds of links in one run.
+/// A transport with two kinds of links.
 pub(super) const HYBRID: &str = "hybrid";
 
 fn shm() -> String {
@@ -68,9 +68,9 @@ fn shm() -> String {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PassTerms {
-    /// Routing, and what a pass begins and ends with.
+    /// Routing, and the start and the end of a pass.
     pub router: Terms,
-    /// Tiles of experts; in backward the gradients of their weights too.
+    /// Tiles of experts, in the backward pass with the gradients of the weights.
     pub expert: Terms,
     /// Putting and gathering rows.
     pub dispatch: Terms,
@@ -78,36 +78,36 @@ pub struct PassTerms {
     pub combine: Terms,
 }
 
-/// A report that constants were fitted to.
+/// A report of the fit.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fitted {
-    /// Its file.
+    /// The file.
     pub report: String,
-    /// Its PEs.
+    /// Number of PEs.
     pub pes: usize,
-    /// Its step, seconds.
+    /// Time of a step, seconds.
     pub step_s: f64,
 }
 
-/// Errors of a fit, shares of what was measured.
+/// Relative errors of a fit.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Residual {
-    /// The median of their magnitudes.
+    /// The median magnitude.
     pub median: f64,
     /// The largest magnitude.
     pub worst: f64,
 }
 
-/// What of a layer decides what its work takes.
+/// The properties of a layer that determine its counts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Shape {
     pub hidden: f64,
-    /// What the router chooses among, and how many it takes.
+    /// The router's number of experts, and experts per token.
     pub choices: f64,
     pub top_k: f64,
-    /// Elements of an expert's matrices, and of what its products give for a row.
+    /// Elements of an expert's matrices, and of the outputs of its products per row.
     pub weights: f64,
     pub outputs: f64,
     pub element_bytes: f64,
@@ -126,13 +126,13 @@ impl Shape {
         .with(&config.expert)
     }
 
-    /// With experts like this one.
+    /// The properties of a layer with experts of this shape.
     fn with(self, mlp: &MlpConfig) -> Shape {
         let inner = mlp.intermediate as f64 * if mlp.gated { 2.0 } else { 1.0 };
         Shape { weights: mlp.forward_flop_per_row(self.hidden as usize) / 2.0, outputs: inner + self.hidden, ..self }
     }
 
-    /// The router's, of so many tokens in so many passes of a PE.
+    /// Counts of the router for `tokens` tokens in `passes` passes.
     pub(super) fn router(&self, backward: bool, tokens: f64, passes: f64) -> Counts {
         let scores = tokens * self.choices;
         let products = if backward { 4.0 } else { 2.0 };
@@ -149,7 +149,7 @@ impl Shape {
         counts
     }
 
-    /// An expert's, of so many slots in so many tiles.
+    /// Counts of an expert for `slots` slots in `tiles` tiles.
     pub(super) fn tiles(&self, slots: f64, tiles: f64) -> Counts {
         vec![
             ("s_per_flop", 2.0 * self.weights * slots),
@@ -159,12 +159,12 @@ impl Shape {
         ]
     }
 
-    /// The gradients of the weights of so many experts, of so many slots together.
+    /// Counts of the weight gradients of `experts` experts with `slots` slots together.
     pub(super) fn gradients(&self, slots: f64, experts: f64) -> Counts {
         vec![("s_per_flop", 2.0 * self.weights * slots), ("s_per_gradient", self.weights * experts)]
     }
 
-    /// Rows put to other PEs, and slots gathered.
+    /// Counts of dispatch: rows put to other PEs, and gathered slots.
     pub(super) fn dispatch(&self, slots: f64, put_rows: f64, messages: f64) -> Counts {
         vec![
             ("s_per_gathered_element", slots * self.hidden),
@@ -174,12 +174,12 @@ impl Shape {
         ]
     }
 
-    /// Rows that came from other PEs.
+    /// Counts of rows received from other PEs.
     pub(super) fn receive(&self, rows: f64, messages: f64) -> Counts {
         vec![("s_per_element", rows * self.hidden), ("s_per_message", messages)]
     }
 
-    /// Results of slots summed, of rows added, and of rows put to other PEs before.
+    /// Counts of combine: summed slots, added rows, and rows put to other PEs.
     pub(super) fn combine(&self, slots: f64, rows: f64, put_rows: f64, messages: f64) -> Counts {
         vec![
             ("s_per_summed_element", slots * self.hidden),
@@ -190,15 +190,15 @@ impl Shape {
     }
 }
 
-/// Terms that only rows between PEs have.
+/// Terms of rows between PEs.
 pub(super) const REMOTE: [&str; 2] = ["s_per_put_element", "s_per_message"];
 
-/// The sum of a phase, s.
+/// Time of a phase, seconds.
 pub(super) fn sum(terms: &Terms, counts: &Counts) -> f64 {
     counts.iter().map(|(name, count)| terms.get(*name).copied().unwrap_or(0.0) * count).sum()
 }
 
-/// What calibrated work costs in a layer, FLOP at [`RATE`].
+/// The cost of calibrated work in a layer, FLOP at [`RATE`].
 pub(super) struct CalibratedCost {
     pub tile_flop: [Affine; 2],
     pub gradient_flop: Affine,
@@ -211,12 +211,12 @@ impl Calibration {
     /// Reads a calibration.
     ///
     /// # Errors
-    /// One line that names the file, the field, what is there and what is right.
+    /// A file that cannot be read, or a field with a wrong value; the line names the file, the field and the expected value.
     pub fn read(path: &Path) -> Result<Calibration, InputError> {
         Calibration::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
     }
 
-    /// A calibration from its JSON text.
+    /// Parses the JSON text of a calibration.
     ///
     /// # Errors
     /// As [`Calibration::read`], without the file.
@@ -231,8 +231,8 @@ impl Calibration {
         if self.version != VERSION {
             return wrong("version".into(), format!("is {}", self.version), &VERSION.to_string());
         }
-        if !(1..=CORES_MOST).contains(&self.cores) {
-            return wrong("cores".into(), format!("is {}", self.cores), &format!("1 to {CORES_MOST}"));
+        if !(1..=MAX_CORES).contains(&self.cores) {
+            return wrong("cores".into(), format!("is {}", self.cores), &format!("1 to {MAX_CORES}"));
         }
         if !(1.0..=100.0).contains(&self.busy_factor) {
             return wrong("busy_factor".into(), format!("is {}", self.busy_factor), "a number from 1 to 100");
@@ -259,12 +259,12 @@ impl Calibration {
         Cores { count: self.cores, busy_factor: self.busy_factor }
     }
 
-    /// Whether a put takes its PE's time until its target has it.
+    /// Whether a put occupies its PE until the target has the data.
     pub(super) fn puts_block(&self) -> bool {
         self.transport == MPI
     }
 
-    /// What a layer's work costs, with tiles of about so many rows.
+    /// The cost of a layer with tiles of about `tile_rows` rows.
     pub(super) fn cost(&self, config: &LayerConfig, element_bytes: usize, tile_rows: usize) -> CalibratedCost {
         let shape = Shape::new(config, element_bytes);
         let passes = [&self.forward, &self.backward];
@@ -279,7 +279,7 @@ impl Calibration {
             let Some(shared) = config.shared else { return Affine::default() };
             let (shape, terms) = (shape.with(&shared.mlp), &passes[usize::from(backward)].expert);
             let (tile, gradient) = (tile(&shape, terms), gradient(&shape, terms));
-            // The first tile's base, and of the others a share for each token.
+            // The base of the first tile, and for the others a share per token.
             let each = tile.each + tile.base / tile_rows as f64;
             let backward_too = if backward { (gradient.base, gradient.each) } else { (0.0, 0.0) };
             Affine { base: tile.base + backward_too.0, each: each + backward_too.1 }

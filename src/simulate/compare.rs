@@ -1,4 +1,4 @@
-//! What was simulated beside what was measured.
+//! Comparison of a simulation with a run.
 
 use serde::Serialize;
 
@@ -6,10 +6,10 @@ use super::SimulatedReport;
 use crate::plan::InputError;
 use crate::report::{PassTimes, RunReport};
 
-/// Phases of a run that are one of a simulation: time that a PE does not compute.
+/// Phases of a run that correspond to one phase of a simulation: time in which a PE does not compute.
 const COMMUNICATION: [&str; 4] = ["dispatch", "combine", "scale", "waiting"];
 
-/// A simulation and a run.
+/// A simulation compared with a run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Comparison {
     /// The step, its passes, and their phases.
@@ -19,21 +19,21 @@ pub struct Comparison {
 /// One time.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Compared {
-    /// Which, such as "forward, expert_gemm".
+    /// Name, such as "forward, expert_gemm".
     pub what: String,
     /// Simulated, seconds.
     pub predicted_s: f64,
     /// Measured, seconds.
     pub measured_s: f64,
-    /// predicted / measured - 1; null where nothing was measured.
+    /// predicted / measured - 1; null if the measured time is 0.
     pub error: Option<f64>,
 }
 
-/// Compares them: the step, and of each pass the maximum over the PEs, in all and by phase. A run's dispatch, combine, scale and waiting are
-/// what a simulation has as waiting, `communication` here.
+/// Compares the step, and the maximum over the PEs of each pass and phase. A run's dispatch, combine, scale and waiting together correspond to
+/// the simulation's waiting; they are named `communication`.
 ///
 /// # Errors
-/// One line: the two are not of the same layer, tokens and PEs. It names the run's field.
+/// Different layers, tokens or PEs; the line names the run's field.
 pub fn compare(run: &RunReport, simulated: &SimulatedReport) -> Result<Comparison, InputError> {
     let (ran, config) = (&run.config, &simulated.config);
     for (field, here, there) in [

@@ -1,6 +1,6 @@
-//! A layer's step in virtual time: what `aristos run` would take on a cluster, before there is one.
+//! A layer's step in virtual time: predicts `aristos run` on a cluster that need not exist.
 //!
-//! The plan of each group is made by the layer's own code (`plans`), and the step simulated by `aristos-sim`.
+//! The layer's own code plans the work of each group (`plans`), and `aristos-sim` simulates the step.
 
 mod calibrate;
 mod calibration;
@@ -10,6 +10,7 @@ mod plans;
 mod report;
 mod rows;
 mod run;
+mod text;
 
 use anyhow::Result;
 
@@ -25,53 +26,54 @@ use crate::sim::network::Nics;
 use crate::sim::routing::Popularity;
 use crate::sim::step::{Cores, Jitter};
 pub use calibrate::calibrate;
-pub use calibration::{CORES_MOST, Calibration, Fitted, PassTerms, Residual, Terms};
+pub use calibration::{Calibration, Fitted, MAX_CORES, PassTerms, Residual, Terms};
 pub use compare::{Compared, Comparison, compare};
 pub use model::{ModelTime, Part};
 pub use report::{Change, Memory, SimulatedConfig, SimulatedReport, Stragglers};
+pub use text::{calibration_text, comparison_text, simulated_text};
 
 /// Gradients are summed in f32.
 const GRADIENT_BYTES: f64 = 4.0;
-/// Where the tokens' experts come from.
+/// The source of the tokens' experts.
 pub enum Tokens {
-    /// A routing file; the steps are shared out over its records.
+    /// A routing file. The steps use its records in turn.
     File(Routing),
-    /// Drawn, so many tokens over all PEs.
+    /// Random choices.
     Drawn {
-        /// Tokens.
+        /// Tokens over all PEs.
         tokens: usize,
-        /// How often experts are chosen.
+        /// Distribution of the experts.
         popularity: Popularity,
-        /// Of the random numbers.
+        /// Seed of the random numbers.
         seed: u64,
     },
-    /// Those of a synthetic layer, so many over all PEs, as `aristos run` has them.
+    /// The tokens of a synthetic layer, as in `aristos run`, and their number over all PEs.
     Synthetic(Box<Synthetic>, usize),
 }
 
-/// The order of the rows that a PE sends another one.
+/// The order of the rows from one PE to another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RowOrder {
-    /// By (first expert there, token), results by (last expert, row): the layer's own.
+    /// By (first expert at the destination, token), results by (last expert, row): the order of the layer.
     #[default]
     Expert,
-    /// By token, there and back.
+    /// By token in both directions.
     Token,
 }
 
-/// How often a token's row is sent.
+/// The destinations of a token's row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RowsPer {
-    /// To each of its experts on another PE.
+    /// Each of its experts on another PE.
     Expert,
-    /// To each other PE with any of its experts: the layer's own.
+    /// Each other PE with any of its experts, as in the layer.
     #[default]
     Pe,
-    /// To each other host with any of its experts, to a PE there that hands it on, and sends back one sum; on its own host to each PE.
-    Node,
+    /// A relay on each other host with any of its experts, which forwards the row and returns one sum; each PE on the own host.
+    Host,
 }
 
-/// What a model has beside its routed experts, and what computes it.
+/// The parts of a model other than its routed experts, and the device that computes them.
 pub struct Dense {
     /// The shapes.
     pub transformer: Transformer,
@@ -81,7 +83,7 @@ pub struct Dense {
     pub sequence: usize,
 }
 
-/// What is simulated.
+/// The input of a simulation.
 pub struct Simulated {
     /// The PEs.
     pub cluster: Cluster,
@@ -91,33 +93,33 @@ pub struct Simulated {
     pub groups: Groups,
     /// Element type.
     pub dtype: Dtype,
-    /// How the layer runs.
+    /// Options of the layer.
     pub options: Options,
     /// The tokens.
     pub tokens: Tokens,
     /// The order of rows.
     pub order: RowOrder,
-    /// How often rows are sent.
+    /// The destinations of rows.
     pub rows_per: RowsPer,
     /// Whether a step has a backward pass.
     pub backward: bool,
     /// Steps.
     pub steps: usize,
-    /// Slower and faster PEs.
+    /// Random variation of the PEs' speed.
     pub jitter: Option<Jitter>,
-    /// Who has a port to the network.
+    /// Network ports.
     pub nics: Nics,
-    /// The cores of each host, which its PEs share, where they are threads of a processor.
+    /// The cores of each host, if its PEs share them.
     pub cores: Option<Cores>,
-    /// What work takes on the machine, in place of the devices' rates.
+    /// Constants of a machine, instead of the devices' rates.
     pub calibration: Option<Calibration>,
-    /// What the layer's model has beside its routed experts, where the model is simulated.
+    /// The other parts of the model, if the whole model is simulated.
     pub dense: Option<Dense>,
-    /// PEs of which a timeline is kept, the first so many.
+    /// Timelines are recorded for PEs `0..traced`.
     pub traced: usize,
 }
 
-/// A layer as a model describes it: gated experts, a softmax router.
+/// The layer of a model: gated experts, a softmax router.
 pub fn layer_of(model: &Model) -> LayerConfig {
     let intermediate = (model.expert_parameters / (3.0 * model.hidden as f64)).round().max(1.0) as usize;
     let expert = MlpConfig::gated(intermediate, crate::moe::Activation::Silu);
@@ -127,7 +129,7 @@ pub fn layer_of(model: &Model) -> LayerConfig {
 /// The groups of a plan on a cluster; one group with even shares without a plan.
 ///
 /// # Errors
-/// One line that says where the plan is not one for this cluster and these experts.
+/// A plan for another cluster or other experts; the line names the entry.
 pub fn groups_on(cluster: &Cluster, plan: Option<&Plan>, experts: usize) -> Result<Groups> {
     let pes = cluster.devices.len();
     let Some(plan) = plan else { return Ok(Groups::one(Placement::even(experts, pes))) };
@@ -152,7 +154,7 @@ impl Simulated {
         }
     }
 
-    /// The most tokens of a PE.
+    /// Maximum tokens of a PE.
     fn most_tokens(&self) -> usize {
         match &self.tokens {
             Tokens::File(routing) => {

@@ -1,4 +1,4 @@
-//! A whole model's step: layers with experts as they are simulated, the rest by the roofline model.
+//! The step of a whole model: simulated layers with experts, everything else by the roofline model.
 
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -7,47 +7,61 @@ use super::{Dense, Simulated};
 use crate::sim::roofline;
 use crate::sim::step::{PeTime, StepTimes};
 
+<<<<<<< HEAD
 /// A step of all layers; seconds.
+=======
+/// The parts of a model that are not routed experts, and their device.
+pub struct Dense {
+    /// The shapes.
+    pub transformer: Transformer,
+    /// The device of every PE.
+    pub device: Device,
+    /// Tokens of a sequence.
+    pub sequence: usize,
+}
+
+/// A step of all layers.
+>>>>>>> steps
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelTime {
-    /// Layers.
+    /// Number of layers.
     pub layers: usize,
-    /// Those of them with experts.
+    /// Number of layers with experts.
     pub moe_layers: usize,
     /// Tokens of a sequence.
     pub sequence: usize,
-    /// Bytes of the weights that every PE has, in the layer's element type; the experts' are in `memory`, of one layer.
+    /// Bytes of replicated weights in the layer's element type. `memory` has the experts' weights of one layer.
     pub dense_weights_bytes: u64,
-    /// A step: the sum of the parts.
+    /// Time of a step, the sum of the parts, seconds.
     pub step_s: f64,
     /// Tokens of a step over `step_s`.
     pub tokens_per_s: f64,
     /// Attention with its projections.
     pub attention: Part,
-    /// MLPs that all tokens go through, norms, additions, embedding and head.
+    /// Dense MLPs, norms, additions, embedding and head.
     pub dense: Part,
-    /// What the mean PE computes and copies in layers with experts.
+    /// Compute and copies of layers with experts, the mean over the PEs.
     pub moe: Part,
-    /// The rest of these layers: waiting for rows, results and sums of gradients, and for slower PEs.
+    /// The remaining time of layers with experts: waits for rows, results, gradient sums and slower PEs.
     pub exposed_communication: Part,
 }
 
 /// A part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Part {
-    /// Its time, seconds.
+    /// Time, seconds.
     pub time_s: f64,
-    /// Of the step, 0 to 1.
+    /// Share of the step, 0 to 1.
     pub share: f64,
 }
 
 impl Dense {
-    /// Weights that every PE has, for each layer with experts: with its own gradients those of these are summed.
+    /// Replicated weights per layer with experts: their gradients are summed together with those of the layer.
     pub(super) fn parameters_per_layer(&self) -> f64 {
         roofline::parameters(&self.transformer) / self.transformer.layers.1.max(1) as f64
     }
 
-    /// A step of the model: layer l with experts takes what the simulated step l mod their number takes.
+    /// A step of the model. Layer l with experts has the times of simulated step l mod the number of steps.
     pub(super) fn time(&self, simulated: &Simulated, times: &StepTimes) -> Result<ModelTime> {
         let element_bytes = simulated.dtype.bytes();
         let dense =

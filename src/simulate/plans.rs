@@ -1,4 +1,4 @@
-//! What the PEs of each expert-parallel group do in a step, by the layer's own code: its routes, its windows and chunks, its tiles.
+//! The work of each expert-parallel group in a step, planned by the layer's own code: routes, windows and chunks, tiles.
 
 use std::collections::HashMap;
 
@@ -14,25 +14,25 @@ use crate::moe::{Groups, Placement};
 use crate::sim::routing::{Popularity, Workload};
 use crate::sim::step::{Cutting, Group, GroupPlan};
 
-/// Choices that are drawn for themselves; where there are more, groups of as many PEs route alike.
-const CHOICES_MOST: usize = 1 << 25;
+/// Maximum number of independent random choices. Beyond it, PEs share the choices of as many nodes as the largest group has PEs.
+const MAX_CHOICES: usize = 1 << 25;
 
-/// Where the PEs' choices of experts are from.
+/// The source of the PEs' choices of experts.
 pub(super) enum Choices {
-    /// A record of a file, or made up like one: PE p has the tokens of its node p, or in turn of p mod the number of nodes.
+    /// A record, from a file or random. PE p has the tokens of node p mod the number of nodes.
     Record(Record),
-    /// Those of a synthetic layer, which `aristos run` with the same flags makes too; PE p has its block of the tokens.
+    /// The choices of a synthetic layer, the same as in `aristos run` with the same flags. PE p has its block of the tokens.
     Synthetic(Box<Synthetic>, usize),
 }
 
 impl Choices {
-    /// Made-up choices of so many tokens for each PE.
+    /// Random choices.
     pub fn drawn(simulated: &Simulated, tokens: usize, popularity: Popularity, seed: u64) -> Result<Choices> {
         let (experts, top_k) = (simulated.config.n_experts, simulated.config.router.top_k);
         let (pes, largest) = (simulated.pes(), (0..simulated.groups.len()).map(|g| simulated.groups.members(g).len()));
-        // As many nodes as PEs, or as the largest group has.
+        // A node for each PE, or for each PE of the largest group.
         let per_node = tokens.div_ceil(pes).max(1);
-        let nodes = match per_node.saturating_mul(top_k).saturating_mul(pes) > CHOICES_MOST {
+        let nodes = match per_node.saturating_mul(top_k).saturating_mul(pes) > MAX_CHOICES {
             true => largest.max().unwrap_or(1),
             false => pes,
         };
@@ -41,7 +41,7 @@ impl Choices {
         Ok(Choices::Record(workload.routing()?.records.remove(0)))
     }
 
-    /// Which node's tokens a PE has.
+    /// The node whose tokens a PE has.
     fn node(&self, pe: usize) -> usize {
         match self {
             Choices::Record(record) => pe % record.tokens_per_node.len(),
@@ -64,7 +64,7 @@ impl Choices {
     }
 }
 
-/// The groups as they are simulated, and the plans that they share.
+/// The simulated groups, and their plans, which groups may share.
 pub(super) struct Plans {
     pub groups: Vec<Group>,
     pub plans: Vec<GroupPlan>,
@@ -87,7 +87,7 @@ impl Plans {
     }
 }
 
-/// The number of each PE's host.
+/// The host of each PE, numbered from 0.
 pub(super) fn host_of(simulated: &Simulated) -> Vec<usize> {
     let mut of = vec![0; simulated.pes()];
     for (host, pes) in simulated.cluster.hosts().iter().enumerate() {
@@ -96,7 +96,7 @@ pub(super) fn host_of(simulated: &Simulated) -> Vec<usize> {
     of
 }
 
-/// Makes the plans of groups with these placements.
+/// Plans groups with these placements.
 pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -> Result<Plans> {
     let (config, options) = (&simulated.config, &simulated.options);
     let of_nodes = choices.of_nodes(config.router.top_k, simulated.pes());
@@ -107,9 +107,9 @@ pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -
     for g in 0..groups.len() {
         let (members, placement) = (groups.members(g), groups.placement(g));
         let nodes: Vec<usize> = members.iter().map(|&pe| choices.node(pe)).collect();
-        // The members' hosts, numbered as they first appear; they make no difference to what goes to each PE by itself.
+        // The index of the first member on each member's host. Matters only if rows are sent per host.
         let hosts: Vec<usize> = match simulated.rows_per {
-            RowsPer::Node => {
+            RowsPer::Host => {
                 let first = |pe: &usize| members.iter().position(|other| host_of[*other] == host_of[*pe]).unwrap_or(0);
                 members.iter().map(first).collect()
             }
@@ -132,7 +132,7 @@ pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -
     Ok(all)
 }
 
-/// The groups with their experts placed anew: the busiest first, each where the fewest rows are, as many on each PE as before at most.
+/// The groups with a greedy placement: the busiest expert first, on the PE with the fewest rows, without more experts on a PE than before.
 pub(super) fn balanced(groups: &Groups, plans: &Plans) -> Result<Groups> {
     let mut placed = Vec::with_capacity(groups.len());
     for (g, group) in plans.groups.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! What a simulation says, with the keys of a run's report where both have a thing.
+//! The result of a simulation. Keys that a run's report has too have the same names.
 
 use std::collections::BTreeMap;
 
@@ -10,14 +10,14 @@ use crate::moe::{Layout, Mode};
 use crate::report::{PassTimes, Spread, median};
 use crate::sim::step::{LayerCost, PeTime, StepTimes};
 
-/// A simulation.
+/// The result of a simulation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SimulatedReport {
-    /// What was simulated.
+    /// The configuration.
     pub config: SimulatedConfig,
-    /// A step, from its beginning to the end of the last PE, seconds: the median.
+    /// Time of a step from its start to the end of the last PE, the median over the steps, seconds.
     pub step_s: f64,
-    /// Every step, seconds.
+    /// Time of each step, seconds.
     pub all_steps_s: Vec<f64>,
     /// Tokens of a step over `step_s`.
     pub tokens_per_s: f64,
@@ -25,33 +25,33 @@ pub struct SimulatedReport {
     pub forward: PassTimes,
     /// The backward pass; also `other`, the sums of gradients.
     pub backward: Option<PassTimes>,
-    /// What PEs send each other in dispatch and combine, bytes per step: counts, rows and slots.
+    /// Bytes between PEs in dispatch and combine, per step: counts, rows and slots.
     pub exchange_bytes_per_step: f64,
-    /// Those of them between hosts.
+    /// Bytes of dispatch and combine between hosts, per step.
     pub network_bytes_per_step: f64,
-    /// Tokens that each expert gets in one step, the first.
+    /// Tokens of each expert in the first step.
     pub tokens_per_expert: Vec<u64>,
-    /// The share of the busiest ports' time that no PE waited for, 0 to 1.
+    /// Share of the busiest ports' time in which no PE waited, 0 to 1.
     pub overlap_efficiency: f64,
-    /// How much later than the first of its group a PE ends its passes, or in the bulk schedule the last pass's experts.
+    /// Delays of PEs relative to the first PE of their group, at the end of the passes, or in bulk mode of the last pass's experts.
     pub stragglers: Stragglers,
-    /// Memory of the PE with the most.
+    /// Memory of the PE that needs the most.
     pub memory: Memory,
-    /// A step with one thing changed, the most helpful first.
+    /// Steps with one change each, the most helpful first.
     pub would_help: Vec<Change>,
-    /// Events that were simulated.
+    /// Number of simulated events.
     pub events: u64,
-    /// A step of all layers of the model, where that is simulated.
+    /// A step of all layers, if the whole model is simulated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<ModelTime>,
 }
 
-/// What was simulated.
+/// The configuration of a simulation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SimulatedConfig {
-    /// PEs.
+    /// Number of PEs.
     pub pes: usize,
-    /// Expert-parallel groups.
+    /// Number of expert-parallel groups.
     pub groups: usize,
     /// Tokens of a step over all PEs.
     pub tokens: u64,
@@ -67,7 +67,7 @@ pub struct SimulatedConfig {
     pub dtype: String,
     /// "pipelined" or "bulk".
     pub mode: String,
-    /// Steps.
+    /// Number of steps.
     pub steps: usize,
     /// Whether a step has a backward pass.
     pub backward: bool,
@@ -76,11 +76,11 @@ pub struct SimulatedConfig {
 /// Straggler delays of all PEs and steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stragglers {
-    /// Their median, seconds.
+    /// The median, seconds.
     pub median_s: f64,
-    /// Their 95th percentile, seconds.
+    /// The 95th percentile, seconds.
     pub p95_s: f64,
-    /// The longest, seconds.
+    /// The maximum, seconds.
     pub max_s: f64,
     /// The distribution: seconds at each percent from 0 to 100.
     pub ecdf_s: Vec<f64>,
@@ -91,22 +91,22 @@ pub struct Stragglers {
 pub struct Memory {
     /// Symmetric memory of the layer's protocol.
     pub symmetric_bytes: u64,
-    /// Weights of its experts, in the layer's element type.
+    /// Weights of the PE's experts, in the layer's element type.
     pub weights_bytes: u64,
-    /// Their gradients, f32.
+    /// Gradients of these weights, f32.
     pub gradients_bytes: u64,
-    /// Rows of its experts: inputs, what is inside an expert, outputs, in the layer's element type.
+    /// Rows of the PE's experts: inputs, inner values, outputs, in the layer's element type.
     pub rows_bytes: u64,
 }
 
-/// A step with one thing changed.
+/// A step with one change.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Change {
-    /// What is changed.
+    /// The change.
     pub change: String,
-    /// The median step then, seconds.
+    /// The median step with the change, seconds.
     pub step_s: f64,
-    /// How many times as fast that is.
+    /// The speedup.
     pub speedup: f64,
 }
 
@@ -165,7 +165,7 @@ impl SimulatedReport {
     }
 }
 
-/// Headers of a step, one of each PE for each other one of its group; and those between hosts.
+/// The number of headers in a step, one from each PE to each other PE of its group; and the number between hosts.
 fn headers(simulated: &Simulated) -> [usize; 2] {
     let host_of = host_of(simulated);
     let mut headers = [0; 2];
@@ -179,7 +179,7 @@ fn headers(simulated: &Simulated) -> [usize; 2] {
     headers
 }
 
-/// Of each PE the mean over the steps, and of those the median and the maximum.
+/// The mean over the steps of each PE, then the median and the maximum over the PEs.
 fn pass_times(times: &StepTimes, pass: usize) -> PassTimes {
     let steps = times.step_s.len() as f64;
     let spread = |of: &dyn Fn(&PeTime) -> f64| {
@@ -219,7 +219,7 @@ fn memory(simulated: &Simulated, layout: &Layout, cost: &LayerCost, plans: &Plan
     let rows = |rows: &[u32]| rows.iter().map(|&rows| u64::from(rows)).sum::<u64>();
     let most_rows = plans.plans.iter().flat_map(|plan| plan.expert_rows().map(rows)).max().unwrap_or(0);
     let expert = &simulated.config.expert;
-    // Input and output; what each inner projection gives, and their product.
+    // Input and output, the result of each inner projection, and their product.
     let inside = expert.intermediate * if expert.gated { 3 } else { 2 };
     let of_row = (2 * simulated.config.hidden + inside) as f64 * element_bytes;
     Memory {

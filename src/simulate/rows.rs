@@ -1,4 +1,4 @@
-//! The rows that PEs send each other: as the layer makes them, or once for each expert, or once for each host.
+//! The rows between PEs: once per PE as in the layer, once per expert, or once per host.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::moe::Placement;
 use crate::moe::cpu::router::{self, Routing};
 use crate::sim::step::{Relay, Rows};
 
-/// The rows of PE `pe`'s tokens for each PE of its group, whose hosts are `hosts`.
+/// The rows of PE `pe`'s tokens to each PE of its group. `hosts` has the group's hosts.
 pub(super) fn rows(
     simulated: &Simulated,
     placement: &Placement,
@@ -30,20 +30,20 @@ pub(super) fn rows(
             RowOrder::Expert => (rows, routes.tokens),
             RowOrder::Token => by_token(&rows, routes.tokens),
         };
-        // What stays is gathered where it is.
+        // Local rows are gathered in place, without a copy per expert.
         match simulated.rows_per == RowsPer::Expert && to != pe {
             true => (by_expert(&rows, &tokens, simulated.order), Vec::new()),
             false => (rows, tokens),
         }
     };
     let (mut rows, tokens): (Vec<_>, Vec<_>) = routes.into_iter().enumerate().map(of_pe).unzip();
-    if simulated.rows_per == RowsPer::Node {
+    if simulated.rows_per == RowsPer::Host {
         by_host(&mut rows, &tokens, hosts, pe, simulated.order);
     }
     Ok(rows)
 }
 
-/// Rows in another order, which come back in that of `returns`.
+/// Rows in another order, with their results in the order of `returns`.
 fn reordered(rows: &Rows, order: &[usize], returns: Vec<u32>) -> Rows {
     let mut sorted = Rows { starts: vec![0], returns, ..Rows::default() };
     for &row in order {
@@ -57,7 +57,7 @@ fn of_row(rows: &Rows, row: usize) -> &[u32] {
     &rows.experts[rows.starts[row] as usize..rows.starts[row + 1] as usize]
 }
 
-/// The rows of these tokens in the order of tokens, out and back.
+/// The rows in the order of tokens in both directions.
 fn by_token(rows: &Rows, mut tokens: Vec<u32>) -> (Rows, Vec<u32>) {
     let mut order: Vec<usize> = (0..tokens.len()).collect();
     order.sort_by_key(|&row| tokens[row]);
@@ -66,7 +66,7 @@ fn by_token(rows: &Rows, mut tokens: Vec<u32>) -> (Rows, Vec<u32>) {
     (sorted, tokens)
 }
 
-/// A row for each expert of each row: by (expert, token), or by token.
+/// Duplicates each row for each of its experts, in the order (expert, token), or by token.
 fn by_expert(rows: &Rows, tokens: &[u32], order: RowOrder) -> Rows {
     let slots = (0..tokens.len()).flat_map(|row| of_row(rows, row).iter().map(move |&expert| (expert, tokens[row])));
     let mut slots: Vec<(u32, u32)> = slots.collect();
@@ -81,19 +81,19 @@ fn by_expert(rows: &Rows, tokens: &[u32], order: RowOrder) -> Rows {
     }
 }
 
-/// A token with experts on a host: the PEs there by their rows, and its first and last expert by their numbers on their PEs.
+/// A token with experts on a host: its rows to the PEs there, and its first and last expert by their indices on their PEs.
 struct Crossing {
     first: u32,
     last: u32,
     rows: Vec<(usize, usize)>,
 }
 
-/// Has the rows for each other host cross once for each token, by (first expert there, token), and their sums come back by (last expert, row); or by
-/// token. The relay is the host's PE with the number that `me` has on its own, as all PEs of a host would else send to one.
+/// Sends one row per token to each other host, in the order (first expert there, token), with the sums in the order (last expert, row); or by token. The
+/// relay is the host's PE with the index of `me` on its own host, so that the PEs of a host use different relays.
 fn by_host(rows: &mut [Rows], tokens: &[Vec<u32>], hosts: &[usize], me: usize, order: RowOrder) {
     let on_host = |host: usize| -> Vec<usize> { (0..hosts.len()).filter(|&pe| hosts[pe] == host).collect() };
     let index = on_host(hosts[me]).iter().position(|&pe| pe == me).unwrap_or(0);
-    // A host's number is its first PE's.
+    // Hosts are numbered by their first PE.
     for host in (0..hosts.len()).filter(|&pe| hosts[pe] == pe && pe != hosts[me]) {
         let pes = on_host(host);
         let mut crossing: BTreeMap<u32, Crossing> = BTreeMap::new();
@@ -106,7 +106,7 @@ fn by_host(rows: &mut [Rows], tokens: &[Vec<u32>], hosts: &[usize], me: usize, o
                 of.rows.push((pe, row));
             }
         }
-        // Stable: by token within.
+        // The sort is stable: equal keys stay in the order of tokens.
         let mut crossing: Vec<Crossing> = crossing.into_values().collect();
         let mut back: Vec<u32> = (0..crossing.len() as u32).collect();
         if order == RowOrder::Expert {
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_for_each_expert() {
+    fn rows_are_duplicated_per_expert() {
         // Token 5 has experts 0 and 2, token 3 has 2 alone.
         let rows = rows_of(&[&[0, 2], &[2]]);
         let by = |order| by_expert(&rows, &[5, 3], order);
@@ -154,13 +154,13 @@ mod tests {
     }
 
     #[test]
-    fn a_row_for_each_host() {
+    fn rows_cross_to_a_host_once() {
         // PEs 0 and 1 on a host, 2 and 3 on the other. PE 1's tokens: 0 for PE 2's expert 1, 1 for PE 2's expert 0 and PE 3's expert 1, 2 for PE 3's 0.
         let none = || rows_of(&[]);
         let mut rows = [none(), none(), rows_of(&[&[0], &[1]]), rows_of(&[&[0], &[1]])];
         let tokens = [vec![], vec![], vec![1, 0], vec![2, 1]];
         by_host(&mut rows, &tokens, &[0, 0, 2, 2], 1, RowOrder::Expert);
-        // They cross as tokens 1, 2, 0, by PE 3, and come back as 2, 1, 0.
+        // PE 3 relays the tokens in the order 1, 2, 0, and returns them in the order 2, 1, 0.
         let relay = |places: &[u32], result_places: &[u32]| {
             Some(Relay { pe: 3, rows: 3, places: places.to_vec(), result_places: result_places.to_vec() })
         };

@@ -12,19 +12,19 @@ use crate::cluster::Cluster;
 use crate::moe::{Layout, Mode};
 use crate::sim::step::{Affine, CopyFlop, Jitter, LayerCost, Schedule, Step, StepTimes, simulate};
 
-/// Bytes of a row's count of slots and of a slot (expert, weight) on their way out, and of the gradient of a slot's weight on its way back.
+/// Bytes in dispatch of a row's number of slots and of a slot (expert, weight), and in combine of the gradient of a slot's weight.
 const OUT_BYTES: (f64, f64) = (4.0, 8.0);
 const BACK_BYTES: f64 = 4.0;
-/// Pairs of PEs over all passes: beyond, nobody waits for an answer.
-const PAIRS_MOST: usize = 1 << 25;
-/// PEs of a group: what each has for each other one is kept.
-const GROUP_MOST: usize = 2048;
-/// Choices of experts of a step.
-const CHOICES_MOST: usize = 1 << 26;
-/// Chunks over all passes: beyond, nobody waits for an answer.
-const CHUNKS_MOST: usize = 1 << 26;
+/// Maximum pairs of PEs over all passes. More would take too long.
+const MAX_PAIRS: usize = 1 << 25;
+/// Maximum PEs of a group: memory is quadratic in it.
+const MAX_GROUP: usize = 2048;
+/// Maximum choices of experts in a step.
+const MAX_CHOICES: usize = 1 << 26;
+/// Maximum chunks over all passes. More would take too long.
+const MAX_CHUNKS: usize = 1 << 26;
 
-/// What might help: its name, how many times as fast ports to the network and FLOP are, and whether experts are placed by their loads.
+/// The changes under `would_help`: name, factors of the network ports and of FLOP, and whether experts are placed by their loads.
 const CHANGES: [(&str, (f64, f64), bool); 3] = [
     ("2x NIC", (2.0, 1.0), false),
     ("2x FLOP/s", (1.0, 2.0), false),
@@ -32,7 +32,7 @@ const CHANGES: [(&str, (f64, f64), bool); 3] = [
 ];
 
 impl Simulated {
-    /// The layer's symmetric memory, of the group with the most of it.
+    /// The symmetric memory of the layer in the group that needs the most.
     pub(super) fn layout(&self) -> Result<Layout> {
         let of = |g: usize| {
             let placement = self.groups.placement(g);
@@ -76,7 +76,7 @@ impl Simulated {
         LayerCost { tile_flop, gradient_flop, router_flop, shared_flop, copy_flop, ..rated }
     }
 
-    /// The cluster; with a calibration its devices are all of the machine that this is of. (Of PEs that share cores a probe tells no rates.)
+    /// The cluster. With a calibration, all devices have the calibrated machine's rate. (A probe of PEs that share cores gives no rates.)
     fn calibrated_cluster(&self) -> Cluster {
         let mut cluster = self.cluster.clone();
         if self.calibration.is_some() {
@@ -93,10 +93,10 @@ impl Simulated {
         }
     }
 
-    /// Simulates the steps, and what they would be with one thing changed.
+    /// Simulates the steps, and the steps with each of the changes.
     ///
     /// # Errors
-    /// One line: a layer, options or a routing file that do not fit together, or more than anyone would wait for.
+    /// A layer, options or a routing file that contradict each other, or a simulation that is too large.
     pub fn run(&self) -> Result<(SimulatedReport, StepTimes)> {
         self.check()?;
         let layout = self.layout()?;
@@ -113,11 +113,11 @@ impl Simulated {
             let chunks: usize = plans.groups.iter().map(|group| plans.plans[group.plan].chunks()).sum();
             let all_chunks = chunks.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
             ensure!(
-                all_chunks <= CHUNKS_MOST,
-                "`chunk_rows` is {}: {all_chunks} chunks over all steps, expected at most {CHUNKS_MOST}",
+                all_chunks <= MAX_CHUNKS,
+                "`chunk_rows` is {}: {all_chunks} chunks over all steps, expected at most {MAX_CHUNKS}",
                 self.layout()?.chunk_rows
             );
-            // This record's part of the steps.
+            // The number of steps with this record.
             let steps = self.steps / records + usize::from(record < self.steps % records);
             all.push((choices, plans, steps));
         }
@@ -153,7 +153,7 @@ impl Simulated {
         }
         let given: Vec<(&Plans, usize)> = all.iter().map(|(_, plans, steps)| (plans, *steps)).collect();
         let placed: Vec<(&Plans, usize)> = placed.iter().map(|(plans, steps)| (plans, *steps)).collect();
-        // Beside each other: none depends on another.
+        // In parallel: the simulations are independent.
         let (base, changed) = thread::scope(|scope| {
             let changes = CHANGES.map(|(change, speed, by_load)| {
                 let (plans, times) = (if by_load { &placed } else { &given }, &times);
@@ -161,7 +161,7 @@ impl Simulated {
                 (change, work, thread::Builder::new().spawn_scoped(scope, work))
             });
             let base = times(&given, (1.0, 1.0));
-            // Where a thread cannot start, this one does its work.
+            // If a thread cannot be started, this one does its work.
             let changed = changes.map(|(change, work, thread)| match thread {
                 Ok(thread) => (change, thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))),
                 Err(_) => (change, work()),
@@ -184,8 +184,8 @@ impl Simulated {
         ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
         ensure!(self.dense.as_ref().is_none_or(|dense| dense.sequence > 0), "`sequence` is 0, expected at least 1");
         ensure!(
-            self.calibration.is_none() || self.rows_per != RowsPer::Node,
-            "`rows_per` is node, expected pe or expert with a calibration: no engine hands rows on, so that nobody knows what it takes"
+            self.calibration.is_none() || self.rows_per != RowsPer::Host,
+            "`rows_per` is host, expected pe or expert with a calibration: the time of a relay has not been measured"
         );
         if let Some(calibration) = &self.calibration {
             let dtype = self.dtype.name();
@@ -198,22 +198,22 @@ impl Simulated {
         ensure!(self.tokens() > 0, "`tokens` is 0, expected at least 1");
         let choices = self.tokens().saturating_mul(self.config.router.top_k);
         ensure!(
-            choices <= CHOICES_MOST || matches!(self.tokens, Tokens::Drawn { .. }),
+            choices <= MAX_CHOICES || matches!(self.tokens, Tokens::Drawn { .. }),
             "`tokens` is {}, expected at most {}",
             self.tokens(),
-            CHOICES_MOST / self.config.router.top_k
+            MAX_CHOICES / self.config.router.top_k
         );
         let members = || (0..self.groups.len()).map(|g| self.groups.members(g).len());
         let largest = members().max().unwrap_or(0);
         ensure!(
-            largest <= GROUP_MOST,
-            "`plan`: a group has {largest} PEs, expected at most {GROUP_MOST} (without a plan all PEs are one group)"
+            largest <= MAX_GROUP,
+            "`plan`: a group has {largest} PEs, expected at most {MAX_GROUP} (without a plan all PEs are one group)"
         );
         let pairs: usize = members().map(|pes| pes.saturating_mul(pes)).fold(0, usize::saturating_add);
         let work = pairs.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
         ensure!(
-            work <= PAIRS_MOST,
-            "`steps` is {}, with {pairs} pairs of PEs in groups, expected at most {PAIRS_MOST} pairs over all passes",
+            work <= MAX_PAIRS,
+            "`steps` is {}, with {pairs} pairs of PEs in groups, expected at most {MAX_PAIRS} pairs over all passes",
             self.steps
         );
         if let Tokens::File(routing) = &self.tokens {

@@ -1,4 +1,4 @@
-//! What the command refuses: one clear line, a non-zero exit, and nothing left.
+//! Invalid input: one clear line, a non-zero exit code, and no files left behind.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::binary::{aristos, aristos_run, names_in, run, write_tensors};
 use crate::files::{Files, HIDDEN};
 use crate::skip::skip;
 
-/// Runs the files' job, which must be refused with a line that says all of `parts`, and leave nothing.
+/// Runs the files' job, which must fail with a line that contains all of `parts`, and leave no output.
 #[track_caller]
 fn refused(files: &Files, more: &[&str], parts: &[&str]) {
     files.run(more).refused(parts);
@@ -23,7 +23,7 @@ fn truncate(path: &Path, len: u64) {
 }
 
 #[test]
-fn missing_files() {
+fn missing_files_are_errors() {
     let refused_without = |missing: &str, parts: &[&str]| {
         let files = Files::new();
         if missing == "model" {
@@ -43,7 +43,7 @@ fn missing_files() {
 }
 
 #[test]
-fn named_pipes_are_not_waited_for() {
+fn named_pipes_do_not_block() {
     for name in ["in.safetensors", "model/config.json", "model/model.safetensors", "model/model.safetensors.index.json"]
     {
         let files = Files::new();
@@ -58,7 +58,7 @@ fn named_pipes_are_not_waited_for() {
 }
 
 #[test]
-fn truncated_files() {
+fn truncated_files_are_errors() {
     for (len, parts) in [
         (0, ["in.safetensors", "too short"]),
         (7, ["in.safetensors", "too short"]),
@@ -85,7 +85,7 @@ fn truncated_files() {
 }
 
 #[test]
-fn files_that_are_something_else() {
+fn files_of_another_format_are_errors() {
     let spoiled = |name: &str, content: &[u8], parts: &[&str]| {
         let files = Files::new();
         fs::write(files.path(name), content).unwrap();
@@ -114,7 +114,7 @@ fn files_that_are_something_else() {
 }
 
 #[test]
-fn wrong_shapes() {
+fn wrong_shapes_are_errors() {
     let with = |hidden: &[usize], grad: &[usize], parts: &[&str]| {
         let files = Files::new();
         let numbers = vec![0.5; 4096];
@@ -139,7 +139,7 @@ fn wrong_shapes() {
 }
 
 #[test]
-fn models_and_layers_that_are_not_there() {
+fn missing_models_and_layers_are_errors() {
     let changed = |field: &str, value: serde_json::Value, more: &[&str], parts: &[&str]| {
         let files = Files::new();
         files.set(field, value);
@@ -160,7 +160,7 @@ fn models_and_layers_that_are_not_there() {
 }
 
 #[test]
-fn numbers_that_are_not_finite_are_named_by_position() {
+fn non_finite_numbers_are_reported_with_their_position() {
     for (tensor, position, value, part) in [
         ("hidden_states", (17, 3), f32::NAN, "hidden_states[17, 3] is NaN"),
         ("hidden_states", (0, 0), f32::INFINITY, "hidden_states[0, 0] is inf"),
@@ -177,7 +177,7 @@ fn numbers_that_are_not_finite_are_named_by_position() {
 }
 
 #[test]
-fn synthetic_layers_that_cannot_be() {
+fn invalid_synthetic_layers_are_errors() {
     for (args, parts) in [
         ("--experts 8 --top-k 9", ["top-k is 9", "1 to 8"]),
         ("--top-k 0", ["top-k is 0", "1 to 8"]),
@@ -204,14 +204,14 @@ fn synthetic_layers_that_cannot_be() {
 }
 
 #[test]
-fn names_cannot_control_the_terminal() {
+fn control_characters_in_names_are_removed() {
     let files = Files::new();
     let outcome = files.run_to(&files.path("no\n\x1b[2J\rsuch/out"), &[]);
     outcome.refused(&["/no [2J such/out", "No such file"]);
 }
 
 #[test]
-fn flags_that_cannot_be() {
+fn invalid_flags_are_errors() {
     for (args, parts) in [
         ("--pes 0", ["--pes 0", "1 to 1024"]),
         ("--pes 1025", ["--pes 1025", "1 to 1024"]),
@@ -255,7 +255,7 @@ fn flags_that_cannot_be() {
 }
 
 #[test]
-fn an_output_that_cannot_be_written_is_refused_before_the_work() {
+fn unwritable_output_fails_before_the_run() {
     let files = Files::new();
     let out = files.path("out");
     let to = |path: &Path, parts: &[&str]| {
@@ -276,7 +276,7 @@ fn an_output_that_cannot_be_written_is_refused_before_the_work() {
 }
 
 #[test]
-fn a_trace_replaces_no_other_file_of_the_job() {
+fn trace_cannot_replace_another_file_of_the_job() {
     let files = Files::new();
     let link = files.path("link");
     std::os::unix::fs::symlink(files.path("out"), &link).unwrap();
@@ -295,15 +295,14 @@ fn a_trace_replaces_no_other_file_of_the_job() {
         refused_at(trace, "is a file of the model");
     }
     assert!(fs::read(files.path("in.safetensors")).unwrap() == before);
-    // One that is there already, and nobody else's, is replaced.
+    // An existing file that is not part of the job is replaced.
     fs::write(files.path("trace.json"), "old").unwrap();
     files.run(&["--trace", files.path("trace.json").to_str().unwrap()]).success();
     let trace = fs::read(files.path("trace.json")).unwrap();
     assert!(serde_json::from_slice::<serde_json::Value>(&trace).is_ok());
 }
 
-/// A results file, and a trace, on a disk of 64 KiB: `aristos` with these arguments, in which DISK is that disk.
-/// `None` where the system lets nobody mount one.
+/// Runs `aristos` with these arguments, in which DISK is a disk of 64 KiB. `None` if mounts are not permitted.
 fn on_a_small_disk(args: &[&str]) -> Option<crate::binary::Outcome> {
     let disk = tempfile::tempdir().unwrap();
     let path = disk.path().to_str().unwrap();
@@ -323,19 +322,19 @@ fn on_a_small_disk(args: &[&str]) -> Option<crate::binary::Outcome> {
 }
 
 #[test]
-fn a_disk_that_fills() {
+fn disk_that_fills_during_a_run_is_an_error() {
     let small = ["run", "--pes", "2", "--hidden", "32", "--intermediate", "32", "--forward-only", "--tokens"];
     let with = |more: &[&str]| on_a_small_disk(&[&small, more].concat());
-    // It fits.
+    // These results fit.
     let Some(outcome) = with(&["64", "--output", "DISK/out"]) else { return skip("no mounts here") };
     assert!(outcome.success().stdout.ends_with("\nout\n"));
-    // What follows the report on stdout is the disk's content: nothing.
+    // The listing of the disk after the report is empty.
     with(&["4096", "--output", "DISK/out"]).unwrap().refused(&["/out", "needs", "free"]);
     with(&["64", "--steps", "1000", "--trace", "DISK/trace"]).unwrap().refused(&["/trace", "No space left"]);
 }
 
 #[test]
-fn a_full_device_and_a_limit_on_file_sizes() {
+fn full_device_and_file_size_limit_are_errors() {
     let run_to = |flag: &str, path: &Path| {
         let sh = "ulimit -f 8; exec \"$0\" \"$@\""; // 512-byte or 1024-byte blocks
         let mut command = Command::new("/bin/sh");
@@ -354,7 +353,7 @@ fn a_full_device_and_a_limit_on_file_sizes() {
 }
 
 #[test]
-fn devices_and_element_types_that_are_not_there() {
+fn unavailable_devices_and_element_types_are_errors() {
     if cfg!(not(feature = "cuda")) {
         run(aristos_run("--tokens 8 --device cuda")).refused(&["--device cuda", "--features cuda"]);
     }
@@ -363,7 +362,7 @@ fn devices_and_element_types_that_are_not_there() {
 }
 
 #[test]
-fn transports() {
+fn unavailable_transports_are_errors() {
     run(aristos_run("--transport bogus")).misused(&["invalid value 'bogus'", "shm, tcp, hybrid, ofi, mpi"]);
     #[cfg(not(feature = "ofi"))]
     for command in ["run", "probe --out nowhere", "bench p2p"] {

@@ -19,7 +19,7 @@ fn long_run(pes: usize, more: &str, out: &std::path::Path) -> Running {
 }
 
 #[test]
-fn a_pe_killed_at_a_random_moment_is_named_50_times() {
+fn pe_killed_at_a_random_moment_is_reported() {
     let mut random = ChaCha8Rng::seed_from_u64(50);
     let out = tempfile::tempdir().unwrap();
     for round in 0..50 {
@@ -41,7 +41,7 @@ fn a_pe_killed_at_a_random_moment_is_named_50_times() {
 }
 
 #[test]
-fn pes_end_with_a_killed_supervisor() {
+fn pes_end_when_the_supervisor_is_killed() {
     let mut random = ChaCha8Rng::seed_from_u64(51);
     let out = tempfile::tempdir().unwrap();
     for round in 0..10 {
@@ -58,7 +58,7 @@ fn pes_end_with_a_killed_supervisor() {
 }
 
 #[test]
-fn a_stopped_pe_is_named_by_who_waits_for_it() {
+fn stopped_pe_is_reported_by_its_waiters() {
     let out = tempfile::tempdir().unwrap();
     // Of more than two PEs some wait for others that wait for the stopped one: it is the one to be named.
     for (pes, victim, mode) in [(2, 0, "pipelined"), (2, 1, "bulk"), (4, 1, "pipelined"), (4, 3, "bulk")] {
@@ -79,14 +79,14 @@ fn a_stopped_pe_is_named_by_who_waits_for_it() {
 const STALL_LIMIT: Duration = Duration::from_secs(3 + 2);
 
 #[test]
-fn a_pe_that_stalls_while_it_writes_is_named_though_nobody_waits_for_it() {
+fn pe_stalled_in_a_write_is_reported_without_a_waiter() {
     let out = tempfile::tempdir().unwrap();
     let mut command =
         aristos_run("--pes 2 --tokens 32768 --hidden 2048 --intermediate 16 --experts 2 --top-k 1 --timeout 1");
     command.args(["--forward-only", "--output"]).arg(out.path().join("out.safetensors"));
     let mut running = start(command);
     let pid = running.pe(0);
-    // 128 MB are written; before that nothing is, but a few messages.
+    // 128 MB of results; before them only a few messages.
     let written = || -> u64 {
         let io = std::fs::read_to_string(format!("/proc/{}/io", pid.as_raw_pid())).unwrap();
         io.lines().find_map(|line| line.strip_prefix("wchar: ")).unwrap().parse().unwrap()
@@ -101,7 +101,7 @@ fn a_pe_that_stalls_while_it_writes_is_named_though_nobody_waits_for_it() {
 }
 
 #[test]
-fn a_pe_that_is_stopped_as_it_starts_is_named_within_the_limit() {
+fn pe_stopped_at_its_start_is_reported_within_the_limit() {
     let out = tempfile::tempdir().unwrap();
     // The PEs that are probed before the layer's, too.
     for (victim, more) in [(0, ""), (1, ""), (2, ""), (0, "--plan auto"), (1, "--plan auto")] {
@@ -117,9 +117,9 @@ fn a_pe_that_is_stopped_as_it_starts_is_named_within_the_limit() {
 
 /// A stop of the whole job, by a terminal or a scheduler, is no stall of a PE.
 #[test]
-fn a_job_that_is_stopped_as_a_whole_goes_on() {
+fn job_stopped_as_a_whole_continues() {
     let out = tempfile::tempdir().unwrap();
-    // One PE waits for nobody, and so has no limit of its own.
+    // A single PE never waits, so it has no time-out of its own.
     let mut running = long_run(1, "--timeout 1", out.path());
     let pe = running.pe(0);
     std::thread::sleep(Duration::from_millis(300));
@@ -136,12 +136,12 @@ fn a_job_that_is_stopped_as_a_whole_goes_on() {
 }
 
 #[test]
-fn signals_end_a_run_with_their_exit_code() {
+fn signal_determines_the_exit_code() {
     let out = tempfile::tempdir().unwrap();
     for (signal, name, code) in
         [(Signal::INT, "SIGINT", 130), (Signal::TERM, "SIGTERM", 143), (Signal::HUP, "SIGHUP", 129)]
     {
-        // Who runs the tests under nohup, or in the background of a script, has some ignored; then so has the command.
+        // Under nohup, or in the background of a script, some signals are ignored in this process and in the command.
         if ignored_here(signal) {
             println!("{name} is ignored in this process: not tested");
             continue;

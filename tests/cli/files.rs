@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::binary::{Outcome, aristos, run, write_tensors};
 
-/// What the bundled example has.
+/// The hidden width and the layer of the bundled example.
 pub const HIDDEN: usize = 80;
 pub const LAYER: usize = 1;
 const TOKENS: usize = 24;
@@ -80,7 +80,7 @@ impl Files {
         self.run_to(&self.path("out/out.safetensors"), more)
     }
 
-    /// The same with the results going elsewhere.
+    /// The job with another output file.
     pub fn run_to(&self, output: &Path, more: &[&str]) -> Outcome {
         let mut command = aristos(["run", "--pes", "2"]);
         command.arg("--model").arg(self.path("model")).arg("--input").arg(self.path("in.safetensors"));

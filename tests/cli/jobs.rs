@@ -1,4 +1,4 @@
-//! What the command does.
+//! `aristos run` on valid input.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,7 +22,7 @@ fn assert_checked(report: &Value, tensors: usize) {
 }
 
 #[test]
-fn with_nothing_given_it_runs_the_bundled_example_and_checks_it() {
+fn bundled_example_runs_without_flags() {
     let mut command = aristos(["run"]);
     let elsewhere = tempfile::tempdir().unwrap();
     let table = run({
@@ -49,7 +49,7 @@ fn with_nothing_given_it_runs_the_bundled_example_and_checks_it() {
 }
 
 #[test]
-fn the_json_has_the_documented_keys_and_no_others() {
+fn json_has_exactly_the_documented_keys() {
     let page = include_str!("../../docs/report.md");
     // The tables: under each heading, the keys of one object.
     let mut documented: Vec<(&str, BTreeSet<&str>)> = Vec::new();
@@ -98,7 +98,7 @@ fn the_json_has_the_documented_keys_and_no_others() {
 }
 
 #[test]
-fn one_pe_alone_sends_nothing_and_two_do() {
+fn single_pe_has_no_traffic() {
     let bytes = |pes: usize| {
         let report = report(&format!("--pes {pes} --tokens 40 --hidden 16 --intermediate 24 --forward-only"));
         assert_eq!(report["backward"], Value::Null);
@@ -110,7 +110,7 @@ fn one_pe_alone_sends_nothing_and_two_do() {
 }
 
 #[test]
-fn a_trace_is_a_chrome_trace_with_every_pe_and_phase() {
+fn trace_has_every_pe_and_phase() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("trace.json");
     let mut command = aristos_run("--pes 3 --tokens 100 --hidden 16 --intermediate 24 --steps 2");
@@ -142,7 +142,7 @@ fn a_trace_is_a_chrome_trace_with_every_pe_and_phase() {
 }
 
 #[test]
-fn modes_budgets_chunks_and_steps_do_not_change_the_results() {
+fn modes_budgets_chunks_and_steps_keep_the_results() {
     let files = Files::new();
     let results = |more: &[&str]| {
         files.run(more).success();
@@ -178,7 +178,7 @@ fn on_pes(files: &Files, pes: &str) -> std::collections::BTreeMap<String, (Vec<u
 }
 
 #[test]
-fn inputs_without_a_gradient_with_one_token_and_with_none() {
+fn inputs_without_gradient_and_with_few_tokens_run() {
     let files = Files::new();
     for tokens in [1, 0] {
         files.write_input(tokens);
@@ -199,7 +199,7 @@ fn inputs_without_a_gradient_with_one_token_and_with_none() {
 }
 
 #[test]
-fn a_sharded_checkpoint_gives_the_same_results() {
+fn sharded_checkpoint_gives_the_same_results() {
     let files = Files::new();
     files.run(&[]).success();
     let want = fs::read(files.path("out/out.safetensors")).unwrap();
@@ -242,7 +242,7 @@ fn synthetic_layers_of_every_kind_pass_the_check() {
 }
 
 #[test]
-fn bf16_passes_the_check_with_a_wider_tolerance() {
+fn bf16_passes_the_check_with_its_tolerance() {
     for more in ["--pes 2 --mode pipelined", "--pes 3 --mode bulk", "--pes 8 --tokens 1"] {
         let tokens = if more.contains("--tokens") { "" } else { "--tokens 50" };
         let report = report(&format!("--check --dtype bf16 --hidden 48 --intermediate 40 {tokens} {more}"));
@@ -258,7 +258,7 @@ fn bf16_passes_the_check_with_a_wider_tolerance() {
 }
 
 #[test]
-fn seeds_are_kept_apart_and_repeat() {
+fn seed_determines_the_result() {
     let output = |seed: &str| {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("out");
@@ -276,7 +276,7 @@ fn seeds_are_kept_apart_and_repeat() {
 }
 
 #[test]
-fn the_flags_are_explained() {
+fn help_lists_the_flags() {
     let outcome = run(aristos(["--help"])).success();
     assert!(outcome.stdout.contains("Usage: aristos") && outcome.stdout.contains("run"), "{outcome:?}");
     let outcome = run(aristos(["run", "--help"])).success();
@@ -293,11 +293,11 @@ fn the_flags_are_explained() {
 }
 
 #[test]
-fn weights_are_saved_as_they_are_at_the_end() {
+fn final_weights_are_saved() {
     let files = Files::new();
     let (out, weights) = (files.path("out/out.safetensors"), files.path("out/weights.safetensors"));
     let path = weights.display().to_string();
-    // Unchanged: what the checkpoint has, under its names.
+    // Without training: the checkpoint's weights, under its names.
     files.run(&["--save-weights", &path]).success();
     let (model, saved) = (read_tensors(&files.path("model/model.safetensors")), read_tensors(&weights));
     assert!(saved.len() > 3 * 8, "{}", saved.len());

@@ -23,8 +23,8 @@ fn printing() -> Vec<Command> {
         "plan --cluster preset:dgx-h100:4 --model qwen3-30b-a3b --tokens-per-device 512",
         "plan --cluster preset:dgx-h100:4 --model qwen3-30b-a3b --tokens-per-device 512 --json",
         "workload --model mixtral-8x7b --tokens-per-device 512",
-        "rebalance --load ../loads.json --replicas 8 --ranks 4",
-        "rebalance --load ../loads.json --replicas 8 --ranks 4 --json",
+        "rebalance --load ../loads.json --physical-experts 8 --devices 4",
+        "rebalance --load ../loads.json --physical-experts 8 --devices 4 --json",
         "probe --quick --pes 2 --json",
         "bench moe --tokens 16 --hidden 16 --intermediate 16 --iterations 1 --pes 1",
         "bench moe --tokens 16 --hidden 16 --intermediate 16 --iterations 1 --pes 1 --json",
@@ -32,8 +32,8 @@ fn printing() -> Vec<Command> {
         "bench p2p --pes 2 --max 16 --iterations 2 --json",
         "bench straggler --pes 2 --steps 20 --warmup 0",
         "bench straggler --pes 2 --steps 20 --warmup 0 --json",
-        "sim linear --device H100 --layer ../layer.json --tokens 64",
-        "sim comms --params ../params.json --load ../load.json",
+        "sim linear --roofline H100 --shape ../layer.json --tokens 64",
+        "sim comms --params ../params.json --traffic ../load.json",
         "sim routing --experts 4 --tokens 4 --top-k 1 --nodes 2 --out ../routing.json",
         "sweep --layers 4 --width 64 --batch 64 --devices 4",
         "simulate --cluster preset:dgx-h100:2 --tokens 64 --hidden 64 --intermediate 64",
@@ -44,7 +44,7 @@ fn printing() -> Vec<Command> {
     all
 }
 
-/// A folder for the commands to run in, beside the file that some of them read.
+/// A folder for the commands to run in, next to the files that some of them read.
 fn folder() -> (tempfile::TempDir, std::path::PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("loads.json"), r#"{"weight": [[4, 3, 2, 1]]}"#).unwrap();
@@ -65,7 +65,7 @@ fn ended(mut command: Command, stdout: Stdio) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_full_standard_output_is_one_line_and_a_failure() {
+fn full_standard_output_is_an_error() {
     let (_dir, inner) = folder();
     for mut command in printing() {
         command.current_dir(&inner);
@@ -79,7 +79,7 @@ fn a_full_standard_output_is_one_line_and_a_failure() {
 }
 
 #[test]
-fn a_closed_pipe_ends_a_command_quietly() {
+fn closed_pipe_ends_a_command_silently() {
     let (_dir, inner) = folder();
     for mut command in printing() {
         command.current_dir(&inner);
@@ -92,7 +92,7 @@ fn a_closed_pipe_ends_a_command_quietly() {
 }
 
 #[test]
-fn a_standard_error_that_takes_nothing_stops_nobody() {
+fn unwritable_standard_error_is_ignored() {
     let (_dir, inner) = folder();
     for (kind, stderr) in [
         ("full", File::options().write(true).open("/dev/full").unwrap().into()),
@@ -107,7 +107,7 @@ fn a_standard_error_that_takes_nothing_stops_nobody() {
         let output = output.unwrap();
         assert!(output.status.success() && !output.stdout.is_empty(), "{kind}: {output:?}");
     }
-    // What has something to say there, too.
+    // Also a command that prints an error.
     let full = File::options().write(true).open("/dev/full").unwrap();
     let status = aristos(["run", "--steps", "0"]).stderr(full).stdout(Stdio::null()).status().unwrap();
     assert_eq!(status.code(), Some(1));
@@ -141,7 +141,7 @@ fn fill(disk: &Path) {
 }
 
 #[test]
-fn a_full_disk_leaves_what_was_there() {
+fn full_disk_keeps_the_old_files() {
     on_small_disk(|disk| {
         let plan = disk.join("plan.json");
         let cluster = aristos(["plan", "--cluster", "preset:dgx-h100:4", "--model", "qwen3-30b-a3b"]);
@@ -173,7 +173,7 @@ fn a_full_disk_leaves_what_was_there() {
 }
 
 #[test]
-fn a_file_system_that_does_not_count_its_blocks_is_written_to() {
+fn file_system_without_block_counts_is_supported() {
     let dir = tempfile::tempdir().unwrap();
     let name = CString::new(dir.path().to_str().unwrap()).unwrap();
     if rustix::mount::mount(c"ramfs", &name, c"ramfs", rustix::mount::MountFlags::empty(), None).is_err() {
@@ -189,7 +189,7 @@ fn a_file_system_that_does_not_count_its_blocks_is_written_to() {
 }
 
 #[test]
-fn no_file_that_is_read_is_written() {
+fn input_files_are_never_overwritten() {
     let files = Files::new();
     let model = files.path("model/model.safetensors");
     let input = files.path("in.safetensors");
@@ -214,12 +214,12 @@ fn no_file_that_is_read_is_written() {
     let plan_before = fs::read(files.path("plan.json")).unwrap();
     refused(files.run_to(&files.path("plan.json"), &["--plan", &path("plan.json")]), "is the plan");
     assert_eq!(fs::read(files.path("plan.json")).unwrap(), plan_before);
-    refused(plan(&["--out".into(), path("x"), "--plot".into(), path("x")]), "is --out too");
+    refused(plan(&["--out".into(), path("x"), "--draw".into(), path("x")]), "is --out too");
     // What a command reads, as its result.
     run(aristos(["workload", "--model", "mixtral-8x7b", "--tokens-per-device", "512", "--out", &path("w.json")]))
         .success();
     run(aristos(["probe", "--quick", "--pes", "2", "--out", &path("c.json")]));
-    for (flag, file) in [("--out", "w.json"), ("--plot", "c.json")] {
+    for (flag, file) in [("--out", "w.json"), ("--draw", "c.json")] {
         let args =
             ["plan", "--cluster", &path("c.json"), "--workload", &path("w.json"), flag, &path(file)].map(String::from);
         refused(run(aristos(args)), file);
@@ -230,9 +230,9 @@ fn no_file_that_is_read_is_written() {
     assert_eq!(fs::read(files.path("plan.json")).unwrap(), plan_before);
 }
 
-/// What is no file with an end: a pipe that nobody writes to, the kernel's log, a device.
+/// Files without an end: a pipe without a writer, the kernel's log, a device.
 #[test]
-fn what_has_no_end_is_not_read() {
+fn endless_files_are_errors() {
     let files = Files::new();
     let pipe = files.path("pipe");
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR, 0).unwrap();
@@ -247,7 +247,7 @@ fn what_has_no_end_is_not_read() {
             vec!["bench", "summary", "--report", file],
             vec!["plan", "--cluster", file, "--model", "mixtral-8x7b", "--tokens-per-device", "512"],
             vec!["plan", "--cluster", "preset:dgx-h100", "--workload", file],
-            vec!["rebalance", "--load", file, "--replicas", "8", "--ranks", "4"],
+            vec!["rebalance", "--load", file, "--physical-experts", "8", "--devices", "4"],
             vec!["run", "--model", "examples/tiny-moe", "--input", file],
             vec!["run", "--plan", file],
             vec!["run", "--model", &model, "--input", &input],
@@ -263,7 +263,7 @@ fn what_has_no_end_is_not_read() {
 
 /// Rows that travel as bf16 are right by bf16's rounding, and half the bytes of f32's.
 #[test]
-fn rows_on_the_wire_are_half_as_large_in_bf16() {
+fn bf16_rows_halve_the_traffic() {
     let layer = "--pes 3 --tokens 100 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --check --json";
     let sent = |flags: &str| {
         let report = run(aristos_run(&format!("{layer} {flags}"))).success().stdout;
@@ -277,9 +277,9 @@ fn rows_on_the_wire_are_half_as_large_in_bf16() {
     assert_eq!(sent("--wire bf16"), ("bf16".into(), [out / 2, back / 2, slots]));
 }
 
-/// A thread that cannot start costs time, and nothing else.
+/// A thread that cannot be started only costs time.
 #[test]
-fn threads_that_cannot_start_are_done_without() {
+fn run_continues_without_threads_that_cannot_start() {
     let plan = "plan --cluster preset:perlmutter-a100-40gb:64 --model qwen3-30b-a3b --tokens-per-device 512 --json";
     let simulate = "simulate --cluster preset:perlmutter-a100-40gb --tokens 600 --json";
     for args in
@@ -287,7 +287,7 @@ fn threads_that_cannot_start_are_done_without() {
     {
         let command = || aristos(args.split_whitespace());
         let mut without = command();
-        // No machine has so large a stack.
+        // A stack that no machine can allocate.
         without.env("RUST_MIN_STACK", (1_u64 << 60).to_string());
         let outcome = run(without).success();
         if args == plan || args == simulate {
@@ -299,9 +299,9 @@ fn threads_that_cannot_start_are_done_without() {
     }
 }
 
-/// Whatever the limit on open files, a run works or says in one line what is too low, and says it once.
+/// With any limit on open files, a run works or reports the low limit in one line, once.
 #[test]
-fn a_low_limit_on_open_files_is_one_clear_line() {
+fn low_limit_on_open_files_is_one_error() {
     let mut refused = 0;
     for limit in 5..40 {
         let mut command = Command::new("sh");
@@ -318,9 +318,9 @@ fn a_low_limit_on_open_files_is_one_clear_line() {
     assert!((3..30).contains(&refused), "{refused}");
 }
 
-/// What a model asks for and does not get is said once, by whoever reports, and not by each PE.
+/// A warning about an unsupported feature of the model is printed once, not by each PE.
 #[test]
-fn a_warning_is_said_once() {
+fn warning_is_printed_once() {
     let files = Files::new();
     // Mixtral, of the families that have such a field, by its names.
     let model = files.path("model/model.safetensors");

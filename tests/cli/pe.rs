@@ -1,4 +1,4 @@
-//! What a PE is told, and what it is not: its process sees no flag of the user's, and takes no request of another version.
+//! The request of a PE: its process gets no flag of the user, and refuses requests of another version.
 
 use std::fs::{self, File};
 use std::io::{IoSlice, Read};
@@ -17,7 +17,7 @@ use rustix::process::Signal;
 use crate::binary::{aristos, aristos_run, run, start};
 
 #[test]
-fn a_pes_command_line_has_none_of_the_users_flags() {
+fn command_line_of_a_pe_has_no_user_flags() {
     let out = tempfile::tempdir().unwrap();
     let mut command = aristos_run("--pes 2 --tokens 64 --hidden 32 --intermediate 32 --steps 100000000 --seed 5");
     command.arg("--output").arg(out.path().join("out.safetensors"));
@@ -33,7 +33,7 @@ fn a_pes_command_line_has_none_of_the_users_flags() {
 }
 
 #[test]
-fn a_pe_without_a_supervisor_is_one_line() {
+fn pe_without_a_supervisor_is_an_error() {
     run(aristos(["pe"])).refused(&["PEs that a supervisor starts"]);
     run(aristos(["pe", "--steps", "3"])).misused(&["'--steps'"]);
     assert!(!run(aristos(["--help"])).success().stdout.contains("\n  pe "), "it is shown to nobody");
@@ -74,7 +74,7 @@ fn answer_to(request: &str) -> String {
 }
 
 #[test]
-fn a_request_of_another_version_is_refused_in_one_line() {
+fn request_of_another_version_is_an_error() {
     let ours = env!("CARGO_PKG_VERSION");
     let request = |version: u32, program: &str| {
         answer_to(&format!(r#"{{"version":{version},"program":"{program}","request":{{"fly":{{"to":"the moon"}}}}}}"#))
@@ -88,7 +88,7 @@ fn a_request_of_another_version_is_refused_in_one_line() {
     assert_eq!(request(VERSION + 1, "7.0.0"), refusal(VERSION + 1, "7.0.0"));
     assert_eq!(request(VERSION - 1, ours), refusal(VERSION - 1, ours));
     assert_eq!(request(VERSION, "0.0.1"), refusal(VERSION, "0.0.1"));
-    // Of this version, and unknown all the same.
+    // An unknown request of this version.
     assert!(request(VERSION, ours).starts_with("the request cannot be read: unknown variant `fly`"));
     assert!(answer_to("run --steps 3").starts_with("the request cannot be read: "));
 }

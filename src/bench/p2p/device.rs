@@ -1,5 +1,5 @@
-//! The measurement on a device: the loops of `kernels/p2p.cu`, which make NVSHMEM's calls there, and what the host
-//! enqueues on a stream (`stream`). Times are the device's.
+//! The measurement on a device: NVSHMEM calls from the kernels of `kernels/p2p.cu`, and operations enqueued on a stream (`stream`). Times are
+//! measured by the device.
 
 use anyhow::{Result, bail, ensure};
 use bytemuck::{Pod, Zeroable};
@@ -19,7 +19,7 @@ const THREADS: u32 = 1024;
 /// Blocks of a bandwidth measurement.
 const BLOCKS: u32 = 32;
 
-/// What the kernels of `kernels/p2p.cu` take.
+/// The arguments of the kernels of `kernels/p2p.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct Arguments {
@@ -39,10 +39,10 @@ struct Arguments {
     me: u32,
 }
 
-/// A PE's part; PE 0 sends the rows, and what is left out.
+/// Runs a PE's part. PE 0 sends the rows and the reasons for missing ones.
 ///
 /// # Errors
-/// What is missing for NVSHMEM, or for what was asked for; the driver's.
+/// A missing library or an unsupported operation that was requested explicitly; an error of the driver.
 pub fn run_pe(bench: &P2pBench, gpu: &CudaGpu, context: &dyn Host) -> Result<()> {
     let limit = bench.wait_limit;
     ensure!(gpu.n_pes() == PES, "there are {} PEs, expected {PES}", gpu.n_pes());
@@ -122,17 +122,17 @@ fn times(bench: &P2pBench) -> u64 {
 struct DeviceMeasurement<'a> {
     bench: &'a P2pBench,
     largest: u64,
-    /// Where kernels leave their times.
+    /// The kernels' times.
     local: Buffer<'a>,
     streams: OnStream<'a>,
 }
 
 impl DeviceMeasurement<'_> {
-    /// A figure by one of the kernels, collective: rows to be, and their samples, microseconds; none but PE 0's count.
+    /// Measures a figure with a kernel, and returns its rows' samples, microseconds. Collective; only the samples of PE 0 count.
     fn by_kernel(&self, of: Figure, scope: Scope) -> Result<Vec<(Figure, Vec<f64>)>> {
         let DeviceMeasurement { bench, largest, local, streams: OnStream { gpu, data, limit, .. } } = self;
         let (bench, gpu, times) = (*bench, *gpu, times(self.bench));
-        // All of it in the two buffers, which outlive the launch.
+        // All addresses are in the two buffers, which outlive the launch.
         let arguments = Arguments {
             remote: data.address(),
             local: data.address() + largest,
@@ -167,7 +167,7 @@ impl DeviceMeasurement<'_> {
         local.zero(0, 2 * times + 256)?;
         if gpu.my_pe() == 0 || of.op == Op::PutSignal {
             let launch = Launch { grid, block: THREADS, shared_bytes: 0, cooperative: 1, cluster: 1 };
-            // SAFETY: the kernel takes this structure, and works within the two buffers it names.
+            // SAFETY: the kernel takes this structure, and accesses only the two buffers.
             unsafe { gpu.launch(kernel, launch, &[bytemuck::bytes_of(&arguments)])? };
         }
         gpu.barrier(*limit)?;

@@ -1,13 +1,13 @@
-//! The measurement over a transport whose calls the host makes.
+//! The measurement over transports with calls from the host.
 //!
-//! A *sample* is the mean of a batch of operations, so large that reading the clock is no more than about 2% of it; large
-//! sizes have batches of one, and fewer samples, as have slow links (`sampling.rs`). Where PEs share pages, rounds of the measurement alternate with rounds
-//! of the same done bare ([`super::raw`]), so that a machine that grows slower meanwhile does so for both.
+//! A *sample* is the mean of a batch of operations. A batch is long enough that reading the clock takes about 2% of it. Large sizes have batches of one;
+//! large sizes and slow links have fewer samples (`sampling.rs`). If the PEs share pages, rounds of the measurement alternate with rounds of bare copies and
+//! flags ([`super::raw`]), so that a change of the machine's speed affects both.
 //!
-//! - **Latency** of put, get and atomic: the call, and quiet. Of put with signal and of send: a ping-pong.
-//! - **Bandwidth**: a batch of calls to the same place, then quiet. Nobody reads the bytes.
-//! - **Consume**: a stream of put with signal, or of sends, through a ring of 2 MiB, or of two slots where that is more. The receiver
-//!   adds up every byte, compares the sum with what must have come, and gives the slot back; its clock counts, from when all of the warm-up has been read.
+//! - **Latency** of put, get and atomic: the call and quiet. Of put with signal and send: a ping-pong.
+//! - **Bandwidth**: a batch of calls to the same address, then quiet. The bytes are not read.
+//! - **Consume**: a stream of put with signal, or of sends, through a ring of 2 MiB or two slots, whichever is larger. The receiver sums every byte,
+//!   checks the sum, and returns the slot. Its clock is used, starting when all warm-up messages have been read.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -24,25 +24,25 @@ use crate::job::host::{Host, PePart, TwoSided};
 use crate::report::median;
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
-/// Most bytes in flight, unless two messages are more.
+/// Maximum bytes in flight, unless two messages are larger.
 const RING_BYTES: usize = 2 << 20;
-/// Most messages in flight.
-const SLOTS_MAX: usize = 64;
+/// Maximum messages in flight.
+const MAX_SLOTS: usize = 64;
 /// Words from one signal to the next, so that no two share a cache line.
 const STRIDE: usize = 8;
-/// Signals: of ping-pongs, of slots given back, of a target of atomics; then one for each slot. The bare turns use the same ones: a word's
-/// place decides how far it is from either core.
+/// Signals: of ping-pongs, of returned slots, a target of atomics, then one for each slot. The bare rounds use the same words, because a word's address
+/// determines its distance from either core.
 const PING: usize = 0;
 const CREDIT: usize = 1;
 const ATOMIC: usize = 2;
 const SLOT: usize = 3;
-/// Not a signal, but two words: the pair's [`LinkSpeed`].
-const LINK: usize = SLOT + SLOTS_MAX;
+/// Two words that are not signals: the pair's [`LinkSpeed`].
+const LINK: usize = SLOT + MAX_SLOTS;
 const SIGNALS: usize = LINK + 1;
-/// Round trips of the probe, and how many of them are one sample.
+/// Samples of the probe, and round trips per sample.
 const PROBE: (usize, usize) = (9, 16);
 
-/// What the phases of the job are called: measuring each operation.
+/// The names of the job's phases, one for each operation.
 pub const PHASE_NAMES: [&str; 8] = [
     "start-up",
     "measuring memcpy",
@@ -62,7 +62,7 @@ fn phase(op: Op) -> u32 {
 struct P2pMemory {
     /// Where data arrives.
     ring: Sym<u8>,
-    /// Where non-blocking puts are from.
+    /// The source of non-blocking puts.
     source: Sym<u8>,
     /// Signals, [`STRIDE`] words apart.
     signals: Sym<u64>,
@@ -78,9 +78,9 @@ fn largest(bench: &P2pBench) -> usize {
     bench.sizes.iter().copied().max().unwrap_or(0).max(size_of::<u64>()).next_multiple_of(64)
 }
 
-/// A PE's part: measures every pair in turn, and sends a [`PeRows`].
+/// A PE's part: measures one pair after the other, and sends a [`PeRows`].
 pub struct OnHost<'b> {
-    /// What to measure.
+    /// The request.
     pub bench: &'b P2pBench,
 }
 
@@ -94,7 +94,7 @@ impl PePart for OnHost<'_> {
     }
 
     /// # Errors
-    /// A PE that does not answer in time, bytes that arrived damaged, or the host's.
+    /// A PE that does not answer in time, wrong bytes, or an error of the host.
     fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
         measure(self.bench, shmem, host)
     }
@@ -114,7 +114,7 @@ fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) ->
     let figures = figures(bench);
     let total = (figures.len() * bench.pairs.len()) as u64;
     for &pair in &bench.pairs {
-        // A pair counts from 0, whatever other pairs have counted on these signals; all have met since then.
+        // Each pair starts with signals at 0. The barrier after the last figure separates it from the pair before.
         shmem.put(memory.signals, &vec![0; memory.signals.len()], me);
         meet(shmem, limit)?;
         let mut part = pair.iter().position(|&pe| pe == me).map(|place| {
@@ -158,12 +158,12 @@ fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) ->
             host.status().set_phase(phase(op));
             host.status().set_progress(figure as u64, total);
             if let Some(part) = &mut part {
-                let seat = CpuSpan::take();
+                let span = CpuSpan::start_here();
                 let plan = HostSampling::new(bench, speed, measure, op, bytes);
                 let rows = part.figure(plan, op, measure, bytes)?;
-                let seat = seat.leave();
+                let span = span.end_here();
                 let flag_us = part.flag_us()?;
-                results.seats.push((figure, part.first, seat));
+                results.cpu_spans.push((figure, part.first, span));
                 if part.first
                     && let Some(us) = memcpy_us.get(&bytes)
                 {
@@ -180,15 +180,15 @@ fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) ->
     Ok(())
 }
 
-/// Where all PEs meet.
+/// A barrier of all PEs.
 ///
 /// # Errors
-/// A PE that does not come within `limit`.
+/// A PE that does not arrive within `limit`.
 pub fn meet<T: Transport>(shmem: &Shmem<T>, limit: Duration) -> Result<()> {
     shmem.barrier_all(Instant::now() + limit).map_err(|timeout| anyhow!("barrier with PE {}: {timeout}", timeout.index))
 }
 
-/// Everything that is measured of a pair, in order. Latency and issue of a non-blocking put are of one measurement.
+/// The figures of a pair in order. One measurement gives both latency and issue of a non-blocking put.
 fn figures(bench: &P2pBench) -> Vec<(Op, Measure, usize)> {
     let mut figures = Vec::new();
     for &op in &bench.ops {
@@ -211,17 +211,17 @@ struct PairMember<'s, T: Transport> {
     memory: &'s P2pMemory,
     pair: [usize; 2],
     peer: usize,
-    /// Whether this PE begins.
+    /// Whether this PE is the initiator.
     first: bool,
-    /// This PE's pages and the peer's, where both are within reach.
+    /// This PE's pages and the peer's, if both are mapped.
     raw: Option<(Pages<'s>, Pages<'s>)>,
     source: Vec<u64>,
-    /// The signals' values, by their place: they only grow, so that none is reset. Both PEs count alike.
+    /// The values of the signals by index. They only grow, so that no signal is reset; both PEs have the same counts.
     count: HashMap<usize, u64>,
     limit: Duration,
 }
 
-/// Which code path a round takes.
+/// The code path of a round.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CodePath {
     Library,
@@ -233,14 +233,14 @@ fn us(start: Instant, operations: usize) -> f64 {
 }
 
 impl<T: Transport> PairMember<'_, T> {
-    /// Measures one figure; the PE whose clock counts returns its rows.
+    /// Measures one figure. Its rows are returned on the PE whose clock is used.
     fn figure(&mut self, plan: HostSampling, op: Op, measure: Measure, bytes: usize) -> Result<Vec<Row>> {
         let of = Figure { pair: self.pair, measure, op, scope: None, bytes, batch: plan.batch };
         let counts_here = (measure == Measure::Consume) != self.first;
         if op == Op::PutNbi {
             return Ok(self.put_nbi(plan, of));
         }
-        // The bare rounds belong to the put with signal, of whose two parts they consist.
+        // The bare rounds consist of a copy and a flag, the two parts of a put with signal.
         let has_raw = op == Op::PutSignal && self.raw.is_some();
         let (mut samples, mut raw) = (Vec::new(), Vec::new());
         let part = HostSampling { samples: plan.samples / ROUNDS, ..plan };
@@ -263,10 +263,10 @@ impl<T: Transport> PairMember<'_, T> {
             return Ok(Vec::new());
         }
         let row = of.row(&samples);
-        Ok(vec![if has_raw { row.beside_raw(of, &raw) } else { row }])
+        Ok(vec![if has_raw { row.with_raw(of, &raw) } else { row }])
     }
 
-    /// Of the waits of a round.
+    /// The deadline of the waits of a round.
     fn deadline(&self, plan: HostSampling) -> Instant {
         Instant::now() + self.limit + plan.round
     }
@@ -275,18 +275,18 @@ impl<T: Transport> PairMember<'_, T> {
         &bytemuck::cast_slice(&self.source)[..bytes]
     }
 
-    /// The signal at a place.
+    /// The signal with this index.
     fn signal(&self, place: usize) -> Sym<u64> {
         self.memory.signals.at(place * STRIDE)
     }
 
-    /// Waits until this PE's signal at a place is at least `value`.
+    /// Waits until this PE's signal `place` is at least `value`.
     fn wait(&self, place: usize, value: u64, deadline: Instant) -> Result<()> {
         let wait = Wait { signal: self.signal(place), cmp: Cmp::Ge, value };
         self.shmem.wait_until(wait, deadline).map(drop).with_context(|| format!("PE {}", self.peer))
     }
 
-    /// Samples of an operation of this PE alone.
+    /// Samples of an operation that the peer takes no part in.
     fn sample(&self, plan: HostSampling, mut batch: impl FnMut(usize)) -> Vec<f64> {
         let mut samples = Vec::with_capacity(plan.samples);
         for i in 0..plan.warmup + plan.samples {
@@ -299,7 +299,7 @@ impl<T: Transport> PairMember<'_, T> {
         samples
     }
 
-    /// The median time of a memcpy by this PE, from its private memory to its heap, both as warm as they get.
+    /// The median time of a memcpy from this PE's private memory to its heap, both cached if they fit.
     fn memcpy(&self, plan: HostSampling, bytes: usize) -> f64 {
         let src = self.bytes(bytes);
         let Some((mine, _)) = &self.raw else {
@@ -318,7 +318,7 @@ impl<T: Transport> PairMember<'_, T> {
         }))
     }
 
-    /// Put, get and atomic: calls that the peer takes no part in.
+    /// Put, get and atomic.
     fn calls(&self, plan: HostSampling, op: Op, measure: Measure, bytes: usize) -> Vec<f64> {
         if !self.first {
             return Vec::new();
@@ -342,14 +342,14 @@ impl<T: Transport> PairMember<'_, T> {
         })
     }
 
-    /// Until the call has returned, and until quiet has.
+    /// A non-blocking put until the call returns, and until quiet returns.
     fn put_nbi(&self, plan: HostSampling, of: Figure) -> Vec<Row> {
         if !self.first {
             return Vec::new();
         }
         let (shmem, peer) = (self.shmem, self.peer);
         let source = self.memory.source.slice(0..of.bytes);
-        // The call alone needs a clock between the two, so it is measured apart: a batch of calls, and quiet after the clock.
+        // The call alone is measured separately: a batch of calls, the clock, then quiet.
         let complete = self.sample(plan, |n| {
             for _ in 0..n {
                 shmem.put_nbi(self.memory.ring, source, peer);
@@ -371,7 +371,7 @@ impl<T: Transport> PairMember<'_, T> {
         vec![of.row(&complete), Figure { measure: Measure::Issue, ..of }.row(&issue)]
     }
 
-    /// Samples of round trips, at the PE that begins.
+    /// Samples of round trips, valid on the initiator.
     fn rounds(
         &self,
         plan: HostSampling,
@@ -397,7 +397,7 @@ impl<T: Transport> PairMember<'_, T> {
         Ok(samples)
     }
 
-    /// Put with signal there and back.
+    /// Put with signal, and one back.
     fn ping_pong(&mut self, plan: HostSampling, bytes: usize, path: CodePath) -> Result<Vec<f64>> {
         let place = PING;
         let base = self.counted(place, ((plan.warmup + plan.samples) * plan.batch) as u64);
@@ -434,24 +434,23 @@ impl<T: Transport> PairMember<'_, T> {
         )
     }
 
-    /// A signal's value, which is to grow by `by`.
+    /// The value of a signal before it grows by `by`.
     fn counted(&mut self, place: usize, by: u64) -> u64 {
         let count = self.count.entry(place).or_default();
         *count += by;
         *count - by
     }
 
-    /// A stream of messages that the receiver reads; samples at the receiver.
+    /// A stream of messages that the receiver reads. The samples are the receiver's.
     fn stream(&mut self, plan: HostSampling, bytes: usize, path: CodePath) -> Result<Vec<f64>> {
         // No two slots share a cache line.
         let pitch = bytes.max(1).next_multiple_of(64);
-        let slots = (self.memory.ring.len() / pitch).clamp(1, SLOTS_MAX);
+        let slots = (self.memory.ring.len() / pitch).clamp(1, MAX_SLOTS);
         let messages = ((plan.warmup + plan.samples) * plan.batch) as u64;
-        // The ring is empty when counting begins: a link that delivers in bunches had filled it, and its rate would seem higher.
+        // The measurement starts with an empty ring: messages that were delivered before would increase the rate.
         let counted_from = (plan.warmup * plan.batch) as u64;
         let deadline = self.deadline(plan);
-        // Every slot's signal counts all messages of both paths, whatever their slot: so slots may differ in size from figure to
-        // figure.
+        // A slot's signal has the number of the message, counted over all slots and both paths, so that figures may differ in slot size.
         let first = self.counted(SLOT, messages);
         let credit = self.counted(CREDIT, messages);
         let slot_of = |m: u64| (m % slots as u64) as usize;
@@ -486,7 +485,7 @@ impl<T: Transport> PairMember<'_, T> {
                 }
             }
             self.source[0] = self.source[0].wrapping_sub(messages);
-            // Nothing is written before the last is read.
+            // The next figure may overwrite the ring only after the last message was read.
             match raw {
                 Some((mine, _)) => {
                     raw::spin_until(mine.flag(CREDIT * STRIDE), credit + messages, self.peer, deadline)?;
@@ -548,7 +547,7 @@ impl<T: Transport> PairMember<'_, T> {
         self.two_sided.context("`op` send-recv: the transport has no matched messages")
     }
 
-    /// Send and receive there and back.
+    /// Send and receive, and the same back.
     fn send_recv(&self, plan: HostSampling, bytes: usize) -> Result<Vec<f64>> {
         let (messages, deadline) = (self.messages()?, self.deadline(plan));
         let mut received = vec![0; bytes];
@@ -561,7 +560,7 @@ impl<T: Transport> PairMember<'_, T> {
         Ok(samples)
     }
 
-    /// A stream of sends whose bytes are read, with an answer before those that count and one at the end; samples at the receiver.
+    /// A stream of sends whose bytes are read, with an answer after the warm-up and one at the end. The samples are the receiver's.
     fn send_stream(&self, plan: HostSampling, bytes: usize) -> Result<Vec<f64>> {
         let (messages, deadline) = (self.messages()?, self.deadline(plan));
         let mut received = vec![0; bytes];
@@ -592,7 +591,7 @@ impl<T: Transport> PairMember<'_, T> {
         Ok(samples)
     }
 
-    /// One way of a bare flag, microseconds: the distance between the two CPUs now.
+    /// One-way latency of a bare flag, microseconds: the current distance between the two CPUs.
     fn flag_us(&mut self) -> Result<Option<f64>> {
         if self.raw.is_none() {
             return Ok(None);
@@ -629,7 +628,7 @@ mod tests {
         }
     }
 
-    /// Both PEs' rows of every figure, with or without pages that both reach; `source_of_1` may change what PE 1 takes for sent.
+    /// Both PEs' rows of every figure, with or without mapped pages. `source_of_1` may change the bytes that PE 1 expects.
     fn measure(pages: bool, source_of_1: impl Fn(&mut Vec<u64>) + Sync) -> [Result<Vec<Row>>; 2] {
         let bench = bench();
         let bytes = OnHost { bench: &bench }.heap_bytes::<ShmTransport>().unwrap();
@@ -684,7 +683,7 @@ mod tests {
     }
 
     #[test]
-    fn every_figure_is_measured_by_the_pe_whose_clock_counts() {
+    fn rows_come_from_the_pe_whose_clock_is_used() {
         for pages in [true, false] {
             let [first, second] = measure(pages, |_| {}).map(Result::unwrap);
             assert!(second.iter().all(|row| row.measure == Measure::Consume));
@@ -701,7 +700,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_are_not_those_sent_are_noticed() {
+    fn wrong_bytes_are_an_error() {
         // The receiver expects other bytes than are sent: in the last word of the largest size only.
         let [_, second] = measure(true, |source| source[511] ^= 1 << 40);
         let error = second.unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! A PE's part: the measurement on the host or on the device, by what the request asks for.
+//! A PE's part: the measurement on the host or on the device.
 
 use anyhow::Result;
 #[cfg(not(feature = "cuda"))]
@@ -11,7 +11,7 @@ use crate::job::host::MemoryHost;
 /// Measures, and sends a [`PeRows`](super::report::PeRows).
 ///
 /// # Errors
-/// A PE that does not answer in time, bytes that arrived damaged, what is missing for NVSHMEM, or the host's.
+/// A PE that does not answer in time, wrong bytes, a missing NVSHMEM, or an error of the host.
 pub fn run(bench: &P2pBench, host: &mut impl MemoryHost) -> Result<()> {
     if bench.on_device {
         #[cfg(feature = "cuda")]

@@ -1,6 +1,6 @@
-//! What two PEs that share pages can do without any library: plain copies and flags. The others' figures are compared with these.
+//! The baseline of two PEs that share pages: plain copies and flags without a library.
 //!
-//! A flag is spun on without PAUSE, and the CPU is yielded only after some microseconds: on two CPUs nothing is faster.
+//! The wait for a flag spins without PAUSE, and yields the CPU only after some microseconds: the fastest method on two CPUs.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,12 +11,11 @@ use anyhow::{Result, ensure};
 use crate::shmem::{Shmem, Sym, Transport};
 
 /// Polls of a flag before the CPU is yielded and the clock is read.
-const LOOKS: u32 = 1 << 13;
+const POLLS_PER_YIELD: u32 = 1 << 13;
 
-/// A range of bytes of a symmetric heap that this process has mapped, and flags beside it.
+/// A mapped range of bytes of a symmetric heap, and flags.
 ///
-/// It lives no longer than the [`Shmem`] that it is from. Who writes the bytes when, is for the benchmark's protocol to
-/// say, whose flags order the copies, as [`crate::shmem`] asks of every program.
+/// The lifetime is that of the [`Shmem`]. The flags order the copies, as [`crate::shmem`] requires of every program.
 #[derive(Clone, Copy)]
 pub struct Pages<'s> {
     bytes: NonNull<u8>,
@@ -27,7 +26,7 @@ pub struct Pages<'s> {
 }
 
 impl<'s> Pages<'s> {
-    /// Those of `bytes` and `flags` on `pe`; `None` where this PE cannot reach them by loads and stores.
+    /// The pages of `bytes` and `flags` on `pe`; `None` if this PE has not mapped them.
     pub fn of<T: Transport>(shmem: &'s Shmem<T>, bytes: Sym<u8>, flags: Sym<u64>, pe: usize) -> Option<Pages<'s>> {
         Some(Pages {
             bytes: shmem.ptr(bytes, pe)?,
@@ -38,26 +37,25 @@ impl<'s> Pages<'s> {
         })
     }
 
-    /// The flag at a place; panics where there is none.
+    /// The flag with this index. Panics if the index is out of range.
     pub fn flag(&self, index: usize) -> &'s AtomicU64 {
         assert!(index < self.n_flags, "flag {index} of {}", self.n_flags);
-        // SAFETY: one of the words of a symmetric object, which lives as long as 's, aligned as a u64 and accessed by atomics
-        // only.
+        // SAFETY: a word of a symmetric object, which lives as long as 's, is aligned as a u64 and accessed by atomics only.
         unsafe { self.flags.add(index).as_ref() }
     }
 
-    /// Copies to an offset.
+    /// Copies `src` to an offset.
     pub fn copy_in(&self, offset: usize, src: &[u8]) {
         assert!(offset + src.len() <= self.len, "{} bytes at {offset} of {}", src.len(), self.len);
-        // SAFETY: within the object, by the check; nobody else accesses these bytes before the flag that follows says so.
+        // SAFETY: within the object, by the check; the peer accesses these bytes only after the flag that follows.
         unsafe { self.bytes.add(offset).copy_from_nonoverlapping(NonNull::from(src).cast(), src.len()) }
     }
 
     /// The sum of all bytes of a range, as little-endian words, wrapping.
     pub fn sum(&self, offset: usize, len: usize) -> u64 {
         assert!(offset + len <= self.len, "{len} bytes at {offset} of {}", self.len);
-        // SAFETY: within the object, by the check; whoever wrote them has set a flag since, which was waited for, and writes
-        // nothing here before it is told that they are read.
+        // SAFETY: within the object, by the check; the writer has set the flag that was waited for, and writes again only after the
+        // acknowledgement.
         sum(unsafe { std::slice::from_raw_parts(self.bytes.add(offset).as_ptr(), len) })
     }
 }
@@ -67,7 +65,7 @@ pub fn sum(bytes: &[u8]) -> u64 {
     let (words, rest) = bytes.as_chunks::<8>();
     let mut last = [0; 8];
     last[..rest.len()].copy_from_slice(rest);
-    // Four sums side by side: one alone waits for each addition.
+    // Four independent sums: a single one would be limited by the latency of an addition.
     let (fours, few) = words.as_chunks::<4>();
     let mut sums = [0u64; 4];
     for four in fours {
@@ -82,10 +80,10 @@ pub fn sum(bytes: &[u8]) -> u64 {
 /// Spins until the flag is at least `value`.
 ///
 /// # Errors
-/// When `deadline` passes first.
+/// If `deadline` passes first.
 pub fn spin_until(flag: &AtomicU64, value: u64, peer: usize, deadline: Instant) -> Result<()> {
     loop {
-        for _ in 0..LOOKS {
+        for _ in 0..POLLS_PER_YIELD {
             if flag.load(Ordering::Acquire) >= value {
                 return Ok(());
             }
@@ -104,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_counts() {
+    fn sum_depends_on_every_byte() {
         for len in [0, 1, 7, 8, 9, 31, 32, 33, 100, 4096] {
             let mut bytes = vec![0u8; len];
             assert_eq!(sum(&bytes), 0);
@@ -117,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flag_that_is_not_set_is_given_up() {
+    fn wait_for_a_flag_ends_at_the_deadline() {
         let flag = AtomicU64::new(3);
         let soon = || Instant::now() + std::time::Duration::from_millis(5);
         spin_until(&flag, 3, 1, soon()).unwrap();

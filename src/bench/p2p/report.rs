@@ -1,4 +1,4 @@
-//! The rows of all PEs as one report: a table, CSV, JSON, and the plots.
+//! The report of all PEs' rows: a table, CSV, JSON, and plots.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -10,23 +10,24 @@ use serde::{Deserialize, Serialize};
 use super::{Measure, Op, Row};
 use crate::bench::cpus::{CpuPair, CpuSpan, cpu_model};
 use crate::plot::{self, Axis, Plot, Scale, Series, Style};
-use crate::report::table::{plain, right_aligned};
+use crate::report::Report;
+use crate::report::text::{TextTable, count, or_blank};
 
-/// What one PE measured, by figure: PEs count the figures alike.
+/// The measurements of one PE, by the number of the figure, which is the same on all PEs.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PeRows {
-    /// Its rows.
+    /// The rows.
     pub rows: Vec<(usize, Row)>,
-    /// Whether it was the one that began, and where it was.
-    pub seats: Vec<(usize, bool, CpuSpan)>,
+    /// Whether the PE was the initiator, and its CPUs.
+    pub cpu_spans: Vec<(usize, bool, CpuSpan)>,
     /// The time of a memcpy of the figure's size, microseconds.
     pub memcpy_us: Vec<(usize, f64)>,
-    /// What cannot be measured here, and why: a line each.
+    /// The reasons for missing figures, a line each.
     pub left_out: Vec<String>,
 }
 
 impl PeRows {
-    /// Rows that need nothing from another PE.
+    /// Rows in the order of figures, without data of another PE.
     pub fn numbered(rows: Vec<Row>) -> PeRows {
         PeRows { rows: rows.into_iter().enumerate().collect(), ..PeRows::default() }
     }
@@ -35,31 +36,94 @@ impl PeRows {
 /// The result of `aristos bench p2p`; `docs/measurements/README.md` describes its keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct P2pReport {
-    /// What the PEs talked over: "shm", "mpi" or "nvshmem".
+    /// The transport: "shm", "mpi" or "nvshmem".
     pub transport: String,
-    /// The CPU's name, as the kernel gives it.
+    /// The name of the CPU according to the kernel.
     pub cpu_model: String,
     /// Number of PEs.
     pub pes: usize,
-    /// The figures.
+    /// The rows.
     pub rows: Vec<Row>,
 }
 
+impl Report for P2pReport {
+    fn render_table(&self) -> String {
+        let mut text = format!("{}; transport {}\n", self.cpu_model, self.transport);
+        let (pairs, scopes) = (self.pairs().len() > 1, self.rows.iter().any(|r| r.scope.is_some()));
+        let mut header = vec!["", ""];
+        header.extend(pairs.then_some("PEs").into_iter().chain(scopes.then_some("")));
+        let labels = header.len();
+        header.extend(["bytes", "p50 us", "p99", "min", "round trip", "GB/s", "10^6/s", "% memcpy", "raw us", "/ raw"]);
+        header.extend(["flag us", "CPUs"]);
+        let mut table = TextTable::new(labels, header);
+        for r in &self.rows {
+            let mut cells = vec![r.measure.name().to_string(), r.op.name().to_string()];
+            cells.extend(pairs.then(|| format!("{},{}", r.pair[0], r.pair[1])));
+            cells.extend(scopes.then(|| r.scope.map_or("", |scope| scope.name()).to_string()));
+            cells.extend([
+                r.bytes.to_string(),
+                us(r.p50_us),
+                us(r.p99_us),
+                us(r.min_us),
+                r.round_trip_us.map_or_else(String::new, us),
+                format!("{:.3}", r.gb_per_s),
+                format!("{:.3}", r.messages_per_s * 1e-6),
+                or_blank(r.memcpy_percent, 0),
+                r.raw_us.map_or_else(String::new, us),
+                or_blank(r.raw_ratio, 3),
+                r.flag_us.map_or_else(String::new, us),
+                r.placement.map_or_else(String::new, |p| p.render()),
+            ]);
+            table.row(cells);
+        }
+        text += &table.render();
+        if self.rows.iter().any(|r| r.measure == Measure::Latency && r.round_trip_us.is_some()) {
+            text += "Times are of one operation; of ping-pongs one way, half the round trip.\n";
+        }
+        let shared = self.rows.iter().filter(|r| r.placement.is_some_and(|p| p.shared_cpu)).count();
+        if shared > 0 {
+            let of = count(shared as u64, "figure");
+            let _ = writeln!(text, "The PEs shared a CPU in {of}: these measure the scheduler.");
+        }
+        text
+    }
+
+    /// Plots of latency, bandwidth and non-blocking put, if they were measured. Each of several pairs has its own plots, with the PEs' numbers in
+    /// their names.
+    fn plot(&self, folder: &Path) -> Result<Vec<PathBuf>> {
+        let pairs = self.pairs();
+        let mut files = Vec::new();
+        for &pair in &pairs {
+            let suffix = if pairs.len() > 1 { format!("-{}-{}", pair[0], pair[1]) } else { String::new() };
+            for (stem, plot) in [
+                ("latency", self.latency_plot(pair)),
+                ("bandwidth", self.bandwidth_plot(pair)),
+                ("put-nbi", self.put_nbi_plot(pair)),
+            ] {
+                if plot.series.iter().any(|series| !series.points.is_empty()) {
+                    files.extend(plot::save(folder, &format!("{stem}{suffix}"), &plot.svg()?)?);
+                }
+            }
+        }
+        Ok(files)
+    }
+}
+
 impl P2pReport {
-    /// One report of all PEs'.
+    /// Merges the PEs' rows.
     pub fn merge(transport: &str, parts: &[PeRows]) -> P2pReport {
         let mut rows: Vec<(usize, Row)> = parts.iter().flat_map(|part| part.rows.iter().cloned()).collect();
         rows.sort_by_key(|(figure, _)| *figure);
-        let seats = parts.iter().flat_map(|part| &part.seats);
-        let seats: BTreeMap<(usize, bool), CpuSpan> =
-            seats.map(|&(figure, first, seat)| ((figure, first), seat)).collect();
+        let cpu_spans = parts.iter().flat_map(|part| &part.cpu_spans);
+        let cpu_spans: BTreeMap<(usize, bool), CpuSpan> =
+            cpu_spans.map(|&(figure, first, span)| ((figure, first), span)).collect();
         let memcpy_us: BTreeMap<usize, f64> = parts.iter().flat_map(|part| part.memcpy_us.iter().copied()).collect();
         let complete = |(figure, row): (usize, Row)| {
-            let both = seats.get(&(figure, true)).zip(seats.get(&(figure, false)));
+            let both = cpu_spans.get(&(figure, true)).zip(cpu_spans.get(&(figure, false)));
             let row = Row { placement: both.map(|(a, b)| CpuPair::of([*a, *b])), ..row };
-            // Operations that move no data like a copy are not compared with one.
+            // Only operations that move data are compared with a copy.
             match memcpy_us.get(&figure) {
-                Some(&us) if row.op != Op::Atomic && row.measure != Measure::Issue => row.beside_memcpy(us),
+                Some(&us) if row.op != Op::Atomic && row.measure != Measure::Issue => row.with_memcpy(us),
                 _ => row,
             }
         };
@@ -71,12 +135,7 @@ impl P2pReport {
         }
     }
 
-    /// The report as JSON, indented.
-    pub fn to_json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("no map has keys other than strings")
-    }
-
-    /// One line per row, with a heading.
+    /// A line for each row, after a header.
     pub fn to_csv(&self) -> String {
         let mut csv = String::from(
             "pe_a,pe_b,measure,op,scope,bytes,iterations,batch,p50_us,p99_us,min_us,mean_us,round_trip_us,gb_per_s,\
@@ -84,7 +143,6 @@ impl P2pReport {
              allowed_cpus,shared_cpu,nearness\n",
         );
         for r in &self.rows {
-            let or_nothing = |value: Option<f64>| value.map_or_else(String::new, |v| format!("{v:.4}"));
             let _ = write!(
                 csv,
                 "{},{},{},{},{},{},{},{},{:.4},{:.4},{:.4},{:.4},{},{:.4},{:.0},{},{},{},{},{},",
@@ -100,18 +158,18 @@ impl P2pReport {
                 r.p99_us,
                 r.min_us,
                 r.mean_us,
-                or_nothing(r.round_trip_us),
+                or_blank(r.round_trip_us, 4),
                 r.gb_per_s,
                 r.messages_per_s,
-                or_nothing(r.memcpy_us),
-                or_nothing(r.memcpy_percent),
-                or_nothing(r.raw_us),
-                or_nothing(r.raw_ratio),
-                or_nothing(r.flag_us),
+                or_blank(r.memcpy_us, 4),
+                or_blank(r.memcpy_percent, 4),
+                or_blank(r.raw_us, 4),
+                or_blank(r.raw_ratio, 4),
+                or_blank(r.flag_us, 4),
             );
             let _ = match &r.placement {
                 Some(p) => {
-                    let [a, b] = p.seats;
+                    let [a, b] = p.cpu_spans;
                     writeln!(
                         csv,
                         "{},{},{},{},{},{},{}",
@@ -130,79 +188,11 @@ impl P2pReport {
         csv
     }
 
-    /// A table, ending with a newline.
-    pub fn render_table(&self) -> String {
-        let mut text = format!("{}; transport {}\n", self.cpu_model, self.transport);
-        let mut table = plain();
-        let (pairs, scopes) = (self.pairs().len() > 1, self.rows.iter().any(|r| r.scope.is_some()));
-        let mut header = vec!["", ""];
-        header.extend(pairs.then_some("PEs").into_iter().chain(scopes.then_some("")));
-        let labels = header.len();
-        header.extend(["bytes", "p50 us", "p99", "min", "round trip", "GB/s", "10^6/s", "% memcpy", "raw us", "/ raw"]);
-        header.extend(["flag us", "CPUs"]);
-        table.set_header(header);
-        for r in &self.rows {
-            let or_nothing =
-                |value: Option<f64>, digits: usize| value.map_or_else(String::new, |v| format!("{v:.digits$}"));
-            let mut cells = vec![r.measure.name().to_string(), r.op.name().to_string()];
-            cells.extend(pairs.then(|| format!("{},{}", r.pair[0], r.pair[1])));
-            cells.extend(scopes.then(|| r.scope.map_or("", |scope| scope.name()).to_string()));
-            cells.extend([
-                r.bytes.to_string(),
-                us(r.p50_us),
-                us(r.p99_us),
-                us(r.min_us),
-                r.round_trip_us.map_or_else(String::new, us),
-                format!("{:.3}", r.gb_per_s),
-                format!("{:.3}", r.messages_per_s * 1e-6),
-                or_nothing(r.memcpy_percent, 0),
-                r.raw_us.map_or_else(String::new, us),
-                or_nothing(r.raw_ratio, 3),
-                r.flag_us.map_or_else(String::new, us),
-                r.placement.map_or_else(String::new, |p| p.render()),
-            ]);
-            table.add_row(cells);
-        }
-        let _ = writeln!(text, "{}", right_aligned(table, labels));
-        if self.rows.iter().any(|r| r.measure == Measure::Latency && r.round_trip_us.is_some()) {
-            text += "Times are of one operation; of ping-pongs one way, half the round trip.\n";
-        }
-        let shared = self.rows.iter().filter(|r| r.placement.is_some_and(|p| p.shared_cpu)).count();
-        if shared > 0 {
-            let of = crate::report::table::count(shared as u64, "figure");
-            let _ = writeln!(text, "The PEs shared a CPU in {of}: these measure the scheduler.");
-        }
-        text
-    }
-
     fn pairs(&self) -> Vec<[usize; 2]> {
         let mut pairs: Vec<[usize; 2]> = self.rows.iter().map(|r| r.pair).collect();
         pairs.sort_unstable();
         pairs.dedup();
         pairs
-    }
-
-    /// Writes the plots of latency, bandwidth and non-blocking put, as far as they were measured, in the formats of
-    /// [`plot::save`]; returns the files. Where there are several pairs, each has its own, with the PEs' numbers in the name.
-    ///
-    /// # Errors
-    /// Where a file cannot be written.
-    pub fn plot(&self, folder: &Path) -> Result<Vec<PathBuf>> {
-        let pairs = self.pairs();
-        let mut files = Vec::new();
-        for &pair in &pairs {
-            let suffix = if pairs.len() > 1 { format!("-{}-{}", pair[0], pair[1]) } else { String::new() };
-            for (stem, plot) in [
-                ("latency", self.latency_plot(pair)),
-                ("bandwidth", self.bandwidth_plot(pair)),
-                ("put-nbi", self.put_nbi_plot(pair)),
-            ] {
-                if plot.series.iter().any(|series| !series.points.is_empty()) {
-                    files.extend(plot::save(folder, &format!("{stem}{suffix}"), &plot.svg()?)?);
-                }
-            }
-        }
-        Ok(files)
     }
 
     fn subtitle(&self, pair: [usize; 2]) -> String {
@@ -217,7 +207,7 @@ impl P2pReport {
         format!("{}, {}, PEs {} and {}{near}", self.cpu_model, self.transport, pair[0], pair[1])
     }
 
-    /// The series of one measure and operation, one for each scope: what `value` gives by size.
+    /// The series of one quantity and operation, one for each scope: `value` over the size.
     fn series(&self, pair: [usize; 2], of: (Measure, Op), name: &str, value: fn(&Row) -> Option<f64>) -> Vec<Series> {
         let rows: Vec<&Row> =
             self.rows.iter().filter(|r| (r.pair, (r.measure, r.op)) == (pair, of) && r.op != Op::Atomic).collect();
@@ -302,7 +292,7 @@ fn dashed(series: Vec<Series>) -> impl Iterator<Item = Series> {
     series.into_iter().map(|series| Series { style: Style::Dashed, ..series })
 }
 
-/// Microseconds with as many digits as the clock's precision is worth.
+/// Microseconds with the digits that the clock can resolve.
 fn us(value: f64) -> String {
     if value < 10.0 { format!("{value:.3}") } else { format!("{value:.1}") }
 }
@@ -319,18 +309,18 @@ mod tests {
         let first = PeRows {
             rows: vec![
                 (0, of(Measure::Latency, Op::Put, 4096).row(&[0.5, 0.25, 1.0])),
-                (1, latency.row(&[0.4, 0.6, 0.5]).beside_raw(latency, &[0.4])),
+                (1, latency.row(&[0.4, 0.6, 0.5]).with_raw(latency, &[0.4])),
                 (3, of(Measure::Latency, Op::Atomic, 8).row(&[0.1])),
                 (4, of(Measure::Issue, Op::PutNbi, 4096).row(&[0.1])),
             ],
-            seats: (0..5).map(|figure| (figure, true, CpuSpan { start: 0, end: 0, allowed: 1 })).collect(),
+            cpu_spans: (0..5).map(|figure| (figure, true, CpuSpan { start: 0, end: 0, allowed: 1 })).collect(),
             memcpy_us: (0..5).map(|figure| (figure, 0.125)).collect(),
             left_out: Vec::new(),
         };
-        let seat = |figure: usize| CpuSpan { start: 1, end: usize::from(figure != 4), allowed: 1 };
+        let span = |figure: usize| CpuSpan { start: 1, end: usize::from(figure != 4), allowed: 1 };
         let second = PeRows {
             rows: vec![(2, of(Measure::Consume, Op::PutSignal, 4096).row(&[0.25]))],
-            seats: (0..5).map(|figure| (figure, false, seat(figure))).collect(),
+            cpu_spans: (0..5).map(|figure| (figure, false, span(figure))).collect(),
             memcpy_us: Vec::new(),
             left_out: Vec::new(),
         };
@@ -338,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn both_pes_rows_come_in_order_and_with_both_places() {
+    fn rows_of_both_pes_are_merged_in_order_with_both_cpus() {
         let report = example();
         let kinds: Vec<_> = report.rows.iter().map(|r| (r.measure.name(), r.op.name())).collect();
         let want = [
@@ -373,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_measured_is_plotted() {
+    fn measured_figures_are_plotted() {
         let folder = tempfile::tempdir().unwrap();
         let files = example().plot(folder.path()).unwrap();
         let names: Vec<_> = files.iter().map(|f| f.file_name().unwrap().to_string_lossy().into_owned()).collect();

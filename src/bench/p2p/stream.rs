@@ -1,9 +1,8 @@
-//! The measurement on a stream: NVSHMEM's operations that the host enqueues, and NCCL's as the two-sided baseline. Times are
-//! the device's, between events on the stream around batches.
+//! The measurement on a stream: NVSHMEM operations enqueued by the host, and NCCL's as the two-sided baseline. Times are those between events around
+//! batches.
 //!
-//! The host goes on enqueuing while the stream works, so that a batch takes the stream's time where that is longer than the calls',
-//! and the calls' time otherwise. Few operations wait at a time: on a full stream a call would block, and nothing would bound
-//! that.
+//! The host enqueues while the stream executes, so a batch takes the longer of the stream's and the calls' time. The number of queued operations is
+//! limited, because a call on a full stream would block without a time-out.
 
 use std::time::Duration;
 
@@ -14,11 +13,10 @@ use crate::gpu::cuda::{CudaGpu, MARKS, nccl::Nccl};
 use crate::gpu::nvshmem::Transfer;
 use crate::gpu::{Gpu, GpuError, SymmetricBuffer};
 
-/// Operations that wait on the stream, about: a stream takes around a thousand.
+/// Approximate maximum of queued operations. A stream holds around a thousand.
 const QUEUED: usize = 256;
 
-/// The figures on a stream. The symmetric memory is as `device` has it: where bytes arrive, where they come from, each
-/// `largest` long, and a signal.
+/// The figures on a stream. The symmetric memory is that of `device`: a receive and a send buffer of `largest` bytes each, and a signal.
 pub(super) struct OnStream<'a> {
     pub gpu: &'a CudaGpu,
     pub nccl: Option<&'a Nccl<'a>>,
@@ -27,12 +25,12 @@ pub(super) struct OnStream<'a> {
     pub limit: Duration,
 }
 
-/// How one figure is sampled.
+/// The sampling of a figure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct StreamSampling {
-    /// Operations, or round trips, of a sample.
+    /// Operations or round trips per sample.
     batch: usize,
-    /// Samples until the host waits for the stream.
+    /// Samples between two synchronisations with the stream.
     together: usize,
 }
 
@@ -44,32 +42,32 @@ impl StreamSampling {
         };
         let batch = (budget / bytes.max(1)).clamp(1, most);
         let on_stream = match (measure, op) {
-            // A group is one, and there is an answer.
+            // A group is one operation, and the answer another.
             (Measure::Bandwidth, Op::SendRecv) => 2,
             (Measure::Bandwidth, _) => batch + 1,
             _ => 2 * batch,
         };
-        // Each sample ends with an event, and the first begins with one.
+        // An event after each sample, and one before the first.
         StreamSampling { batch, together: (QUEUED / on_stream).clamp(1, MARKS - 1) }
     }
 }
 
 impl OnStream<'_> {
-    /// The samples of a figure, microseconds of one operation or round trip, and how many of those are one sample's mean.
-    /// Collective; what PE 0 returns counts.
+    /// The samples of a figure, microseconds of one operation or round trip, and the number of operations per sample. Collective; the result of PE 0
+    /// counts.
     pub fn figure(&self, bench: &P2pBench, measure: Measure, op: Op, bytes: usize) -> Result<(Vec<f64>, usize)> {
         let gpu = self.gpu;
         let plan = StreamSampling::new(measure, op, bytes);
         let all = bench.warmup + bench.iterations;
         let mut samples = Vec::with_capacity(all);
         let mut turn = 0;
-        // One-sided: PE 1 has nothing to do.
+        // One-sided: PE 1 takes no part.
         if gpu.my_pe() != 0 && !matches!(op, Op::PutSignal | Op::SendRecv) {
             return Ok((samples, plan.batch));
         }
         while samples.len() < all {
             let n = plan.together.min(all - samples.len());
-            // Does not count: the stream had nothing to do before.
+            // Not measured: the stream was idle before.
             self.batch(measure, op, bytes as u64, plan.batch, &mut turn)?;
             gpu.mark(0)?;
             for sample in 1..=n {
@@ -85,7 +83,7 @@ impl OnStream<'_> {
         Ok((samples, plan.batch))
     }
 
-    /// Enqueues a batch; `turn` is the last signal's value.
+    /// Enqueues a batch. `turn` is the value of the last signal.
     fn batch(&self, measure: Measure, op: Op, bytes: u64, batch: usize, turn: &mut u64) -> Result<()> {
         let (gpu, first) = (self.gpu, self.gpu.my_pe() == 0);
         match (measure, op) {
@@ -113,7 +111,7 @@ impl OnStream<'_> {
                     self.matched(bytes, !first)?;
                 }
             }
-            // A window, and one back: a send alone is over before its bytes are there.
+            // A window of messages and an answer: a send completes before its bytes arrive.
             (Measure::Bandwidth, Op::SendRecv) => {
                 self.nccl()?.group(|| (0..batch).try_for_each(|_| self.matched(bytes, first)))?;
                 self.matched(1, !first)?;
@@ -123,7 +121,7 @@ impl OnStream<'_> {
         Ok(())
     }
 
-    /// The bytes between here and the other PE.
+    /// A transfer to or from the other PE.
     fn transfer(&self, to: u64, from: u64, bytes: u64) -> Transfer {
         Transfer { to, from, bytes, pe: 1 - self.gpu.my_pe() }
     }
@@ -137,7 +135,7 @@ impl OnStream<'_> {
     }
 
     fn one_sided(&self, op: Op, bytes: u64) -> Result<(), GpuError> {
-        // SAFETY: both places are in the symmetric memory, which outlives the figure.
+        // SAFETY: both addresses are in the symmetric memory, which outlives the figure.
         unsafe {
             match op {
                 Op::Get => self.gpu.get_on_stream(self.transfer(self.source(), self.arrive(), bytes)),
@@ -146,11 +144,11 @@ impl OnStream<'_> {
         }
     }
 
-    /// One round trip of a ping-pong: whoever is `first` puts, and waits for the answer.
+    /// One round trip of a ping-pong. The `first` PE puts, then waits for the answer.
     fn hand_over(&self, bytes: u64, turn: u64, first: bool) -> Result<(), GpuError> {
         let (gpu, signal) = (self.gpu, self.data.address() + 2 * self.largest);
         let put = self.transfer(self.arrive(), self.source(), bytes);
-        // SAFETY: as above, and so is the signal.
+        // SAFETY: as above; the signal is in the symmetric memory too.
         unsafe {
             if !first {
                 gpu.wait_signal_on_stream(signal, turn)?;
@@ -167,10 +165,10 @@ impl OnStream<'_> {
         self.nccl.ok_or_else(|| GpuError::Unavailable("NCCL has not been started".into()))
     }
 
-    /// A message one way, of which this PE has one end.
+    /// A message in one direction, sent or received by this PE.
     fn matched(&self, bytes: u64, sends: bool) -> Result<(), GpuError> {
         let (nccl, pe) = (self.nccl()?, 1 - self.gpu.my_pe());
-        // SAFETY: both places are in this PE's symmetric memory, which outlives the figure.
+        // SAFETY: both buffers are in this PE's symmetric memory, which outlives the figure.
         unsafe {
             match sends {
                 true => nccl.send(self.source(), bytes, pe),
@@ -185,13 +183,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_more_waits_on_the_stream_than_has_room() {
+    fn queued_operations_fit_into_the_stream() {
         for measure in [Measure::Latency, Measure::Bandwidth] {
             for op in [Op::Put, Op::Get, Op::PutSignal, Op::SendRecv] {
                 for bytes in [1, 4096, 1 << 20, 1 << 30] {
                     let plan = StreamSampling::new(measure, op, bytes);
                     assert!(plan.batch >= 1 && (1..MARKS).contains(&plan.together), "{plan:?}");
-                    // With the batch that does not count, and the events.
+                    // Including the warm-up batch and the events.
                     let each = if op == Op::SendRecv && measure == Measure::Bandwidth { 2 } else { 2 * plan.batch };
                     assert!((plan.together + 1) * (each + 1) <= 1000, "{measure:?} {op:?} {bytes} {plan:?}");
                 }

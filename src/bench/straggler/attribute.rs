@@ -1,29 +1,28 @@
 //! The cause of each step's delay.
 //!
-//! The slowest PE of a step waits for one message, its last; in bulk mode, where no PE is through before all are, for the last
-//! of all PEs'. The wait has two parts. Until it was sent, its sender is to blame: it
-//! *arrived late* (or the receiver is, where others wait for it, and it had not yet sent its own). From then on, less what such a message usually takes (the lower quartile of all), the *link*
-//! is. The larger part names the cause.
+//! The slowest PE of a step waits for its last message; in bulk mode, where every PE waits for all, for the last message of all PEs. The wait has two
+//! parts. Before the message was sent, the sender is the cause: it *arrived late* (or the receiver, if others wait for it and it had not sent its own
+//! message yet). After that, minus the usual time of a message (the lower quartile of all), the *link* is the cause. The larger part decides.
 //!
-//! A PE that was ready to run and had no CPU looks like one that computed long, or like a slow link to it. Where that explains more than half of the
-//! part, the *scheduler* is the cause.
+//! A PE that was ready to run without a CPU resembles one that computed long, or a slow link to it. If this time explains more than half of the part,
+//! the *scheduler* is the cause.
 //!
-//! A sender that arrives late need not have computed long: without a barrier, it may have been delayed by its own last message of the step before. The
-//! cause is then that message's, found the same way, back to where it began. After a barrier that is over: who leaves it late has waited for a CPU, or for
-//! another PE that had none and was to hand the barrier on.
+//! A late sender has not necessarily computed long: without a barrier, its own last message of the step before may have delayed it. The cause of that
+//! message is then found the same way, back to the step where the delay began. A barrier stops this search: a PE that leaves a barrier late has waited
+//! for a CPU, or for another PE without one that had to forward the barrier.
 
 use serde::{Deserialize, Serialize};
 
 use super::{PeStep, StragglerMode};
 
-/// How many steps a cause is followed back.
+/// Maximum steps to follow a cause back.
 const BACK: usize = 32;
 
-/// What a step waited for.
+/// The cause of a step's delay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "cause")]
 pub enum Cause {
-    /// This PE began to send late: it computed longer than who waited for it.
+    /// This PE began to send late: it computed longer than the waiting PE.
     LatePe {
         /// The PE.
         pe: usize,
@@ -40,7 +39,7 @@ pub enum Cause {
 }
 
 impl Cause {
-    /// As in tables: "PE 2 late", "link 0-1 slow", "scheduler".
+    /// The text in tables: "PE 2 late", "link 0-1 slow", "scheduler".
     pub fn render(&self) -> String {
         match self {
             Cause::LatePe { pe } => format!("PE {pe} late"),
@@ -53,17 +52,17 @@ impl Cause {
 /// One step of all PEs. Times in nanoseconds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
-    /// Of each PE, from its first message until it was through.
+    /// Time of each PE from its first sent to its last received message.
     pub times: Vec<i64>,
     /// The fastest PE's time.
     pub actual: i64,
-    /// By how much the slowest PE's is longer.
+    /// Difference to the slowest PE's time.
     pub delay: i64,
-    /// Why; `None` for one PE alone.
+    /// The cause; `None` for a single PE.
     pub cause: Option<Cause>,
 }
 
-/// Every step's delay and cause, from all PEs' times on one clock, by step, then by PE.
+/// The delay and the cause of every step. `steps` has all PEs' times on one clock, by step, then by PE.
 pub fn attribute(steps: &[Vec<PeStep>], mode: StragglerMode) -> Vec<Step> {
     let usual = usual_flight(steps);
     (0..steps.len())
@@ -76,7 +75,7 @@ pub fn attribute(steps: &[Vec<PeStep>], mode: StragglerMode) -> Vec<Step> {
         .collect()
 }
 
-/// What a message takes that its receiver waits for: the lower quartile, so that one slow link of two does not count as usual.
+/// The usual time of a message: the lower quartile, so that a slow link of two does not determine it.
 fn usual_flight(steps: &[Vec<PeStep>]) -> i64 {
     let mut flights: Vec<i64> = steps
         .iter()
@@ -87,12 +86,12 @@ fn usual_flight(steps: &[Vec<PeStep>]) -> i64 {
     flights.get(flights.len() / 4).copied().unwrap_or(0)
 }
 
-/// From when the message was sent, or from when its receiver looked, until it was there.
+/// Time of a message from its send, or from the start of the receiver's wait if that is later, to its arrival.
 fn flight(pe: &PeStep, sender: usize) -> i64 {
     pe.arrived[sender] - pe.sent[sender].max(pe.send)
 }
 
-/// The sender of the last message that a PE got; of those that came together, as a collective call gives them, the one sent last.
+/// The sender of a PE's last message. Among messages that arrived at the same time, as in a collective call, the one sent last.
 fn last_sender(me: usize, pe: &PeStep) -> Option<usize> {
     (0..pe.arrived.len()).filter(|&s| s != me).max_by_key(|&s| (pe.arrived[s], pe.sent[s]))
 }
@@ -100,7 +99,7 @@ fn last_sender(me: usize, pe: &PeStep) -> Option<usize> {
 fn cause(steps: &[Vec<PeStep>], k: usize, mode: StragglerMode, usual: i64) -> Option<Cause> {
     let pes = &steps[k];
     let slowest = (0..pes.len()).max_by_key(|&pe| pes[pe].time_ns())?;
-    // Who got the message that all waited for.
+    // The receiver of the last message.
     let last = |pe: usize| last_sender(pe, &pes[pe]).map_or(i64::MIN, |s| pes[pe].arrived[s]);
     let receiver = match mode {
         StragglerMode::Bulk => (0..pes.len()).max_by_key(|&pe| last(pe))?,
@@ -109,7 +108,7 @@ fn cause(steps: &[Vec<PeStep>], k: usize, mode: StragglerMode, usual: i64) -> Op
     follow((steps, mode), k, (receiver, slowest), usual, BACK)
 }
 
-/// Why the last message of `receiver` in step `k` came when it did; `waiting` is who waited for it since it had sent its own.
+/// The cause of the arrival time of `receiver`'s last message in step `k`. `waiting` is the PE that waited for it since it had sent its own messages.
 fn follow(
     (steps, mode): (&[Vec<PeStep>], StragglerMode),
     k: usize,
@@ -120,7 +119,7 @@ fn follow(
     let pes = &steps[k];
     let got = &pes[receiver];
     let sender = last_sender(receiver, got)?;
-    // Who was not ready before: its sender, or, where others wait for it, a receiver that still computed.
+    // The late PE is the sender, or a receiver that still computed while others waited for it.
     let (ready, late_pe) = match got.sent[sender] {
         sent if receiver != waiting && got.send > sent => (got.send, receiver),
         sent => (sent, sender),
@@ -137,12 +136,12 @@ fn follow(
     let computed = (sent.send - sent.begin) - (waited.send - waited.begin);
     let began = sent.begin - waited.begin;
     let mut queued_before = sent.queued_before;
-    // It began late rather than that it computed long.
+    // The late PE began late, rather than computing long.
     if began > computed {
         if mode == StragglerMode::Bulk {
             queued_before = pes.iter().map(|pe| pe.queued_before).max().unwrap_or(0);
         } else if k > 0 && back > 0 {
-            // What kept it in the step before? Its own compute, if it waited for nothing there.
+            // If it did not wait in the step before, its own compute there is the cause.
             let before = &steps[k - 1][late_pe];
             let kept = last_sender(late_pe, before).is_some_and(|s| before.arrived[s] - before.send > usual);
             if kept {
@@ -158,7 +157,7 @@ fn follow(
 mod tests {
     use super::*;
 
-    /// Steps as they would be if a message took 10, and a PE in a step computed, and a link took longer, as these say.
+    /// Simulates steps in which a message takes 10, with the given compute times and additional link times.
     fn run(
         n: usize,
         steps: usize,
@@ -198,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_pe_is_named_in_both_modes() {
+    fn slow_pe_is_named_in_both_modes() {
         for n in [2, 3, 8] {
             for slow in 0..n {
                 for mode in [StragglerMode::Bulk, StragglerMode::OneSided] {
@@ -213,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_link_is_named_and_not_the_pe_that_it_keeps() {
+    fn slow_link_is_named_instead_of_the_delayed_pe() {
         for n in [2, 3, 8] {
             let (from, to) = (n - 1, n / 3);
             for mode in [StragglerMode::Bulk, StragglerMode::OneSided] {
@@ -227,8 +226,8 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_was_late_once_is_followed_back() {
-        // In step 3 the link is slow once; its receiver then begins step 4 late, and is waited for there.
+    fn cause_is_followed_back_to_an_earlier_step() {
+        // The link is slow once in step 3. Its receiver begins step 4 late and delays the others.
         let extra = |k: usize, a: usize, b: usize| if (k, a, b) == (3, 0, 1) { 500 } else { 0 };
         let steps = run(3, 8, StragglerMode::OneSided, |_, _| 100, extra);
         let all = attribute(&steps, StragglerMode::OneSided);
@@ -239,8 +238,8 @@ mod tests {
     }
 
     #[test]
-    fn a_late_pe_that_then_loses_its_cpu_is_still_late() {
-        // PE 1 computes 600 longer, and then looks 80 later than it might: what it finds there was sent long before.
+    fn late_pe_that_also_loses_its_cpu_is_named() {
+        // PE 1 computes 600 longer, then reads its messages 80 late: they were sent long before.
         let mut steps = run(3, 4, StragglerMode::Bulk, |_, pe| if pe == 1 { 700 } else { 100 }, |_, _, _| 0);
         for pes in &mut steps {
             for sender in [0, 2] {
@@ -253,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_scheduler_took_is_told_from_a_late_pe_and_a_slow_link() {
+    fn scheduler_is_distinguished_from_a_late_pe_and_a_slow_link() {
         for mode in [StragglerMode::Bulk, StragglerMode::OneSided] {
             let compute = |_, pe: usize| if pe == 1 { 300 } else { 100 };
             let late = run(3, 8, mode, compute, |_, _, _| 0);
@@ -263,15 +262,15 @@ mod tests {
                 steps.iter_mut().for_each(|pes| *queued(&mut pes[pe]) = ns);
                 attribute(&steps, mode).into_iter().skip(1).map(|step| step.cause.unwrap()).collect::<Vec<_>>()
             };
-            // PE 1 computed 200 longer than the others, which waited 200 for it.
+            // PE 1 computed 200 longer than the others, which waited for it.
             for (ns, cause) in [(90, Cause::LatePe { pe: 1 }), (110, Cause::Scheduler)] {
                 assert_eq!(of(&late, |pe| &mut pe.queued_compute, 1, ns), [cause; 7], "{mode:?}");
                 assert_eq!(of(&late, |pe| &mut pe.queued_before, 1, ns), [cause; 7], "{mode:?}");
             }
-            // Another PE's time without a CPU does not excuse it, nor its own while others already had what they waited for.
+            // Time without a CPU of another PE does not explain it, and neither does its own after its messages had arrived.
             assert_eq!(of(&late, |pe| &mut pe.queued_compute, 0, 1000), [Cause::LatePe { pe: 1 }; 7]);
             assert_eq!(of(&late, |pe| &mut pe.queued_receive, 1, 1000), [Cause::LatePe { pe: 1 }; 7]);
-            // Its receiver looked 200 late, or its sender stopped for as long after it had read the clock.
+            // The receiver read the message 200 late, or the sender was stopped for 200 after it had read the clock.
             for (ns, cause) in [(90, Cause::SlowLink { from: 2, to: 0 }), (110, Cause::Scheduler)] {
                 assert_eq!(of(&link, |pe| &mut pe.queued_receive, 0, ns), [cause; 7], "{mode:?}");
                 assert_eq!(of(&link, |pe| &mut pe.queued_send, 2, ns), [cause; 7], "{mode:?}");
@@ -280,8 +279,8 @@ mod tests {
     }
 
     #[test]
-    fn a_pe_that_leaves_a_barrier_late_has_not_waited_for_a_message() {
-        // PE 2 begins 200 late, after a step in which a link was slow by 15; PE 0 or PE 2 had no CPU meanwhile, or nobody.
+    fn pe_that_leaves_a_barrier_late_is_not_followed_back() {
+        // PE 2 begins 200 late, after a step with a link that was slow by 15. PE 0, PE 2 or neither had no CPU in between.
         let extra = |k: usize, a: usize, b: usize| if (k, a, b) == (2, 0, 2) { 15 } else { 0 };
         let of = |queued: Option<usize>| {
             let mut steps = run(3, 4, StragglerMode::Bulk, |_, _| 100, extra);
@@ -295,10 +294,10 @@ mod tests {
     }
 
     #[test]
-    fn the_times_are_from_the_first_message_on() {
+    fn times_start_with_the_first_message() {
         let steps = run(2, 1, StragglerMode::OneSided, |_, pe| 100 + 50 * pe as i64, |_, _, _| 0);
         let step = &attribute(&steps, StragglerMode::OneSided)[0];
-        // PE 0 waits for PE 1's message, which leaves at 150; PE 1 finds PE 0's there.
+        // PE 0 waits for PE 1's message, which is sent at 150. PE 0's message has arrived at PE 1 before.
         assert_eq!((&step.times[..], step.actual, step.delay), (&[60, 0][..], 0, 60));
         let alone = run(1, 2, StragglerMode::Bulk, |_, _| 100, |_, _, _| 0);
         let alone = attribute(&alone, StragglerMode::Bulk);

@@ -1,11 +1,9 @@
 //! Times of several PEs on one clock.
 //!
-//! PEs of one host share `CLOCK_MONOTONIC`: their offsets are 0, exactly. That two PEs are on one host is known by the boot id that its
-//! kernel made. Between hosts the offset is measured over the transport, as clocks are synchronised over networks (Cristian
-//! 1989): PE 0 notes when it asks and when the answer comes, the other PE answers with its time, which was read in the middle, give or take half the
-//! round trip. Of many round trips the shortest counts. It is measured before and after the steps, so that
-//! drift is corrected in between; two hosts' clocks drift apart by less in a second than a round trip leaves
-//! uncertain.
+//! PEs of one host, recognised by the kernel's boot id, share `CLOCK_MONOTONIC`: their offsets are exactly 0. Between hosts the offset is measured over
+//! the transport (Cristian 1989): PE 0 sends a request, the other PE answers with its time, and PE 0 assumes that this was the middle of the round trip,
+//! with an uncertainty of half the round trip. The shortest of many round trips is used. The offset is measured before and after the steps, and
+//! interpolated to correct drift. In a second, two hosts' clocks drift apart by less than this uncertainty.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +21,7 @@ pub fn now_ns() -> i64 {
     read(ClockId::Monotonic)
 }
 
-/// What this thread has computed so far, by the time that it has had a CPU, nanoseconds.
+/// CPU time of this thread, nanoseconds.
 pub fn cpu_ns() -> i64 {
     read(ClockId::ThreadCPUTime)
 }
@@ -33,19 +31,19 @@ fn read(clock: ClockId) -> i64 {
     now.tv_sec * 1_000_000_000 + now.tv_nsec
 }
 
-/// Another PE's clock, as PE 0 saw it at one time.
+/// The offset of another PE's clock at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offset {
-    /// PE 0's time of it, nanoseconds.
+    /// PE 0's time of the measurement, nanoseconds.
     pub at: i64,
-    /// The other's time less PE 0's.
+    /// The other PE's time minus PE 0's, nanoseconds.
     pub offset_ns: i64,
-    /// By how much it may be wrong: half the shortest round trip.
+    /// Uncertainty, nanoseconds: half the shortest round trip.
     pub error_ns: i64,
 }
 
 impl Offset {
-    /// From the round trips' times: asked and answered by PE 0's clock, and between by the other's.
+    /// The offset from round trips: (request by PE 0's clock, answer by the other's, arrival by PE 0's).
     fn of(trips: impl Iterator<Item = (i64, i64, i64)>) -> Offset {
         let shortest = trips.min_by_key(|(asked, _, answered)| answered - asked);
         let Some((asked, theirs, answered)) = shortest else { return Offset::default() };
@@ -54,7 +52,7 @@ impl Offset {
     }
 }
 
-/// How to read one PE's times as PE 0's.
+/// Converts one PE's times to PE 0's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Common {
     before: Offset,
@@ -62,22 +60,22 @@ pub struct Common {
 }
 
 impl Common {
-    /// Between two measurements; before and after them, by the nearer.
+    /// Interpolates between two measurements. Outside, the nearer one is used.
     pub fn new(before: Offset, after: Offset) -> Common {
         Common { before, after }
     }
 
-    /// PE 0's time, given this PE's.
+    /// Converts this PE's time to PE 0's.
     pub fn common_ns(&self, theirs: i64) -> i64 {
         let (a, b) = (self.before, self.after);
         let span = (b.at - a.at).max(1);
-        // At which part of the way, by a first guess.
+        // The share of the interval, estimated with the first offset.
         let part = ((theirs - a.offset_ns - a.at) as f64 / span as f64).clamp(0.0, 1.0);
         theirs - a.offset_ns - (part * (b.offset_ns - a.offset_ns) as f64) as i64
     }
 }
 
-/// The words that PEs measure their clocks by: one to ask by, one to answer by, and the time that is the answer.
+/// The words of a clock measurement: the request, the answer, and the answered time.
 #[derive(Clone, Copy)]
 pub struct ClockWords {
     asked: Sym<u64>,
@@ -85,16 +83,16 @@ pub struct ClockWords {
     time: Sym<u64>,
 }
 
-/// Words of them.
+/// Number of u64 words of [`ClockWords`].
 pub const WORDS: usize = 3 * 8;
 
 impl ClockWords {
-    /// Over [`WORDS`] zeroed words, each on a cache line of its own.
+    /// Uses [`WORDS`] zeroed words, with each word on its own cache line.
     pub fn new(words: Sym<u64>) -> ClockWords {
         ClockWords { asked: words.at(0), answered: words.at(8), time: words.at(16) }
     }
 
-    /// Measures every PE's clock against PE 0's; PE 0 has the results, index = PE. Collective; `turn` counts the calls, from 0.
+    /// Measures every PE's clock against PE 0's. PE 0 gets the results, index = PE. Collective; `turn` numbers the calls from 0.
     ///
     /// # Errors
     /// A PE that does not answer within `limit`.
@@ -125,7 +123,7 @@ impl ClockWords {
             for round in 1..=ROUNDS {
                 let asked = clock();
                 shmem.signal_op(self.asked, turn * ROUNDS + round, SignalOp::Set, pe);
-                // The answers of all PEs before this one, in this turn and in those before.
+                // Plus the answers of all PEs before this one, in this and all earlier turns.
                 let answers = (turn * (n as u64 - 1) + pe as u64 - 1) * ROUNDS + round;
                 wait(self.answered, answers, pe)?;
                 let answered = clock();
@@ -144,8 +142,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_shortest_round_trip_counts() {
-        // The other clock is 1000 ahead; the second answer is quick, the others wait on one side.
+    fn shortest_round_trip_is_used() {
+        // The other clock is 1000 ahead. The second round trip is short, the others are delayed in one direction.
         let trips = [(0, 1090, 100), (200, 1205, 210), (300, 1305, 400)];
         let offset = Offset::of(trips.into_iter());
         assert_eq!(offset, Offset { at: 205, offset_ns: 1000, error_ns: 5 });
@@ -153,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_runs_faster_is_put_right() {
+    fn drift_is_corrected() {
         // Theirs reads 1000 more at 0, and 1100 more at 1000000: 100 millionths faster.
         let at = |at, offset_ns| Offset { at, offset_ns, error_ns: 5 };
         let common = Common::new(at(0, 1000), at(1_000_000, 1100));

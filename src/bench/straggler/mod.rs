@@ -1,15 +1,14 @@
-//! `aristos bench straggler`: all-to-all steps, whom they wait for, and why.
+//! `aristos bench straggler`: all-to-all steps, their delays and the causes.
 //!
-//! In a step every PE computes, then sends a message to every other, and is through when it has all of theirs. Its *time* is from the
-//! first message it sends until then. The fastest PE's time is what the exchange *actually* takes; the slowest's is longer by the
-//! *delay*, which it spent waiting. Each delay is attributed: to a PE that began to send late, to a link on which a message took
-//! long after it was sent, or to the scheduler, where a PE was ready to run and had no CPU.
+//! In a step every PE computes, sends a message to every other PE, and waits for all of their messages. The *time* of a PE is from its first sent to its
+//! last received message. The fastest PE's time is the *actual* time of the exchange; the difference to the slowest PE's is the *delay*. Each delay is
+//! attributed to a PE that began to send late, to a link on which a message took long, or to the scheduler, if a PE was ready to run without a CPU.
 //!
-//! - [`pe`]: the steps, on one PE.
+//! - [`pe`]: the steps on one PE.
 //! - [`clock`]: times of several PEs on one clock.
 //! - [`attribute`]: the cause of each delay.
 //! - [`queue`]: time without a CPU.
-//! - [`report`]: what is printed and plotted.
+//! - [`report`]: table, CSV, JSON and plots.
 
 pub mod attribute;
 pub mod clock;
@@ -24,7 +23,7 @@ use serde::{Deserialize, Serialize};
 pub use crate::job::request::{Inject, StragglerBench, StragglerMode};
 
 impl StragglerBench {
-    /// How much CPU time a PE computes for in a step, microseconds: the same on every PE that computes it.
+    /// CPU time of a PE in a step, microseconds. Every PE computes the same value.
     pub fn compute_us(&self, step: usize, pe: usize) -> f64 {
         let n = self.pes as f64;
         let mut of_step = ChaCha8Rng::seed_from_u64(self.seed);
@@ -52,7 +51,7 @@ impl StragglerBench {
         time
     }
 
-    /// How much longer a message takes, nanoseconds.
+    /// Additional time of a message, nanoseconds.
     pub fn link_ns(&self, from: usize, to: usize) -> u64 {
         let of = |inject: &Inject| match *inject {
             Inject::SlowLink { from: a, to: b, us } if (a, b) == (from, to) => us * 1e3,
@@ -65,33 +64,33 @@ impl StragglerBench {
 /// One step of one PE, on the common clock, nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PeStep {
-    /// When it began to compute.
+    /// Start of the computation.
     pub begin: i64,
-    /// When it began to send.
+    /// Start of the first send.
     pub send: i64,
-    /// When it was through.
+    /// End of the step.
     pub end: i64,
-    /// When each PE sent its message to this one; index = sender.
+    /// Send time of each PE's message to this one; index = sender.
     pub sent: Vec<i64>,
-    /// When that arrived; at the earliest when this PE looked.
+    /// Arrival of each message, or the time when this PE read it.
     pub arrived: Vec<i64>,
-    /// How long it was ready to run and had no CPU: since it had all messages of the step before, until it began.
+    /// Time without a CPU while ready to run: from the last message of the step before to the start of this one.
     pub queued_before: i64,
-    /// While it computed.
+    /// Time without a CPU during the computation.
     pub queued_compute: i64,
-    /// While it sent.
+    /// Time without a CPU during the sends.
     pub queued_send: i64,
-    /// From then on, until it had all messages.
+    /// Time without a CPU from the sends to the last message.
     pub queued_receive: i64,
 }
 
 impl PeStep {
-    /// From the first message it sent until it was through.
+    /// Time from the first sent message to the end of the step.
     pub fn time_ns(&self) -> i64 {
         self.end - self.send
     }
 
-    /// How long it was ready to run and had no CPU, the time since the step before included.
+    /// Total time without a CPU, including the time since the step before.
     pub fn queued_ns(&self) -> i64 {
         self.queued_before + self.queued_compute + self.queued_send + self.queued_receive
     }
@@ -117,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_steps_mean_stays_and_one_pe_has_the_most() {
+    fn imbalance_keeps_the_mean_of_a_step() {
         let bench = bench();
         let mut hottest = [0; 4];
         for step in 0..200 {
@@ -133,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn noise_is_where_it_was_asked_for_and_the_seeds() {
+    fn injected_noise_depends_on_request_and_seed() {
         let even = StragglerBench { imbalance: 1.0, ..bench() };
         let slow = StragglerBench { inject: vec![Inject::SlowPe { pe: 2, factor: 3.0 }], ..even.clone() };
         let times: Vec<f64> = (0..4).map(|pe| slow.compute_us(0, pe)).collect();
@@ -149,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn invalid_requests_are_errors() {
         let wrong = |change: fn(&mut StragglerBench)| {
             let mut bench = bench();
             change(&mut bench);

@@ -1,6 +1,6 @@
-//! The steps, on one PE.
+//! The steps on one PE.
 //!
-//! Message `k` of a pair goes to slot `k % 2` of the receiver, under a signal of that slot: a PE sends message `k + 2` to a peer after it has
+//! Message `k` of a pair uses slot `k % 2` of the receiver and its signal. Two slots suffice: a PE sends message `k + 2` to a peer after it has
 //! received the peer's message `k + 1`, which the peer sent after it had read message `k`.
 
 use std::time::{Duration, Instant};
@@ -20,29 +20,29 @@ use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 const SLOTS: usize = 2;
 /// Words from one signal to the next, so that no two share a cache line.
 const STRIDE: usize = 8;
-/// The message begins with the time it was sent at.
+/// A message begins with its send time.
 const STAMP_BYTES: usize = size_of::<i64>();
 
-/// What the phases of the job are called.
+/// The names of the job's phases.
 pub const PHASE_NAMES: [&str; 5] =
     ["start-up", "reading clocks", "bulk steps", "one-sided steps", "steps of MPI_Alltoallv"];
 
-/// What one PE measured in one mode, its times as its own clock had them.
+/// The measurements of one PE in one mode, by its own clock.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PeSteps {
     /// The PE.
     pub pe: usize,
     /// The mode.
     pub mode: StragglerMode,
-    /// Which host's clock it has.
+    /// The host, which determines the clock.
     pub host: String,
-    /// Where it was.
-    pub seat: CpuSpan,
-    /// Whether its system says how long it had no CPU.
+    /// The CPUs of the PE.
+    pub span: CpuSpan,
+    /// Whether the system provides the time without a CPU.
     pub knows_queue: bool,
-    /// The clocks against PE 0's, before and after, of PE 0 only; index = PE.
+    /// Offsets of all clocks to PE 0's before and after the steps, index = PE; empty on other PEs.
     pub offsets: [Vec<Offset>; 2],
-    /// The steps that count, in order; each sender's times as that sender's clock had them.
+    /// The measured steps in order. The send times are by the senders' clocks.
     pub steps: Vec<PeStep>,
 }
 
@@ -54,14 +54,14 @@ fn slot_bytes(bench: &StragglerBench) -> usize {
 struct StragglerMemory {
     /// Slot `sender * SLOTS + k % SLOTS`.
     slots: Sym<u8>,
-    /// Of each slot: how many messages have come through it.
+    /// Number of messages of each slot so far.
     signals: Sym<u64>,
 }
 
-/// A PE's part: the steps of every mode, and a [`PeSteps`] of each.
+/// Runs a PE's part: the steps of every mode, and sends a [`PeSteps`] for each.
 ///
 /// # Errors
-/// A PE that is not heard of in time, or the host's.
+/// A PE that does not respond in time, or an error of the host.
 pub fn run(bench: &StragglerBench, host: &mut impl MemoryHost) -> Result<()> {
     host.work(StragglerPart { bench })
 }
@@ -112,7 +112,7 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
         let before = read_clocks(2 * turn as u64)?;
         meet(shmem, limit)?;
         status.set_phase(2 + mode as u32);
-        let seat = CpuSpan::take();
+        let span = CpuSpan::start_here();
         let mut queued = part.queue.waited_ns();
         let mut steps = Vec::with_capacity(bench.steps);
         for step in 0..all {
@@ -123,18 +123,18 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
                 steps.push(times);
             }
         }
-        let seat = seat.leave();
+        let span = span.end_here();
         meet(shmem, limit)?;
         let after = read_clocks(2 * turn as u64 + 1)?;
         let host_id = crate::shmem::host_id();
         let knows_queue = queued.is_some();
-        let result = PeSteps { pe: me, mode, host: host_id, seat, knows_queue, offsets: [before, after], steps };
+        let result = PeSteps { pe: me, mode, host: host_id, span, knows_queue, offsets: [before, after], steps };
         host.send(&serde_json::to_vec(&result)?)?;
     }
     meet(shmem, limit)
 }
 
-/// What the steps of one PE need.
+/// The state of the steps of one PE.
 struct Steps<'a, T: Transport> {
     bench: &'a StragglerBench,
     shmem: &'a Shmem<T>,
@@ -145,10 +145,10 @@ struct Steps<'a, T: Transport> {
 }
 
 impl<T: Transport> Steps<'_, T> {
-    /// One step: message number `k` of each pair. `queued` is the time in the run queue until the step before had all messages, and then
-    /// until this one has.
+    /// Runs one step with message `k` of each pair. `queued` is the run-queue time at the end of the step before, and is set to that at the end of this
+    /// one.
     fn one_step(&self, mode: StragglerMode, k: u64, step: usize, queued: &mut Option<i64>) -> Result<PeStep> {
-        // Since the last call.
+        // Run-queue time since the last call.
         let mut queue = || {
             let now = self.queue.waited_ns();
             let before = std::mem::replace(queued, now);
@@ -161,7 +161,7 @@ impl<T: Transport> Steps<'_, T> {
         let compute_ns = (self.bench.compute_us(step, me) * 1e3) as i64;
         let mut times = PeStep { sent: vec![0; n], arrived: vec![0; n], queued_before: queue(), ..PeStep::default() };
         times.begin = now_ns();
-        // Work, of which nothing is done without a CPU.
+        // Spins for CPU time, not wall time.
         let until = cpu_ns() + compute_ns;
         while cpu_ns() < until {
             std::hint::spin_loop();
@@ -184,7 +184,7 @@ impl<T: Transport> Steps<'_, T> {
         Ok(times)
     }
 
-    /// The place of message `k` of a sender, among the slots.
+    /// The index of the slot of a sender's message `k`.
     fn slot(&self, sender: usize, k: u64) -> usize {
         sender * SLOTS + (k % SLOTS as u64) as usize
     }
@@ -194,7 +194,7 @@ impl<T: Transport> Steps<'_, T> {
         let mut message = vec![0; self.bench.bytes.max(STAMP_BYTES)];
         let (slot, pitch) = (self.slot(me, k), slot_bytes(self.bench));
         let dest = self.memory.slots.slice(slot * pitch..slot * pitch + message.len());
-        // Starting with the next PE, so that not everybody sends to PE 0 first.
+        // Starts with the next PE, so that the PEs do not all send to PE 0 first.
         for pe in (1..n).map(|distance| (me + distance) % n) {
             message[..STAMP_BYTES].copy_from_slice(&now_ns().to_le_bytes());
             self.shmem.put_signal(dest, &message, self.memory.signals.at(slot * STRIDE), 1, SignalOp::Add, pe);
@@ -206,7 +206,7 @@ impl<T: Transport> Steps<'_, T> {
         let deadline = Instant::now() + self.limit;
         (times.sent[me], times.arrived[me]) = (times.send, times.send);
         let mut missing: Vec<usize> = (0..n).filter(|&pe| pe != me).collect();
-        // Messages that have come over a link that was made slow, and when they are due.
+        // Messages of slowed links, and their simulated arrival.
         let mut due: Vec<(usize, i64)> = Vec::new();
         while !missing.is_empty() {
             let wait = |&pe: &usize| {
@@ -222,8 +222,7 @@ impl<T: Transport> Steps<'_, T> {
             self.shmem.get(&mut stamp, self.memory.slots.slice(at..at + STAMP_BYTES), me);
             times.sent[pe] = i64::from_le_bytes(stamp);
             times.arrived[pe] = now;
-            // A slow link holds the message back from when it was sent: by the clock of its sender, which for made noise is the same
-            // host's, and else by when it came.
+            // A slowed link delays the message from its send time, if the sender is on this host and shares the clock, otherwise from its arrival.
             let extra = self.bench.link_ns(pe, me) as i64;
             if extra > 0 {
                 let from = if (now - times.sent[pe]).abs() < 1_000_000_000 { times.sent[pe] } else { now };
@@ -239,7 +238,7 @@ impl<T: Transport> Steps<'_, T> {
         Ok(())
     }
 
-    /// The same messages by one call: they have all come when it returns.
+    /// Exchanges the messages by one collective call. All of them arrive when it returns.
     fn call(&self, times: &mut PeStep) -> Result<()> {
         let (me, n) = (self.shmem.my_pe(), self.shmem.n_pes());
         let all_to_all = self.all_to_all.context("this transport has no all-to-all")?;
@@ -261,7 +260,7 @@ impl<T: Transport> Steps<'_, T> {
     }
 }
 
-/// The steps of one mode on one clock: by step, then by PE. `of_mode` has one of each PE, in order.
+/// The steps of one mode on one clock, by step, then by PE. `of_mode` has an entry for each PE in order.
 pub fn on_one_clock(of_mode: &[PeSteps]) -> Vec<Vec<PeStep>> {
     let Some(first) = of_mode.first() else { return Vec::new() };
     let clocks: Vec<Common> = of_mode
@@ -293,13 +292,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_of_two_hosts_come_on_one_clock() {
+    fn times_of_two_hosts_are_converted_to_one_clock() {
         let at = |offset_ns| Offset { at: 0, offset_ns, error_ns: 1 };
         let pe = |pe: usize, host: &str, ahead: i64, sender: i64| PeSteps {
             pe,
             mode: StragglerMode::Bulk,
             host: host.into(),
-            seat: CpuSpan::default(),
+            span: CpuSpan::default(),
             knows_queue: true,
             offsets: [vec![at(0), at(500)], vec![at(0), at(500)]],
             steps: vec![PeStep {
@@ -318,7 +317,7 @@ mod tests {
             PeStep { begin: 10, send: 20, end: 40, sent, arrived, queued_compute: 3, ..PeStep::default() }
         };
         assert_eq!(steps, [vec![want([20, 21]), want([21, 20])]]);
-        // On one host nothing is taken off, whatever was measured.
+        // On one host the measured offsets are ignored.
         let steps = on_one_clock(&[pe(0, "a", 0, 0), pe(1, "a", 0, 0)]);
         assert_eq!(steps[0][1], want([21, 20]));
     }

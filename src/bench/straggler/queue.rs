@@ -1,19 +1,18 @@
-//! How long a thread was ready to run, and had no CPU.
+//! Time of a thread in the run queue: ready to run without a CPU.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// This thread's time in the run queue, as Linux counts it (`/proc/thread-self/schedstat`; a kernel without `CONFIG_SCHED_INFO` does not). Stays in
-/// the thread that made it.
+/// Run-queue time of the thread that created it, from `/proc/thread-self/schedstat`, which needs a kernel with `CONFIG_SCHED_INFO`.
 pub struct RunQueue(Option<File>);
 
 impl RunQueue {
-    /// Of the calling thread.
+    /// Opens the counter of the calling thread.
     pub fn of_this_thread() -> RunQueue {
         RunQueue(File::open("/proc/thread-self/schedstat").ok())
     }
 
-    /// Since the thread began, nanoseconds; `None` where the system does not say.
+    /// Run-queue time since the start of the thread, nanoseconds; `None` if the system does not provide it.
     pub fn waited_ns(&self) -> Option<i64> {
         let mut line = [0; 96];
         let length = self.0.as_ref()?.read_at(&mut line, 0).ok()?;
@@ -35,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_second_number_counts() {
+    fn second_number_is_the_run_queue_time() {
         assert_eq!(parse("9276452 38212 17\n"), Some(38212));
         assert_eq!([parse(""), parse("12"), parse("a b c")], [None; 3]);
     }
@@ -62,7 +61,7 @@ mod tests {
             let threads = [scope.spawn(waited), scope.spawn(waited)];
             threads.into_iter().map(|thread| thread.join().unwrap()).sum::<i64>()
         });
-        // Two times 100 ms at once on one CPU: each has it half of the time.
+        // Two threads of 100 ms share one CPU: each waits half of the time.
         assert!(both > 50_000_000, "{both} ns");
     }
 }

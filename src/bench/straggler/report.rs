@@ -1,4 +1,4 @@
-//! The delays of all steps as a report: a table, CSV, JSON, and the plots.
+//! The report of the delays of all steps: a table, CSV, JSON, and plots.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -13,43 +13,43 @@ use super::{PeStep, StragglerBench, StragglerMode};
 use crate::bench::cpus::{CpuPair, CpuSpan, Nearness, cpu_model};
 use crate::bench::p2p::percentile;
 use crate::plot::{self, Axis, Mark, Plot, Scale, Series, Style};
-use crate::report::median;
-use crate::report::table::{count, plain, right_aligned};
+use crate::report::text::{TextTable, count, list};
+use crate::report::{Report, median};
 
-/// Causes that the table lists.
+/// Number of causes in the table.
 const LISTED: usize = 5;
-/// One cause is named as that of the whole run where it has more than this share of all delay, and that many times the next one's.
+/// A cause is the culprit of the whole run if it has more than this share of the delay, and this many times the share of the next cause.
 const CULPRIT: f64 = 0.5;
 const CULPRIT_OVER_NEXT: f64 = 2.0;
-/// Points of a plot at most.
+/// Maximum points of a plot.
 const POINTS: usize = 2000;
-/// An axis is logarithmic where the longest delay is so many times what the plot is to show: most of the distribution, or the usual step.
-const FAR: f64 = 20.0;
-/// On a logarithmic axis of times what is shorter is drawn there, 0 too, so that no decades are spent on delays that nobody minds.
+/// An axis is logarithmic if the longest delay exceeds the usual one by this factor.
+const OUTLIER_FACTOR: f64 = 20.0;
+/// Minimum of a logarithmic axis of times, microseconds. Shorter delays, including 0, are drawn there.
 const FLOOR_US: f64 = 1.0;
 
 /// The result of `aristos bench straggler`; `docs/measurements/README.md` describes its keys.
 #[derive(Clone, Debug, Serialize)]
 pub struct StragglerReport {
-    /// The CPU's name, as the kernel gives it.
+    /// The name of the CPU according to the kernel.
     pub cpu_model: String,
-    /// What the PEs talked over.
+    /// The transport.
     pub transport: String,
     /// Number of PEs.
     pub pes: usize,
-    /// Steps that count.
+    /// Measured steps.
     pub steps: usize,
     /// Bytes of each message.
     pub bytes: usize,
-    /// Mean time that a PE computes in a step, microseconds.
+    /// Mean compute time of a PE in a step, microseconds.
     pub compute_us: f64,
     /// Compute of the most loaded PE of a step over the mean.
     pub imbalance: f64,
-    /// Noise that was made, as it was asked for.
+    /// The injected noise, as on the command line.
     pub inject: Vec<String>,
     /// Seed of imbalance and jitter.
     pub seed: u64,
-    /// Each mode's result.
+    /// The results of the modes.
     pub modes: Vec<ModeResult>,
 }
 
@@ -58,53 +58,53 @@ pub struct StragglerReport {
 pub struct ModeResult {
     /// The mode.
     pub mode: StragglerMode,
-    /// Of the delays, the most.
+    /// The maximum delay.
     pub max_delay_us: f64,
-    /// The median.
+    /// The median delay.
     pub median_delay_us: f64,
-    /// The mean.
+    /// The mean delay.
     pub mean_delay_us: f64,
-    /// The 95th percentile.
+    /// The 95th percentile of the delay.
     pub p95_delay_us: f64,
-    /// The fastest PE's time, the mean over the steps.
+    /// The mean over the steps of the fastest PE's time.
     pub mean_actual_us: f64,
-    /// The slowest PE's time over the fastest's, of the sums over the steps.
+    /// The sum over the steps of the slowest PE's time over that of the fastest's.
     pub total_over_actual: f64,
-    /// The cause that most of the delay has; `None` where it is spread over several.
+    /// The cause of most of the delay; `None` if there are several.
     pub culprit: Option<Cause>,
-    /// Each cause, by its part of the delay, the largest first.
+    /// All causes by their share of the delay, the largest first.
     pub causes: Vec<Share>,
-    /// Whether all PEs had one clock.
+    /// Whether all PEs share a clock.
     pub one_clock: bool,
-    /// Each PE's clock less PE 0's as measured at the start, and by how much that may be wrong, microseconds; index = PE.
+    /// Offset of each PE's clock to PE 0's at the start, and its uncertainty, microseconds; index = PE.
     pub clock_offsets_us: Vec<[f64; 2]>,
-    /// Where each PE was; index = PE.
-    pub seats: Vec<CpuSpan>,
-    /// Whether two PEs were seen on one CPU.
+    /// The CPUs of each PE; index = PE.
+    #[serde(rename = "seats")]
+    pub cpu_spans: Vec<CpuSpan>,
+    /// Whether two PEs were observed on one CPU.
     pub shared_cpu: bool,
-    /// How long each PE was ready to run in a step and had no CPU, the mean over the steps; index = PE. None where a system does not say.
+    /// Mean time of each PE without a CPU in a step; index = PE. `None` if a system does not provide it.
     pub mean_queued_us: Option<Vec<f64>>,
     /// The steps, for CSV and plots.
     #[serde(skip)]
     pub all: Vec<Step>,
-    /// How long each PE computed, nanoseconds, by step; what it had no CPU for is in it.
+    /// Compute time of each PE by step, including time without a CPU, nanoseconds.
     #[serde(skip)]
     pub computed: Vec<Vec<i64>>,
-    /// How long each PE had no CPU, nanoseconds, by step.
+    /// Time of each PE without a CPU by step, nanoseconds.
     #[serde(skip)]
     pub queued: Vec<Vec<i64>>,
 }
 
-/// What one cause has of the delay.
+/// The share of one cause in the delay.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Share {
     /// The cause.
     #[serde(flatten)]
     pub cause: Cause,
-    /// Steps that it delayed most.
+    /// Number of steps with this cause.
     pub steps: usize,
-    /// Its part of the delay of all steps, each step's cut at the 95th percentile, so that what happens once does not
-    /// outweigh what happens always.
+    /// Share of the delay of all steps. Each step's delay is limited to the 95th percentile, so that a single event does not outweigh a permanent cause.
     pub share: f64,
 }
 
@@ -112,7 +112,7 @@ fn us(ns: i64) -> f64 {
     ns as f64 * 1e-3
 }
 
-/// The cause of the whole run, if one stands out. `causes` is by share, the largest first.
+/// The cause of most of the delay, if there is one. `causes` are sorted by share, the largest first.
 fn culprit(causes: &[Share]) -> Option<Cause> {
     let next = causes.get(1).map_or(0.0, |next| next.share);
     causes.first().filter(|top| top.share > CULPRIT && top.share >= CULPRIT_OVER_NEXT * next).map(|top| top.cause)
@@ -140,8 +140,8 @@ impl ModeResult {
             by_cause.into_iter().map(|(cause, (steps, sum))| Share { cause, steps, share: share(sum) }).collect();
         causes.sort_by(|a, b| b.share.total_cmp(&a.share));
         let (actual, delay) = (mean(&mut all.iter().map(|s| us(s.actual))), mean(&mut delays.iter().copied()));
-        let seats: Vec<CpuSpan> = of_mode.iter().map(|pe| pe.seat).collect();
-        let pairs = || seats.iter().enumerate().flat_map(|(i, &a)| seats[..i].iter().map(move |&b| [b, a]));
+        let cpu_spans: Vec<CpuSpan> = of_mode.iter().map(|pe| pe.span).collect();
+        let pairs = || cpu_spans.iter().enumerate().flat_map(|(i, &a)| cpu_spans[..i].iter().map(move |&b| [b, a]));
         let hosts = of_mode.iter().map(|pe| &pe.host);
         let first = of_mode.first();
         let queued: Vec<Vec<i64>> = steps.iter().map(|pes| pes.iter().map(PeStep::queued_ns).collect()).collect();
@@ -162,7 +162,7 @@ impl ModeResult {
                 .map(|pe| pe.offsets[0].iter().map(|o| [us(o.offset_ns), us(o.error_ns)]).collect())
                 .unwrap_or_default(),
             shared_cpu: pairs().any(|pair| CpuPair::of(pair).shared_cpu),
-            seats,
+            cpu_spans,
             mean_queued_us: of_mode.iter().all(|pe| pe.knows_queue).then_some(mean_queued_us),
             queued,
             computed: steps.iter().map(|pes| pes.iter().map(|pe| pe.send - pe.begin).collect()).collect(),
@@ -170,7 +170,7 @@ impl ModeResult {
         }
     }
 
-    /// One line: who or what most of the delay waited for.
+    /// The cause of most of the delay, in one line.
     fn verdict(&self) -> String {
         match (&self.culprit, self.causes.first()) {
             (Some(cause), Some(top)) => {
@@ -200,13 +200,66 @@ impl ModeResult {
                     100.0 * top.share
                 )
             }
-            (_, None) => "no culprit: one PE waits for nobody".to_string(),
+            (_, None) => "no culprit: a single PE does not wait".to_string(),
         }
     }
 }
 
+impl Report for StragglerReport {
+    /// Times in microseconds.
+    fn render_table(&self) -> String {
+        let mut text = format!("{}\n{}, seed {}\n\n", self.setting(), count(self.steps as u64, "step"), self.seed);
+        let header = ["", "max delay us", "median", "mean", "P95", "mean actual us", "total / actual"];
+        let mut table = TextTable::new(1, header);
+        for mode in &self.modes {
+            let times =
+                [mode.max_delay_us, mode.median_delay_us, mode.mean_delay_us, mode.p95_delay_us, mode.mean_actual_us];
+            let mut cells = vec![mode.mode.name().to_string()];
+            cells.extend(times.map(|us| format!("{us:.2}")));
+            cells.push(format!("{:.3}", mode.total_over_actual));
+            table.row(cells);
+        }
+        text += &table.render();
+        for mode in &self.modes {
+            let _ = writeln!(text, "\n{}: {}", mode.mode.name(), mode.verdict());
+            for share in mode.causes.iter().take(LISTED) {
+                let cause = share.cause.render();
+                let _ = writeln!(text, "  {cause:<18} {:5.1}%  {:>6} steps", 100.0 * share.share, share.steps);
+            }
+            let shared = if mode.shared_cpu { format!(" ({})", Nearness::SameCpu.name()) } else { String::new() };
+            let clock = if mode.one_clock {
+                "one clock".to_string()
+            } else {
+                let most = mode.clock_offsets_us.iter().map(|[_, error]| *error).fold(0.0, f64::max);
+                format!("clocks aligned to within {most:.1} us")
+            };
+            let queued = match &mode.mean_queued_us {
+                Some(us) => format!("without a CPU {} us a step", list(us.iter().map(|us| format!("{us:.1}")))),
+                None => "the time that PEs had no CPU is unknown".to_string(),
+            };
+            let _ = writeln!(
+                text,
+                "  CPUs {}{shared}; {clock}; {queued}",
+                list(mode.cpu_spans.iter().map(|span| span.end))
+            );
+        }
+        text
+    }
+
+    /// The delay over the steps and its distribution, for each mode.
+    fn plot(&self, folder: &Path) -> Result<Vec<PathBuf>> {
+        let mut files = Vec::new();
+        for mode in &self.modes {
+            let name = mode.mode.name();
+            files.extend(plot::save(folder, &format!("straggler-{name}"), &self.over_steps(mode).svg()?)?);
+            files.extend(plot::save(folder, &format!("straggler-{name}-ecdf"), &self.distribution(mode).svg()?)?);
+        }
+        Ok(files)
+    }
+}
+
 impl StragglerReport {
-    /// One report of all PEs' steps, in any order.
+    /// Merges the PEs' steps, in any order.
     pub fn new(bench: &StragglerBench, transport: &str, inject: &[String], mut parts: Vec<PeSteps>) -> StragglerReport {
         parts.sort_by_key(|part| part.pe);
         let of_mode = |&mode: &StragglerMode| {
@@ -227,12 +280,7 @@ impl StragglerReport {
         }
     }
 
-    /// The report as JSON, indented.
-    pub fn to_json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("no map has keys other than strings")
-    }
-
-    /// A line per mode, step and PE, with a heading.
+    /// A line for each mode, step and PE, after a header.
     pub fn to_csv(&self) -> String {
         let mut csv = String::from("mode,step,pe,compute_us,queued_us,time_us,actual_us,delay_us,cause,culprit\n");
         for mode in &self.modes {
@@ -280,64 +328,10 @@ impl StragglerReport {
         text
     }
 
-    /// A table for each mode, ending with a newline. Times in microseconds.
-    pub fn render_table(&self) -> String {
-        let mut text = format!("{}\n{}, seed {}\n\n", self.setting(), count(self.steps as u64, "step"), self.seed);
-        let mut table = plain();
-        table.set_header(["", "max delay us", "median", "mean", "P95", "mean actual us", "total / actual"]);
-        for mode in &self.modes {
-            let times =
-                [mode.max_delay_us, mode.median_delay_us, mode.mean_delay_us, mode.p95_delay_us, mode.mean_actual_us];
-            let mut cells = vec![mode.mode.name().to_string()];
-            cells.extend(times.map(|us| format!("{us:.2}")));
-            cells.push(format!("{:.3}", mode.total_over_actual));
-            table.add_row(cells);
-        }
-        let _ = writeln!(text, "{}", right_aligned(table, 1));
-        for mode in &self.modes {
-            let _ = writeln!(text, "\n{}: {}", mode.mode.name(), mode.verdict());
-            for share in mode.causes.iter().take(LISTED) {
-                let cause = share.cause.render();
-                let _ = writeln!(text, "  {cause:<18} {:5.1}%  {:>6} steps", 100.0 * share.share, share.steps);
-            }
-            let cpus: Vec<String> = mode.seats.iter().map(|s| s.end.to_string()).collect();
-            let shared = if mode.shared_cpu { format!(" ({})", Nearness::SameCpu.name()) } else { String::new() };
-            let clock = if mode.one_clock {
-                "one clock".to_string()
-            } else {
-                let most = mode.clock_offsets_us.iter().map(|[_, error]| *error).fold(0.0, f64::max);
-                format!("clocks aligned to within {most:.1} us")
-            };
-            let queued = match &mode.mean_queued_us {
-                Some(us) => format!(
-                    "without a CPU {} us a step",
-                    us.iter().map(|us| format!("{us:.1}")).collect::<Vec<_>>().join(" ")
-                ),
-                None => "nobody says how long a PE had no CPU".to_string(),
-            };
-            let _ = writeln!(text, "  CPUs {}{shared}; {clock}; {queued}", cpus.join(" "));
-        }
-        text
-    }
-
-    /// Writes, for each mode, the delay over the steps and its distribution, in the formats of [`plot::save`]; returns the files.
-    ///
-    /// # Errors
-    /// Where a file cannot be written.
-    pub fn plot(&self, folder: &Path) -> Result<Vec<PathBuf>> {
-        let mut files = Vec::new();
-        for mode in &self.modes {
-            let name = mode.mode.name();
-            files.extend(plot::save(folder, &format!("straggler-{name}"), &self.over_steps(mode).svg()?)?);
-            files.extend(plot::save(folder, &format!("straggler-{name}-ecdf"), &self.distribution(mode).svg()?)?);
-        }
-        Ok(files)
-    }
-
     fn over_steps(&self, mode: &ModeResult) -> Plot {
-        // Of many steps the largest of each stretch is drawn, so that no peak is lost.
+        // Many steps are drawn as the maximum of each stretch, so that peaks stay visible.
         let stretch = mode.all.len().div_ceil(POINTS).max(1);
-        let far = mode.max_delay_us > FAR * mode.median_delay_us;
+        let far = mode.max_delay_us > OUTLIER_FACTOR * mode.median_delay_us;
         let floor_us = if far { FLOOR_US } else { 0.0 };
         let of = |value: fn(&Step) -> i64| -> Vec<(f64, f64)> {
             let most = |steps: &[Step]| steps.iter().map(|step| us(value(step))).fold(floor_us, f64::max) * 1e-3;
@@ -364,11 +358,11 @@ impl StragglerReport {
         let n = delays.len();
         let every = n.div_ceil(POINTS).max(1);
         let kept = (0..n).filter(|i| i % every == 0 || i + 1 == n);
-        // Steps: up to the share at each delay.
+        // A step function.
         let points = kept.flat_map(|i| [(delays[i], i as f64 / n as f64), (delays[i], (i + 1) as f64 / n as f64)]);
         let (mean, p95) = (mode.mean_delay_us * 1e-3, mode.p95_delay_us * 1e-3);
-        // A few long delays would press all others against the edge.
-        let far = mode.max_delay_us > FAR * mode.p95_delay_us.max(1e-9);
+        // On a linear axis a few long delays would hide the others.
+        let far = mode.max_delay_us > OUTLIER_FACTOR * mode.p95_delay_us.max(1e-9);
         Plot {
             title: format!("Distribution of the delay (ECDF), {}", mode.mode.name()),
             subtitle: self.setting(),
@@ -422,7 +416,7 @@ mod tests {
             pe,
             mode: StragglerMode::OneSided,
             host: "this".into(),
-            seat: CpuSpan { start: pe, end: pe, allowed: 1 },
+            span: CpuSpan { start: pe, end: pe, allowed: 1 },
             knows_queue: true,
             offsets: [vec![Offset::default(); 2], vec![Offset::default(); 2]],
             steps: (0..20).map(|k| step(pe, k)).collect(),
@@ -431,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_cause_that_stands_out_is_the_culprit() {
+    fn culprit_needs_a_dominant_share() {
         let of = |shares: &[f64]| {
             let share = |(pe, &share): (usize, &f64)| Share { cause: Cause::LatePe { pe }, steps: 1, share };
             culprit(&shares.iter().enumerate().map(share).collect::<Vec<_>>())
@@ -443,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn the_figures_are_those_of_the_steps() {
+    fn statistics_are_those_of_the_steps() {
         let mode = &example().modes[0];
         // PE 0 takes 301 us, PE 1 2 us; in the last step 3001.
         assert_eq!((mode.median_delay_us, mode.max_delay_us, mode.p95_delay_us), (299.0, 2999.0, 299.0));
@@ -457,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn table_csv_and_plots_say_it() {
+    fn table_csv_and_plots_show_the_culprit() {
         let report = example();
         let table = report.render_table();
         assert!(
@@ -468,12 +462,12 @@ mod tests {
         let csv = report.to_csv();
         assert_eq!(csv.lines().count(), 1 + 20 * 2);
         assert!(csv.contains("\none-sided,0,1,400.000,7.000,2.000,2.000,299.000,late-pe,1\n"), "{csv}");
-        // What has no logarithm is drawn all the same, and no lower than the floor.
+        // A delay of 0 is drawn at the minimum of the logarithmic axis.
         let mut far = ModeResult { max_delay_us: 7000.0, ..report.modes[0].clone() };
         far.all[3].delay = 0;
         let over_steps = report.over_steps(&far);
         assert_eq!(over_steps.series[0].points[3], (3.0, 1e-3));
-        // A delay far beyond the usual one would press all others against the axis.
+        // A delay far beyond the usual one makes the axis logarithmic.
         let scale = |max_delay_us| report.over_steps(&ModeResult { max_delay_us, ..report.modes[0].clone() }).y.scale;
         assert_eq!((scale(5000.0), scale(7000.0)), (Scale::Linear, Scale::Log), "299 us are usual");
         let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! The probe of devices: links between them, what each computes by the layer's own kernels, and its memory.
+//! The probe on devices: links, rates of the layer's own kernels, and memory.
 
 use std::time::{Duration, Instant};
 
@@ -22,31 +22,31 @@ use crate::probe::{LinkProber, ProbeOptions, ProbeStage, probe_links_by};
 use crate::report::median;
 use crate::shmem::host_id;
 
-/// Rows of a pass at first: no path's tile has more.
-const LEAST_ROWS: usize = 128;
-/// Rows of a pass at most: with more a device is no faster.
-const MOST_ROWS: usize = 8192;
-/// An emulated device's, which takes as long for each as for the first.
-const MOST_EMULATED_ROWS: usize = 256;
-/// FLOP of a pass at most, where it has more than the least rows.
-const MOST_FLOP: f64 = 2e12;
-/// Measurements of the rate.
+/// Rows of the first pass: the largest tile of any GEMM path.
+const MIN_ROWS: usize = 128;
+/// Maximum rows of a pass: more rows do not increase the rate of a device.
+const MAX_ROWS: usize = 8192;
+/// Maximum rows of a pass on an emulated device, whose time is linear in the rows.
+const MAX_EMULATED_ROWS: usize = 256;
+/// Maximum FLOP of a pass with more than the minimum of rows.
+const MAX_FLOP: f64 = 2e12;
+/// Number of measurements of the rate.
 const PARTS: u32 = 5;
 
-/// What a PE tells all others of its device.
+/// The data of a device that its PE sends to all others.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct Record {
     flop_per_ms: f64,
     free_bytes: f64,
     host: [u8; 64],
-    /// The same of PEs that share a device.
+    /// Identifies the device: PEs that share a device have equal values.
     place: [u8; 128],
 }
 
 const _: () = assert!(size_of::<Record>() <= RECORD_BYTES);
 
-/// A text's first bytes.
+/// The first bytes of a text, padded with zeros.
 fn cut<const BYTES: usize>(text: &str) -> [u8; BYTES] {
     let mut bytes = [0; BYTES];
     let end = text.floor_char_boundary(BYTES);
@@ -54,7 +54,7 @@ fn cut<const BYTES: usize>(text: &str) -> [u8; BYTES] {
     bytes
 }
 
-/// The layer by which a device's rate is measured: one expert, and a group of one PE for each.
+/// The layer that measures a device's rate: one expert in a group of one PE.
 struct ProbedLayer {
     config: LayerConfig,
 }
@@ -68,7 +68,7 @@ impl WeightSource for ProbedLayer {
         format!("{id:?}")
     }
 
-    /// Small numbers: speed does not depend on which.
+    /// Any small numbers: the speed does not depend on the values.
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
         Ok(small(self.config.shape(id).iter().product()))
     }
@@ -79,10 +79,10 @@ fn small(elements: usize) -> Vec<f32> {
 }
 
 impl ProbeRequest {
-    /// Most rows of a pass.
+    /// Maximum rows of a pass.
     fn most_rows(&self) -> usize {
-        let most = if self.device == DeviceKind::Emulated { MOST_EMULATED_ROWS } else { MOST_ROWS };
-        ((MOST_FLOP / self.expert.flop_per_row()) as usize).clamp(LEAST_ROWS, most)
+        let most = if self.device == DeviceKind::Emulated { MAX_EMULATED_ROWS } else { MAX_ROWS };
+        ((MAX_FLOP / self.expert.flop_per_row()) as usize).clamp(MIN_ROWS, most)
     }
 
     fn layer(&self) -> Result<(LayerSpec, DeviceOptions)> {
@@ -95,7 +95,7 @@ impl ProbeRequest {
         Ok((spec, DeviceOptions { path: self.gemm, groups: Some(groups), ..DeviceOptions::default() }))
     }
 
-    /// The probe's kernels put by NVSHMEM, also where loads and stores reach.
+    /// The probe's kernels use NVSHMEM's puts, even where loads and stores would work.
     fn wanted(&self) -> WantedDevice {
         let (device, path, wait_limit) = (self.device, self.gemm, self.options.wait_limit);
         WantedDevice { device, symmetric: SymmetricBy::Nvshmem, path, wait_limit }
@@ -106,11 +106,11 @@ impl ProbeRequest {
         let (spec, on_device) =
             self.layer().map_err(|error| MoeError::Usage { what: "probe", why: error.to_string() })?;
         let links = symmetric_bytes(&self.options, self.pes, limits.multiprocessors);
-        // And what alignment may leave between the two.
+        // Plus the padding between the two.
         Ok(links + device::symmetric_bytes(&spec, &on_device, limits, all_reachable)? + 4096)
     }
 
-    /// The size of a heap that does not grow, for this probe's PEs.
+    /// The environment variable with the size of a heap that does not grow, for this probe's PEs.
     ///
     /// # Errors
     /// As [`heap::variable`](crate::job::heap::variable).
@@ -120,7 +120,7 @@ impl ProbeRequest {
         Ok(crate::job::heap::variable(self.pes, SymmetricBy::Nvshmem, bytes)?)
     }
 
-    /// How the links are measured: while a pair is, the others wait for it, and no longer than for anything else.
+    /// The options for the links. The other PEs wait while a pair is measured, so each pair's time is limited to a quarter of the wait limit.
     fn link_options(&self) -> ProbeOptions {
         let mut options = self.options.clone();
         let pairs = (self.pes * self.pes.saturating_sub(1)).max(1) as u32;
@@ -129,25 +129,25 @@ impl ProbeRequest {
     }
 }
 
-/// Threads of a block that sends: as `bench p2p` has them; an emulated one takes turns for each.
+/// Threads of a sending block: as in `bench p2p`, and fewer on an emulated device, which runs them one after the other.
 fn threads(device: DeviceKind) -> u32 {
     if device == DeviceKind::Emulated { 32 } else { 1024 }
 }
 
-/// Bytes that `here` PEs with emulated devices take of this host.
+/// Host memory of `here` PEs with emulated devices, bytes.
 ///
 /// # Errors
-/// What no device runs.
+/// An expert that a device cannot run.
 pub fn emulated_bytes(request: &ProbeRequest, limits: &DeviceLimits, here: usize) -> Result<f64> {
     let symmetric = request.symmetric_bytes(limits, true)? as f64;
     let rows = (request.most_rows() * (request.expert.hidden * 16 + request.expert.intermediate * 16)) as f64;
     Ok(here as f64 * (symmetric + request.expert.bytes(request.device) + rows))
 }
 
-/// A PE's part of a probe of devices; PE 0 sends the cluster's JSON, as text.
+/// Runs a PE's part of a probe on devices. PE 0 sends the cluster as JSON text.
 ///
 /// # Errors
-/// What the device lacks, a PE that does not do its part.
+/// As [`probe_devices`].
 pub(super) fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
     let bytes = |limits: &DeviceLimits, all_reachable| request.symmetric_bytes(limits, all_reachable);
     with_symmetric(request.wanted(), bytes, host, |gpu, host| {
@@ -163,7 +163,7 @@ pub(super) fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<
     })
 }
 
-/// Probes the devices of PEs that are to do their part after it: every PE gets the cluster, and its device where that stays open. Collective.
+/// Probes the devices before a job on the same PEs. Returns the cluster, and the PE's device if it stays open. Collective.
 ///
 /// # Errors
 /// As [`probe_devices`].
@@ -172,17 +172,17 @@ pub fn probe_before(request: &ProbeRequest, host: &mut impl MemoryHost) -> Resul
     before_part(request.wanted(), bytes, host, |gpu| probe_devices(gpu, request, &mut |_, _, _| {}))
 }
 
-/// Probes the devices of all PEs, each of which calls it; every PE gets the same cluster. Collective.
+/// Probes the devices of all PEs, and returns the same cluster on every PE. Collective.
 ///
 /// # Errors
-/// What the device lacks, a PE that does not do its part.
+/// A device that cannot run the kernels, or a PE that does not respond.
 pub fn probe_devices(
     gpu: &dyn Gpu,
     request: &ProbeRequest,
     progress: &mut dyn FnMut(ProbeStage, usize, usize),
 ) -> Result<Cluster> {
     let options = request.link_options();
-    // All look before any takes something.
+    // All PEs read the free memory before any of them allocates.
     let free_bytes = gpu.limits()?.memory_free as f64;
     gpu.barrier(options.wait_limit)?;
     let mut prober = DeviceProber::new(gpu, &options, threads(request.device))?;
@@ -213,7 +213,7 @@ pub fn probe_devices(
     Ok(cluster)
 }
 
-/// Where each figure comes from.
+/// The source of each figure.
 fn sources(request: &ProbeRequest, name: &str, rows: usize) -> std::collections::BTreeMap<String, String> {
     let expert = request.expert;
     let memory = match request.memory_mb.is_empty() {
@@ -239,7 +239,7 @@ fn sources(request: &ProbeRequest, name: &str, rows: usize) -> std::collections:
         .collect()
 }
 
-/// Passes of the layer, which this PE's device runs alone.
+/// Passes of the layer on this PE's device alone.
 struct Passes<'g> {
     layer: DeviceLayer<'g>,
     request: &'g ProbeRequest,
@@ -259,7 +259,7 @@ impl<'g> Passes<'g> {
         Ok(Passes { layer, request, rows, x, ids, weights, output })
     }
 
-    /// One pass: the persistent kernel's time between the device's marks, never nothing.
+    /// Runs one pass, and returns the time of the persistent kernel by the device's clock, at least 1 ns.
     fn run(&mut self) -> Result<Duration> {
         let saved = self.layer.experts(&self.x, &self.ids, &self.weights, &mut self.output)?;
         let outcome = self.layer.finish(&saved)?;
@@ -273,15 +273,15 @@ impl<'g> Passes<'g> {
     }
 }
 
-/// This PE's rate, FLOP per ms, while all PEs compute, and the rows of a pass: as many as its share of the time has room for, as small ones do not fill a
-/// device. Collective.
+/// Measures this PE's rate, FLOP per ms, while all PEs compute. Also returns the rows of a pass: as many as the time allows, because small
+/// passes do not fill a device. Collective.
 fn rate(gpu: &dyn Gpu, request: &ProbeRequest, prober: &mut DeviceProber<'_>) -> Result<(f64, usize)> {
     let (spec, on_device) = request.layer()?;
     let (most, part) = (spec.max_tokens, request.options.compute / PARTS);
     let source = ProbedLayer { config: spec.config.clone() };
     let layer = DeviceLayer::new(gpu, spec, &source, &on_device)?;
-    let mut passes = Passes::new(layer, request, LEAST_ROWS)?;
-    // The first loads kernels, and wakes the device's clocks.
+    let mut passes = Passes::new(layer, request, MIN_ROWS)?;
+    // The first pass loads the kernels, and the device raises its clocks.
     passes.run()?;
     while 2 * passes.rows <= most && passes.run()? < part / 8 {
         let Passes { layer, rows, .. } = passes;
@@ -300,6 +300,6 @@ fn rate(gpu: &dyn Gpu, request: &ProbeRequest, prober: &mut DeviceProber<'_>) ->
     }
     let Passes { layer, rows, .. } = passes;
     layer.free()?;
-    // A device that came to nothing in its time is slow, and a device nonetheless.
+    // A cluster file needs a rate above 0, even for a device that completed no pass in time.
     Ok((median(rates).max(1.0), rows))
 }

@@ -1,4 +1,4 @@
-//! The links between devices, by puts of their symmetric memory: the kernels of `kernels/probe.cu`, and what the host makes of what they leave.
+//! Measures the links between devices by puts to symmetric memory: launches the kernels of `kernels/probe.cu` and evaluates their times.
 
 use std::time::Duration;
 
@@ -9,17 +9,17 @@ use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
 use crate::probe::{LinkProber, ProbeOptions};
 use crate::report::median;
 
-/// Most blocks that share a message: more bring no more bytes over any link of today.
-const MOST_BLOCKS: u32 = 32;
-/// What a block sends of a message at least, where another could help.
+/// Maximum blocks that share a message: more blocks do not increase the bandwidth of any current link.
+const MAX_BLOCKS: u32 = 32;
+/// Minimum bytes of a message per block.
 const PART_BYTES: usize = 16 << 10;
-/// What each piece of memory begins at a multiple of, bytes.
+/// Alignment of each piece of memory, bytes.
 const ALIGN_BYTES: u64 = 256;
-/// Rounds of all at once that do not count.
+/// Warm-up rounds of simultaneous messages.
 const WARMUP_ROUNDS: u32 = 1;
-/// No message takes less, whatever a clock says: ms.
-const LEAST_MS: f64 = 1e-6;
-/// The most bytes of a PE that [`DeviceProber::gather_bytes`] takes, at least.
+/// Minimum time of a message, ms.
+const MIN_MS: f64 = 1e-6;
+/// Maximum bytes per PE of [`DeviceProber::gather_bytes`].
 pub const RECORD_BYTES: usize = 256;
 
 /// `ProbeArea` of kernels/probe.cu.
@@ -66,16 +66,16 @@ struct Control {
 pub struct DeviceProber<'g> {
     gpu: &'g dyn Gpu,
     options: ProbeOptions,
-    /// Of a block.
+    /// Threads of a block.
     threads: u32,
     symmetric: SymmetricBuffer<'g>,
     own: Buffer<'g>,
     area: Area,
-    /// Meetings of all PEs in kernels so far.
+    /// Number of barriers inside kernels so far.
     meetings: u64,
 }
 
-/// Hands out places in memory that is still to be made.
+/// Assigns offsets in memory that is allocated later.
 #[derive(Default)]
 struct Bump(u64);
 
@@ -87,7 +87,7 @@ impl Bump {
     }
 }
 
-/// Where the pieces are, from the beginning of the symmetric memory.
+/// Offsets in the symmetric memory, and its size.
 struct Places {
     messages: u64,
     answers: u64,
@@ -97,7 +97,7 @@ struct Places {
     bytes: u64,
 }
 
-/// Bytes of what a PE sends at once, and of what it receives: a message, or a record, of which there is one of each PE.
+/// Sizes of the send and the receive buffer, bytes: for messages, and for the records of all PEs.
 fn room(options: &ProbeOptions, n: usize) -> (u64, u64) {
     let record = (n * (options.sizes.len() + 1) * size_of::<f64>()).max(RECORD_BYTES);
     (options.largest().max(record) as u64, options.place_bytes(n).max(n * record) as u64)
@@ -113,12 +113,12 @@ fn places(options: &ProbeOptions, n: usize, blocks: u32) -> Places {
     Places { messages, answers, meetings, sent, received, bytes: bump.0 }
 }
 
-/// Blocks that share a message on devices of so many multiprocessors.
+/// Blocks that share a large message on a device with this many multiprocessors.
 fn most_blocks(multiprocessors: u32) -> u32 {
-    multiprocessors.clamp(1, MOST_BLOCKS)
+    multiprocessors.clamp(1, MAX_BLOCKS)
 }
 
-/// Symmetric memory that [`DeviceProber`] takes of `n` PEs on devices of so many multiprocessors, bytes.
+/// Symmetric memory of a [`DeviceProber`] for `n` PEs on devices with this many multiprocessors, bytes.
 pub fn symmetric_bytes(options: &ProbeOptions, n: usize, multiprocessors: u32) -> u64 {
     places(options, n, most_blocks(multiprocessors)).bytes
 }
@@ -128,10 +128,10 @@ fn nanoseconds(time: Duration) -> u64 {
 }
 
 impl<'g> DeviceProber<'g> {
-    /// Memory for `options` on this PE's device, whose blocks are to have so many threads (collective).
+    /// Allocates the memory for `options` on this PE's device, with `threads` threads per block (collective).
     ///
     /// # Errors
-    /// Too little memory; a peer that does not come.
+    /// Too little memory; a peer that does not respond.
     pub fn new(gpu: &'g dyn Gpu, options: &ProbeOptions, threads: u32) -> Result<Self, GpuError> {
         let (me, n) = (gpu.my_pe(), gpu.n_pes());
         let blocks = most_blocks(gpu.limits()?.multiprocessors);
@@ -158,7 +158,7 @@ impl<'g> DeviceProber<'g> {
             numbers,
             cycles,
             control,
-            // Twice as much must be a number too.
+            // The kernels compute twice the limit, which must not overflow.
             limit_ns: nanoseconds(options.wait_limit).clamp(1, u64::MAX / 4),
             budget_ns: 0,
             meeting: 0,
@@ -169,21 +169,21 @@ impl<'g> DeviceProber<'g> {
             least: ProbeOptions::LEAST as u32,
             repetitions: options.repetitions as u32,
         };
-        // Nobody may signal before every PE's words are zero.
+        // All PEs' signal words must be zero before the first signal.
         gpu.barrier(options.wait_limit)?;
         Ok(DeviceProber { gpu, options: options.clone(), threads, symmetric, own, area, meetings: 0 })
     }
 
-    /// Every PE's bytes, in the order of PEs; as many of each, and at most [`RECORD_BYTES`] (collective).
+    /// Returns every PE's bytes in the order of PEs. Every PE gives equally many, at most [`RECORD_BYTES`] (collective).
     ///
     /// # Errors
-    /// A PE that does not come.
+    /// A peer that does not respond.
     pub fn gather_bytes(&mut self, mine: &[u8]) -> Result<Vec<u8>, GpuError> {
         let (n, bytes) = (self.gpu.n_pes(), mine.len() as u64);
         if n == 1 {
             return Ok(mine.to_vec());
         }
-        // In the same places as messages: all PEs must have taken theirs, and afterwards read what came.
+        // The records share the buffers of messages: barriers separate them from the messages before and after.
         self.gpu.barrier(self.options.wait_limit)?;
         let taken = self.area.taken - self.own.address();
         self.own.write(taken + self.gpu.my_pe() as u64 * bytes, mine)?;
@@ -197,27 +197,27 @@ impl<'g> DeviceProber<'g> {
     /// Frees the symmetric memory (collective).
     ///
     /// # Errors
-    /// A peer that does not come.
+    /// A peer that does not respond.
     pub fn free(self) -> Result<(), GpuError> {
         self.symmetric.free(self.options.wait_limit)
     }
 
-    /// The number of the next of so many meetings.
+    /// Reserves the numbers of the next `times` barriers, and returns the first.
     fn meet(&mut self, times: u64) -> u64 {
         let next = self.meetings + 1;
         self.meetings += times;
         next
     }
 
-    /// Runs one of the kernels to its end.
+    /// Runs a kernel and waits for it.
     fn launch(&self, kernel: &str, grid: u32, area: &Area, args: &[&[u8]]) -> Result<Control, GpuError> {
         let at = self.area.control - self.own.address();
         self.own.zero(at, size_of::<Control>() as u64)?;
         let launch =
             Launch { grid, block: self.threads, shared_bytes: 0, cooperative: u32::from(grid > 1), cluster: 1 };
         let all: Vec<&[u8]> = std::iter::once(bytemuck::bytes_of(area)).chain(args.iter().copied()).collect();
-        // SAFETY: each kernel takes a `ProbeArea` and these numbers. Its addresses are of the two buffers, which have room for what `places`
-        // and `new` count: messages and records that are no larger than `sent`, and one of each PE in `received` and `taken`.
+        // SAFETY: each kernel takes a `ProbeArea` and these numbers. The area points into the two buffers. `places` and `new` size them: messages
+        // and records fit into `sent`, and one of each PE into `received` and `taken`.
         unsafe { self.gpu.launch(kernel, launch, &all) }?;
         let mut control = [Control::zeroed()];
         self.own.read(at, &mut control)?;
@@ -234,12 +234,12 @@ impl<'g> DeviceProber<'g> {
         Err(GpuError::Wait { pe: self.gpu.my_pe(), peer, what, waited: self.options.wait_limit })
     }
 
-    /// The median of the times that a kernel left, ms.
+    /// The median of a kernel's measured times, ms.
     fn median_ms(&self, control: &Control, most: usize) -> Result<f64, GpuError> {
         let count = usize::try_from(control.count).unwrap_or(most).min(most);
         let cycles: Vec<u64> = self.own.read_vec(self.area.cycles - self.own.address(), count)?;
         let ms_per_cycle = control.ns as f64 * 1e-6 / control.cycles.max(1) as f64;
-        Ok(median(cycles.into_iter().map(|cycles| cycles as f64 * ms_per_cycle).collect()).max(LEAST_MS))
+        Ok(median(cycles.into_iter().map(|cycles| cycles as f64 * ms_per_cycle).collect()).max(MIN_MS))
     }
 
     /// Blocks that share a message.
@@ -252,10 +252,10 @@ impl<'g> DeviceProber<'g> {
         std::iter::once(0).chain(self.options.sizes.iter().copied()).collect()
     }
 
-    /// Messages of all to those `begin` to `end` - 1 further on, at once: the median time until all are answered, ms.
+    /// All PEs send to the PEs at distances `begin..end` at the same time: the median time until all are answered, ms.
     fn together(&mut self, begin: usize, end: usize) -> Result<f64, GpuError> {
         if begin >= end {
-            return Ok(LEAST_MS);
+            return Ok(MIN_MS);
         }
         let bytes = self.options.sizes.get(self.options.together).copied().unwrap_or(0);
         let rounds = self.options.rounds;

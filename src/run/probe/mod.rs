@@ -1,4 +1,4 @@
-//! The probe, as PEs run it: what each computes, and the memory that it has for experts.
+//! The probe on PEs: links, compute rates, and memory for experts.
 
 #[cfg(feature = "device")]
 pub mod device;
@@ -22,16 +22,16 @@ use crate::moe::{Dtype, MlpGradients, MlpId, Options, WeightId};
 use crate::probe::{OwnDevice, ProbeOptions, ProbeStage, probe};
 use crate::shmem::{Shmem, Transport, available_bytes};
 
-/// The names of what a PE of a probe may be doing, by status code.
+/// The names of a probe's phases by status code.
 pub const PROBE_PHASES: [&str; 4] = ["start-up", "links alone", "links together", "expert GEMM"];
 
 impl ProbedExpert {
-    /// FLOP of its forward GEMMs for one row: what `expert_flop` of a workload is over the expert's rows.
+    /// FLOP of the forward GEMMs for one row.
     pub fn flop_per_row(&self) -> f64 {
         self.mlp().forward_flop_per_row(self.hidden)
     }
 
-    /// Its memory, bytes: weights as the GEMMs want them (on the CPU in bf16 once for each product) and, in training, a gradient in f32.
+    /// Memory of the expert, bytes: weights packed for the GEMMs (on the CPU in bf16 once for each product), and in training a gradient in f32.
     pub fn bytes(&self, device: DeviceKind) -> f64 {
         let matrices = if self.gated { 3.0 } else { 2.0 };
         let twice = device == DeviceKind::Cpu && self.dtype == Dtype::Bf16;
@@ -40,7 +40,7 @@ impl ProbedExpert {
         matrices * self.hidden as f64 * self.intermediate as f64 * (per_weight + gradient)
     }
 
-    /// Rows that it computes at a time: the layer's tile, fewer where that would take long.
+    /// Rows of a GEMM: the layer's tile, or fewer for a large expert.
     fn rows(&self) -> usize {
         const FLOP: f64 = 1e10;
         let least_rows = Options::DEFAULT_TILE_ROWS / 8;
@@ -48,14 +48,14 @@ impl ProbedExpert {
         fits.clamp(least_rows, Options::DEFAULT_TILE_ROWS)
     }
 
-    /// What it is, in words.
+    /// A description for the sources of the cluster file.
     fn text(&self) -> String {
         let ProbedExpert { hidden, intermediate, gated, dtype, .. } = self;
         let mlp = if *gated { "gated" } else { "plain" };
         format!("a {mlp} expert of {hidden} x {intermediate} in {}", dtype.name())
     }
 
-    /// Bytes that a PE needs to compute with one of them, on the CPU.
+    /// Bytes that a PE needs to compute with the expert on the CPU.
     pub fn working_bytes(&self) -> f64 {
         let rows = self.rows() as f64;
         self.bytes(DeviceKind::Cpu) + rows * (self.hidden as f64 * 16.0 + self.intermediate as f64 * 32.0)
@@ -63,7 +63,7 @@ impl ProbedExpert {
 }
 
 impl ProbeRequest {
-    /// Experts that the memory of `pe` holds, of `here` PEs on this host.
+    /// The number of experts that fit into the memory of `pe`, one of `here` PEs on this host.
     fn memory_experts(&self, pe: usize, here: usize) -> Result<u64> {
         let mb = match self.memory_mb[..] {
             [] => match available_bytes() {
@@ -76,15 +76,15 @@ impl ProbeRequest {
         Ok(self.experts_in(mb))
     }
 
-    /// Experts that so many MB hold.
+    /// The number of experts that fit into `mb` MB.
     fn experts_in(&self, mb: f64) -> u64 {
-        // The largest count that a cluster file takes is far above what any memory holds.
+        // The maximum of a cluster file.
         ((mb * 1e6 / self.expert.bytes(self.device)) as u64).min(1 << 40)
     }
 }
 
 impl ProbeRequest {
-    /// Where each figure comes from.
+    /// The source of each figure.
     fn sources(&self, transport: &str) -> BTreeMap<String, String> {
         let expert = self.expert.text();
         let memory = match self.memory_mb.is_empty() {
@@ -106,12 +106,12 @@ impl ProbeRequest {
     }
 }
 
-/// Probes over `shmem`, all of whose PEs call it, `here` of them on this host; every PE gets the same cluster. Collective.
+/// Probes all PEs of `shmem`, of which `here` are on this host, and returns the same cluster on every PE. Collective.
 ///
-/// `transport` is what the cluster calls the transport. `progress` is told what is done.
+/// `transport` is the name of the transport in the cluster. `progress` receives the stage and the completed share.
 ///
 /// # Errors
-/// [`ProbeError`](crate::probe::ProbeError); memory that cannot be told.
+/// [`ProbeError`](crate::probe::ProbeError); an unknown size of the available memory.
 pub fn probe_pes<T: Transport>(
     shmem: &Shmem<T>,
     request: &ProbeRequest,
@@ -135,7 +135,7 @@ fn probe_as<T: Transport, E: Element>(
 ) -> Result<Cluster> {
     let expert = request.expert;
     let memory_experts = request.memory_experts(shmem.my_pe(), here)?;
-    // Small numbers: speed does not depend on which.
+    // Any small numbers: the speed does not depend on the values.
     let small = |id: WeightId| -> Result<Vec<f32>> {
         let [out, inp] = match id {
             WeightId::Expert(_, proj) => expert.mlp().shape(proj, expert.hidden),
@@ -155,15 +155,15 @@ fn probe_as<T: Transport, E: Element>(
     Ok(cluster)
 }
 
-/// The symmetric heap that a probe of `pes` PEs needs, bytes.
+/// The symmetric heap of a probe of `pes` PEs, bytes.
 pub fn heap_bytes<T: Transport>(options: &ProbeOptions, pes: usize) -> usize {
     Shmem::<T>::heap_bytes_for(pes, options.symmetric_bytes(pes))
 }
 
-/// A PE's part of a probe; PE 0 sends the cluster's JSON, as text.
+/// Runs a PE's part of a probe. PE 0 sends the cluster as JSON text.
 ///
 /// # Errors
-/// One line.
+/// As [`probe_pes`].
 pub fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
     if request.device != DeviceKind::Cpu {
         #[cfg(feature = "device")]

@@ -1,33 +1,29 @@
-//! The report as text for a terminal, at most [`WIDTH`] columns wide.
+//! The report of a run as text, at most [`WIDTH`] columns wide.
 
-use comfy_table::{CellAlignment, Table, presets};
-
-use super::PHASES;
 use super::run::{CheckReport, PassTimes, PlanReport, PlannedPes, RunReport, Spread};
+use super::text::{TextTable, WIDTH, count, fields, join, list, mb, ms, shorten};
+use super::{PHASES, Report};
 
-/// Columns of a line.
-const WIDTH: usize = 100;
 /// Up to this many experts are listed one by one.
 const EXPERTS_LISTED: usize = 16;
-/// Of more experts, so many of the busiest.
+/// Number of the busiest experts that are listed if there are more.
 const EXPERTS_BUSIEST: usize = 6;
-/// Of PEs with CPUs of their own, so many are listed.
+/// Number of PEs whose CPUs are listed, if they differ.
 const CPUS_LISTED: usize = 4;
-/// So many tensors of a check, the worst first.
+/// Number of tensors of a check that are listed, the worst first.
 const TENSORS_LISTED: usize = 12;
-/// Columns of a tensor's name: what "rel. error", "tolerance", "column 12345", "of bound" and "FAILED" leave of a line.
+/// Columns of a tensor's name: the other columns of the check's table take 55.
 const NAME_WIDTH: usize = WIDTH - 55;
 
-impl RunReport {
-    /// The report as a few small tables, ending with a newline. Times in ms, memory in MB (10^6 bytes).
-    pub fn render_table(&self) -> String {
-        let mut parts = vec![self.heading(), self.times(), self.figures()];
-        if let Some(check) = &self.check {
-            parts.push(tensors(check));
-        }
-        parts.join("\n\n") + "\n"
+impl Report for RunReport {
+    /// Times in ms, memory in MB (10^6 bytes).
+    fn render_table(&self) -> String {
+        let check = self.check.as_ref().map_or_else(String::new, |check| format!("\n{}", tensors(check)));
+        format!("{}\n\n{}\n{}\n{check}", self.heading(), self.times(), self.figures())
     }
+}
 
+impl RunReport {
     fn heading(&self) -> String {
         let config = &self.config;
         let layer = config.layer.map_or_else(String::new, |layer| format!(", layer {layer}"));
@@ -51,7 +47,7 @@ impl RunReport {
         )
     }
 
-    /// Time by phase: a row per phase, median and maximum over PEs, of each pass.
+    /// A row per phase: median and maximum over the PEs, for each pass.
     fn times(&self) -> String {
         let passes: Vec<(&str, &PassTimes)> = [("forward", Some(&self.forward)), ("backward", self.backward.as_ref())]
             .into_iter()
@@ -61,8 +57,7 @@ impl RunReport {
         for (name, _) in &passes {
             header.extend([format!("{name} median"), format!("{name} max")]);
         }
-        let mut table = plain();
-        table.set_header(header);
+        let mut table = TextTable::new(1, header);
         let mut keys: Vec<&str> = PHASES.iter().map(|(key, _)| *key).collect();
         let others = passes.iter().flat_map(|(_, times)| times.phases.keys()).map(String::as_str);
         keys.extend(others.filter(|key| PHASES.iter().all(|(known, _)| known != key)));
@@ -71,14 +66,14 @@ impl RunReport {
             let spreads: Vec<Option<&Spread>> = passes.iter().map(|(_, times)| times.phases.get(key)).collect();
             if spreads.iter().any(Option::is_some) {
                 let name = PHASES.iter().find(|(known, _)| *known == key).map_or(key, |(_, name)| name);
-                table.add_row(time_row(name, spreads.into_iter()));
+                table.row(time_row(name, spreads.into_iter()));
             }
         }
-        table.add_row(time_row("whole pass", passes.iter().map(|(_, times)| Some(&times.total))));
-        right_aligned(table, 1)
+        table.row(time_row("whole pass", passes.iter().map(|(_, times)| Some(&times.total))));
+        table.render()
     }
 
-    /// How many threads a PE has, and on which CPUs: all alike, or the first few PEs'.
+    /// The threads and the CPUs of a PE: once if all PEs have the same, otherwise of the first few.
     fn cpus(&self) -> String {
         let threads = count(self.config.threads as u64, "thread") + " a PE";
         match &self.cpus_per_pe[..] {
@@ -94,13 +89,13 @@ impl RunReport {
         }
     }
 
-    /// Everything else that is one figure or one line.
+    /// All figures that take one line.
     fn figures(&self) -> String {
         let mut rows: Vec<(String, String)> = Vec::new();
         let mut row = |name: &str, value: String| rows.push((name.to_string(), value));
         for lost in &self.lost {
-            let pes: Vec<String> = lost.pes.iter().map(usize::to_string).collect();
-            row(&format!("from step {} on", lost.from_step), format!("without PEs {}: {}", pes.join(", "), lost.why));
+            let without = format!("without PEs {}: {}", join(&lost.pes, ", "), lost.why);
+            row(&format!("from step {} on", lost.from_step), without);
         }
         row("step", format!("{} ms (slowest PE, median over steps)", ms(self.step_s)));
         row("tokens/s", format!("{:.0}", self.tokens_per_s));
@@ -161,19 +156,14 @@ impl RunReport {
         for (name, value) in &self.aux_losses {
             row(&format!("auxiliary loss, {name}"), format!("{value:.6}"));
         }
-        let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-        let lines = rows.iter().map(|(name, value)| {
-            let lines = wrap(value, WIDTH - width - 2);
-            format!("{name:width$}  {}", lines.join(&format!("\n{:width$}  ", "")))
-        });
-        lines.collect::<Vec<_>>().join("\n")
+        fields(&rows)
     }
 
-    /// Few experts: their tokens in order. Many: the distribution and the busiest.
+    /// The tokens of each expert, or their distribution if there are many.
     fn experts(&self) -> String {
         let tokens = &self.tokens_per_expert;
         if tokens.len() <= EXPERTS_LISTED {
-            return tokens.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
+            return list(tokens);
         }
         let mut order: Vec<usize> = (0..tokens.len()).collect();
         order.sort_by_key(|&expert| (std::cmp::Reverse(tokens[expert]), expert));
@@ -193,7 +183,7 @@ impl RunReport {
     }
 }
 
-/// The groups of a plan, each with its PEs and how many experts each of them has.
+/// The groups of a plan: the PEs of each, with their numbers of experts.
 fn plan_groups(plan: &PlanReport) -> String {
     let group = |group: &PlannedPes| {
         let pe = |(pe, experts): (&usize, &Vec<usize>)| format!("{pe} ({})", experts.len());
@@ -203,7 +193,7 @@ fn plan_groups(plan: &PlanReport) -> String {
     format!("{} by {} ({}), PEs and their experts: {}", groups.len(), plan.algorithm, plan.source, groups.join(" | "))
 }
 
-/// The check: a line that says how it went, and the worst tensors.
+/// The verdict of the check in one line, and the worst tensors.
 fn tensors(check: &CheckReport) -> String {
     let failed = check.tensors.iter().filter(|tensor| !tensor.passed).count();
     let all = count(check.tensors.len() as u64, "tensor");
@@ -213,8 +203,7 @@ fn tensors(check: &CheckReport) -> String {
     };
     let mut worst: Vec<_> = check.tensors.iter().collect();
     worst.sort_by(|a, b| b.severity().total_cmp(&a.severity()));
-    let mut table = plain();
-    table.set_header(["tensor", "rel. error", "tolerance", "worst", "of bound", ""]);
+    let mut table = TextTable::new(1, ["tensor", "rel. error", "tolerance", "worst", "of bound", ""]);
     for tensor in worst.iter().take(TENSORS_LISTED) {
         let (error, tolerance) = (format!("{:.2e}", tensor.relative_error), format!("{:.1e}", tensor.tolerance));
         let (slice, of_bound) = match &tensor.worst {
@@ -222,30 +211,13 @@ fn tensors(check: &CheckReport) -> String {
             None => Default::default(),
         };
         let verdict = if tensor.passed { "ok" } else { "FAILED" };
-        table.add_row([shorten(&tensor.name, NAME_WIDTH), error, tolerance, slice, of_bound, verdict.to_string()]);
+        table.row([shorten(&tensor.name, NAME_WIDTH), error, tolerance, slice, of_bound, verdict.to_string()]);
     }
     let more = match check.tensors.len().saturating_sub(TENSORS_LISTED) {
         0 => String::new(),
-        more => format!("\n({more} more, with smaller errors relative to their tolerance)"),
+        more => format!("({more} more, with smaller errors relative to their tolerance)\n"),
     };
-    format!("{verdict}\n{}{more}", right_aligned(table, 1))
-}
-
-pub(crate) fn plain() -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    table
-}
-
-/// The table's text, its columns from `first` on aligned to the right, and without outer blanks.
-pub(crate) fn right_aligned(mut table: Table, first: usize) -> String {
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((if index == 0 { 0 } else { 2 }, 0));
-        if index >= first {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table.trim_fmt()
+    format!("{verdict}\n{}{more}", table.render())
 }
 
 fn time_row<'s>(name: &str, spreads: impl Iterator<Item = Option<&'s Spread>>) -> Vec<String> {
@@ -256,48 +228,9 @@ fn time_row<'s>(name: &str, spreads: impl Iterator<Item = Option<&'s Spread>>) -
     std::iter::once(name.to_string()).chain(cells).collect()
 }
 
-pub(crate) fn ms(seconds: f64) -> String {
-    format!("{:.3}", seconds * 1e3)
-}
-
 /// An error as a multiple of its bound.
 fn share(severity: f64) -> String {
     if severity < 100.0 { format!("{severity:.3}") } else { format!("{severity:.0e}") }
-}
-
-fn mb(bytes: f64) -> String {
-    format!("{:.3}", bytes / 1e6)
-}
-
-/// "1 token", "2 tokens".
-pub(crate) fn count(n: u64, what: &str) -> String {
-    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
-}
-
-/// Cuts the start off a text that is too long: names and paths differ at their ends.
-fn shorten(text: &str, width: usize) -> String {
-    let length = text.chars().count();
-    if length <= width {
-        return text.to_string();
-    }
-    format!("...{}", text.chars().skip(length + 3 - width).collect::<String>())
-}
-
-/// Breaks a text between words into lines of at most `width` characters (longer words stay whole).
-fn wrap(text: &str, width: usize) -> Vec<String> {
-    let mut lines = vec![String::new()];
-    for word in text.split(' ') {
-        let line = lines.last_mut().expect("there is always one");
-        if line.is_empty() {
-            line.push_str(word);
-        } else if line.chars().count() + 1 + word.chars().count() <= width {
-            line.push(' ');
-            line.push_str(word);
-        } else {
-            lines.push(word.to_string());
-        }
-    }
-    lines
 }
 
 #[cfg(test)]
@@ -318,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_run_reads_like_this() {
+    fn small_run_shows_every_figure() {
         let (config, pes) = example();
         let mut report = RunReport::merge(config, &pes);
         report.aux_losses.insert("load_balancing".into(), 0.0125);
@@ -360,7 +293,7 @@ grad.experts.0.up_proj.weight      0.00e0     1.0e-5                          ok
     }
 
     #[test]
-    fn many_experts_and_long_names_stay_readable() {
+    fn many_experts_and_long_names_are_shortened() {
         let (mut config, mut pes) = example();
         config.experts = 256;
         config.layer = Some(61);

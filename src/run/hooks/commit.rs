@@ -1,0 +1,143 @@
+//! Measurements of the steps, and which steps are final when a PE may be lost.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+
+use super::{Pass, StepContext, StepHook};
+use crate::moe::metrics::{PassOutcome, Phase, Traffic};
+use crate::moe::{MoeLayer, WeightId};
+use crate::report::{PassReport, PeReport, StepReport, StepSample, TraceSpan, TrafficReport};
+
+/// The progress of this PE. It outlives the layer when the job continues after a loss.
+#[derive(Default)]
+pub(in crate::run) struct Progress {
+    /// Number of final steps: every PE has their results.
+    settled: usize,
+    /// The step after these, if this PE has its results and does not know yet whether every other PE has them.
+    pending: Option<StepReport>,
+    /// With SGD, the weights that this PE holds after the pending step.
+    pub(super) weights: Vec<(WeightId, Vec<f32>)>,
+    /// The weights before the pending step, if that may have to be repeated.
+    pub(super) weights_before: Vec<(WeightId, Vec<f32>)>,
+    /// Spans that are not sent yet.
+    pub(super) spans: Vec<TraceSpan>,
+    sample: StepSample,
+    traffic: Traffic,
+    all_reduce_bytes: u64,
+    rounds: [u64; 2],
+}
+
+impl Progress {
+    /// Number of final steps.
+    pub(in crate::run) fn settled(&self) -> usize {
+        self.settled
+    }
+
+    /// Number of steps whose results this PE has.
+    pub(in crate::run) fn complete(&self) -> usize {
+        self.settled + usize::from(self.pending.is_some())
+    }
+
+    fn settle(&mut self) {
+        if let Some(report) = self.pending.take() {
+            self.sample.offer(report);
+            self.settled += 1;
+        }
+    }
+
+    /// Continues with `step`: the pending step becomes final if it is before `step`, and is undone otherwise.
+    pub(in crate::run) fn resume_from(&mut self, step: usize) {
+        if step > self.settled {
+            self.settle();
+        } else if self.pending.take().is_some() {
+            self.weights = std::mem::take(&mut self.weights_before);
+        }
+    }
+}
+
+/// Measures the passes, and makes each step final once every PE has its results.
+pub(super) struct Commit<'h> {
+    settle: &'h dyn Fn() -> Result<()>,
+    current: StepReport,
+}
+
+impl<'h> Commit<'h> {
+    /// `settle` returns when every PE has the results of the step.
+    pub(super) fn new(settle: &'h dyn Fn() -> Result<()>) -> Self {
+        Commit { settle, current: StepReport::default() }
+    }
+}
+
+impl<L: MoeLayer> StepHook<L> for Commit<'_> {
+    fn after_pass(&mut self, run: &mut StepContext<'_, L>, pass: Pass, outcome: &PassOutcome) -> Result<()> {
+        run.progress.traffic.add(&outcome.traffic);
+        run.progress.all_reduce_bytes += outcome.all_reduce_bytes;
+        match pass {
+            Pass::Forward => self.current = StepReport { forward: pass_report(outcome), backward: None },
+            Pass::Backward => self.current.backward = Some(pass_report(outcome)),
+        }
+        Ok(())
+    }
+
+    fn after(&mut self, run: &mut StepContext<'_, L>) -> Result<()> {
+        let (progress, current) = (&mut *run.progress, std::mem::take(&mut self.current));
+        let rounds = [current.forward.rounds, current.backward.as_ref().map_or(0, |pass| pass.rounds)];
+        progress.rounds.iter_mut().zip(rounds).for_each(|(most, rounds)| *most = rounds.max(*most));
+        progress.pending = Some(current);
+        (self.settle)()?;
+        progress.settle();
+        Ok(())
+    }
+
+    fn finish(&mut self, run: &mut StepContext<'_, L>, report: &mut PeReport) -> Result<()> {
+        let progress = &mut *run.progress;
+        let sample = std::mem::take(&mut progress.sample);
+        report.rounds = progress.rounds;
+        report.n_steps = sample.seen();
+        report.steps = sample.into_steps();
+        report.traffic = traffic_report(&progress.traffic, progress.all_reduce_bytes);
+        Ok(())
+    }
+}
+
+/// The times of a pass under the report's names of phases.
+fn pass_report(outcome: &PassOutcome) -> PassReport {
+    let mut phases_s = BTreeMap::new();
+    let mut seconds = 0.0;
+    for phase in Phase::of_passes() {
+        let key = match phase {
+            Phase::Router => "router",
+            Phase::Dispatch => "dispatch",
+            Phase::Expert => "expert_gemm",
+            Phase::Combine => "combine",
+            Phase::Scale => "scale",
+            Phase::Waiting => "waiting",
+            Phase::AllReduce => "other",
+            Phase::Idle | Phase::Move => continue,
+        };
+        let time = outcome.phases_s[phase.code()];
+        seconds += time;
+        *phases_s.entry(key.to_string()).or_default() += time;
+    }
+    PassReport { seconds, phases_s, expert_cpu_s: outcome.expert_cpu_s, rounds: outcome.rounds }
+}
+
+fn traffic_report(traffic: &Traffic, all_reduce_bytes: u64) -> TrafficReport {
+    let kinds = [
+        ("counts", traffic.header_bytes),
+        ("dispatch_rows", traffic.dispatch_row_bytes),
+        ("dispatch_slots", traffic.dispatch_slot_bytes),
+        ("combine_rows", traffic.combine_row_bytes),
+        ("combine_slots", traffic.combine_slot_bytes),
+        ("all_reduce", all_reduce_bytes),
+    ];
+    TrafficReport {
+        remote_bytes: kinds.into_iter().map(|(kind, bytes)| (kind.to_string(), bytes)).collect(),
+        puts: traffic.puts,
+        signals: traffic.signals,
+        fences: traffic.fences,
+        network_bytes: traffic.network_bytes,
+        relay_bytes: traffic.relay_bytes,
+    }
+}

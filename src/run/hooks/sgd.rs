@@ -1,0 +1,61 @@
+//! `--sgd`: stochastic gradient descent.
+
+use anyhow::Result;
+
+use super::{StepContext, StepHook};
+use crate::job::request::OnFailure;
+use crate::moe::{MoeLayer, WeightId};
+
+/// Changes the weights by their gradients after each step. [`Progress::weights`](super::Progress) has them in f32, whatever the layer's
+/// element type, so that small changes add up.
+pub(super) struct Sgd {
+    rate: f32,
+}
+
+impl Sgd {
+    /// Starts from the layer's weights. A layer that was rebuilt after a loss gets the weights that were trained before.
+    pub(super) fn new<L: MoeLayer>(run: &mut StepContext<'_, L>, rate: f32) -> Result<Sgd> {
+        let weights = &mut run.progress.weights;
+        if weights.is_empty() {
+            *weights = read_weights(run.layer)?;
+        } else {
+            weights.iter().try_for_each(|(id, weight)| run.layer.set_weights(*id, weight))?;
+        }
+        Ok(Sgd { rate })
+    }
+}
+
+impl<L: MoeLayer> StepHook<L> for Sgd {
+    fn after(&mut self, run: &mut StepContext<'_, L>) -> Result<()> {
+        let progress = &mut *run.progress;
+        if run.job.request.on_failure == OnFailure::Continue {
+            progress.weights_before.clone_from(&progress.weights);
+        }
+        descend(run.layer, self.rate * run.job.gradient_scale(), &mut progress.weights)
+    }
+}
+
+/// The weights that this PE holds, as the layer computes with them.
+pub(in crate::run) fn read_weights<L: MoeLayer>(layer: &L) -> Result<Vec<(WeightId, Vec<f32>)>> {
+    let held = layer.spec().held(layer.my_pe());
+    let mut weights = Vec::with_capacity(held.len());
+    for id in held {
+        let mut values = vec![0.0; layer.spec().config.shape(id).iter().product()];
+        layer.weights(id, &mut values)?;
+        weights.push((id, values));
+    }
+    Ok(weights)
+}
+
+fn descend<L: MoeLayer>(layer: &mut L, rate: f32, weights: &mut [(WeightId, Vec<f32>)]) -> Result<()> {
+    let (placement, me) = (layer.spec().placement.clone(), layer.my_pe());
+    let gradients = layer.gradients()?;
+    for (id, weight) in weights.iter_mut() {
+        let gradient = gradients.get(*id, &placement, me).unwrap_or_default();
+        weight.iter_mut().zip(gradient).for_each(|(weight, gradient)| *weight -= rate * gradient);
+    }
+    for (id, weight) in weights.iter().filter(|(id, _)| id.has_gradient()) {
+        layer.set_weights(*id, weight)?;
+    }
+    Ok(())
+}
