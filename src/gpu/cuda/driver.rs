@@ -2,7 +2,7 @@
 //!
 //! Their types come from the crate `cudarc`, which generates them from CUDA's header. This module loads and calls the functions
 //! itself: `cudarc` panics if the library or a function is missing, and returns codes as a Rust `enum`, which may not contain a
-//! newer driver's codes. `call!` returns codes as integers, and a missing function is an error (docs/decisions.md).
+//! newer driver's codes. `call!` returns codes as integers, and a missing function is an error (docs/decisions/2026-11-21-driver-loading.md).
 
 use std::error::Error;
 use std::ffi::{CStr, c_char, c_int};

@@ -109,8 +109,8 @@ impl Options {
     }
 
     /// Maximum rows under one signal in a window of `window_rows`; by default a 16th of the window, clamped to
-    /// 128..=256. With few chunks per window, tiles wait for rows that have already arrived (`docs/decisions.md`, "Rows
-    /// of a chunk").
+    /// 128..=256. With few chunks per window, tiles wait for rows that have already arrived
+    /// (`docs/decisions/2026-11-26-send-groups.md`).
     pub fn chunk_rows(&self, window_rows: usize) -> usize {
         self.chunk_rows.unwrap_or((window_rows / 16).clamp(128, 256)).clamp(1, window_rows.max(1))
     }
