@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// An input that cannot be used, as one line: the file, the place inside it, what is there and what was expected.
+/// An invalid input, as one line: the file, the place in it, the value, and the values allowed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InputError {
@@ -11,39 +11,39 @@ pub enum InputError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         reason: String,
     },
-    /// A text that is not JSON, or not JSON of the form expected.
+    /// Text that is not JSON, or does not have the expected form.
     #[error("{0}")]
     Json(String),
-    /// A value that is not allowed.
+    /// An invalid value.
     #[error("{field}{}expected {expected}", said(.found))]
     Value {
-        /// Where it is, such as `devices[3].id`.
+        /// Path of the value, such as `devices[3].id`.
         field: String,
-        /// What is there, such as `is -1`; empty where the field alone says it.
+        /// The value, such as `is -1`; empty if the path suffices.
         found: String,
-        /// What is right.
+        /// The values allowed.
         expected: String,
     },
-    /// Something wrong in a file.
+    /// An error in a file.
     #[error("{}: {error}", .path.display())]
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The error.
         error: Box<InputError>,
     },
 }
 
 impl InputError {
-    /// A value that is not allowed: where it is, what is there, what is right.
+    /// An invalid value: its path, the value, and the values allowed.
     pub fn value<F: Into<String>, V: Into<String>, E: Into<String>>(field: F, found: V, expected: E) -> InputError {
         InputError::Value { field: field.into(), found: found.into(), expected: expected.into() }
     }
 
-    /// The same, of the text in this file.
+    /// Adds the file that the text was read from.
     pub fn in_file(self, path: &Path) -> InputError {
         InputError::File { path: path.to_path_buf(), error: Box::new(self) }
     }

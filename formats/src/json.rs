@@ -10,21 +10,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::InputError;
 
-/// Numbers beyond these, or nearer to zero, would overflow in sums and products; no unit that the files use has them.
+/// Bounds such that sums and products do not overflow; values in the files' units are far inside.
 const LARGEST: f64 = 1e30;
 const SMALLEST: f64 = 1e-30;
-/// Counts beyond this are not exact as floating-point numbers.
+/// Maximum count that is exact as a floating-point number.
 const LARGEST_COUNT: u64 = 1_000_000_000_000_000;
 
-/// What is read as text is no larger. Its numbers take a few times as much of memory.
+/// Maximum size of a file that is read as text. Parsed numbers take a few times as much memory.
 const LARGEST_FILE_BYTES: u64 = 32 << 20;
 
-/// Which numbers a field takes.
+/// The numbers that a field allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Range {
-    /// Above zero.
+    /// Above 0.
     Positive,
-    /// Zero or above.
+    /// 0 or above.
     NonNegative,
 }
 
@@ -32,7 +32,7 @@ impl Range {
     /// Checks a number.
     ///
     /// # Errors
-    /// One line: `PATH is VALUE, expected ...`, where `path` says what PATH is.
+    /// Returns `PATH is VALUE, expected ...` with the path that `path` returns.
     pub fn check(self, value: f64, path: impl FnOnce() -> String) -> Result<f64, InputError> {
         let zero = value == 0.0 && self == Range::NonNegative;
         if zero || (SMALLEST..=LARGEST).contains(&value) {
@@ -46,10 +46,10 @@ impl Range {
     }
 }
 
-/// The text of a regular file. (To open a named pipe would be to wait for its writer.)
+/// Reads a regular file as text. (Opening a named pipe would block.)
 ///
 /// # Errors
-/// One line that names the file.
+/// Returns an error that names the file.
 pub fn read_text(path: &Path) -> Result<String, InputError> {
     let unreadable = |reason: String| InputError::Unreadable { path: path.to_path_buf(), reason };
     let meta = std::fs::metadata(path).map_err(|error| unreadable(error.to_string()))?;
@@ -59,17 +59,17 @@ pub fn read_text(path: &Path) -> Result<String, InputError> {
     if meta.len() > LARGEST_FILE_BYTES {
         return Err(unreadable(format!("it has {} bytes, at most {LARGEST_FILE_BYTES} are read", meta.len())));
     }
-    // No more than it says it has: some files of the system have no size, and no end.
+    // Reads at most the length in the metadata: some system files have length 0 and never end.
     let mut bytes = Vec::new();
     let read = File::open(path).and_then(|file| file.take(meta.len()).read_to_end(&mut bytes));
     read.map_err(|error| unreadable(error.to_string()))?;
     String::from_utf8(bytes).map_err(|_| unreadable("it is not UTF-8 text".into()))
 }
 
-/// Reads JSON.
+/// Parses JSON.
 ///
 /// # Errors
-/// One line: the path inside the file, what is there and what was expected, and the line and column.
+/// Returns an error with the path in the file, the value, the expected form, and line and column.
 pub fn parse_json<T: DeserializeOwned>(text: &str) -> Result<T, InputError> {
     let mut json = serde_json::Deserializer::from_str(text);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|error| {
@@ -82,7 +82,7 @@ pub fn parse_json<T: DeserializeOwned>(text: &str) -> Result<T, InputError> {
             Some(token) => format!("{path}`{token}` is not JSON: {inner}"),
             None => format!("{path}{inner}"),
         };
-        // A name in a file may have anything in it, and an error is one line.
+        // A name in a file may contain any character, but an error must be one line.
         let shown = |c: char| if c.is_control() { c.escape_debug().to_string() } else { c.to_string() };
         InputError::Json(message.chars().map(shown).collect())
     })?;
@@ -90,7 +90,7 @@ pub fn parse_json<T: DeserializeOwned>(text: &str) -> Result<T, InputError> {
     Ok(value)
 }
 
-/// The word at a syntax error: `NaN`, `Infinity`.
+/// The word at a syntax error, such as `NaN` or `Infinity`.
 fn token_at(text: &str, error: &serde_json::Error) -> Option<String> {
     if !error.is_syntax() {
         return None;
@@ -104,7 +104,7 @@ fn token_at(text: &str, error: &serde_json::Error) -> Option<String> {
     Some(token)
 }
 
-/// A number of a file, whole or not; [`Range`] says whether it will do.
+/// A number in a file, whole or not; [`Range`] restricts it.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(transparent)]
 pub struct Number(pub f64);
@@ -131,7 +131,7 @@ impl<'de> Deserialize<'de> for Number {
     }
 }
 
-/// A whole number of a file, from 0 to 10^15; `32.0` is one too.
+/// A whole number in a file, from 0 to 10^15; `32.0` is allowed.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(transparent)]
 pub struct Count(pub u64);

@@ -1,31 +1,31 @@
-//! From a model and a batch to a workload.
+//! Models, and the workload of a model with a batch.
 
 use crate::error::InputError;
 use crate::workload::Workload;
 
-/// A Mixture-of-Experts model, as far as the planner looks at it.
+/// A Mixture-of-Experts model, as the planner sees it.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Model {
-    /// Layers.
+    /// Number of layers.
     pub layers: usize,
-    /// Those of them that have experts.
+    /// Number of layers with experts.
     pub moe_layers: usize,
     /// Width of a token's hidden state, elements.
     pub hidden: usize,
     /// Routed experts of a layer.
     pub experts: usize,
-    /// Experts that a token is sent to.
+    /// Experts per token.
     pub top_k: usize,
-    /// Weights of one expert.
+    /// Number of weights of an expert.
     pub expert_parameters: f64,
-    /// FLOP of one expert for one token, forward: two for each weight that multiplies.
+    /// Forward FLOP of one expert for one token: two per weight that multiplies.
     pub flop_per_row: f64,
 }
 
 impl Model {
-    /// A model of `layers` layers, `moe_layers` of them with `experts` gated experts (three matrices of `hidden` x `intermediate`), `top_k` for
-    /// a token.
+    /// A model with `layers` layers, `moe_layers` of them with `experts` gated experts (three matrices of `hidden` x `intermediate`),
+    /// `top_k` of them per token.
     pub fn gated(
         (layers, moe_layers): (usize, usize),
         hidden: usize,
@@ -38,12 +38,12 @@ impl Model {
         Model { layers, moe_layers, hidden, experts, top_k, expert_parameters, flop_per_row }
     }
 
-    /// A published model by its name, one of [`MODELS`].
+    /// A published model by name, one of [`MODELS`].
     ///
     /// # Errors
-    /// One line that says which names there are.
+    /// Returns an error that lists the names.
     pub fn preset(name: &str) -> Result<Model, InputError> {
-        // From the config.json that each was published with. DeepSeek-V3's first three layers are dense.
+        // From each model's published config.json. The first three layers of DeepSeek-V3 are dense.
         let model = match name {
             "mixtral-8x7b" => Model::gated((32, 32), 4096, 14_336, 8, 2),
             "mixtral-8x22b" => Model::gated((56, 56), 6144, 16_384, 8, 2),
@@ -59,12 +59,12 @@ impl Model {
         Ok(model)
     }
 
-    /// What the planner plans for when this model trains on such a batch.
+    /// The planner's workload for training this model with `batch`.
     ///
-    /// A pass is a forward, a backward or a recomputation of all layers with experts; an iteration has `2 + recomputation` passes, as gamma counts
-    /// them. A backward takes two products for each of forward's, so a pass costs `(3 + recomputation) / (2 + recomputation)` forwards on
-    /// average, and that is what `expert_flop` says, of one device's tokens in an even share for each expert. In an exchange a device sends each token
-    /// once to each of the devices that have one of its experts: `top_k` at most, and no more than there are.
+    /// A pass is a forward, a backward or a recomputation of all layers with experts; an iteration has `2 + recomputation` passes, as in
+    /// gamma. A backward has two products per product of forward, so the mean pass costs `(3 + recomputation) / (2 + recomputation)`
+    /// forwards. `expert_flop` is that cost, for one device's tokens in even shares. In an exchange a device sends each token once to each
+    /// device with any of its experts, thus to at most `top_k` devices.
     pub fn workload(&self, batch: &Batch) -> Workload {
         let (top_k, tokens) = (self.top_k as f64, batch.tokens_per_device);
         let passes = 2.0 + batch.recomputation;
@@ -80,7 +80,7 @@ impl Model {
         workload.p2p_frequency = 2.0;
         workload.all_reduce_buffer_mb = if batch.backward { parameters * batch.gradient_bytes * 1e-6 } else { 0.0 };
         workload.expert_mb = batch.bytes_per_parameter.map(|bytes| self.expert_parameters * bytes * 1e-6);
-        // gamma counts two passes; forward alone is half of that.
+        // gamma counts two passes; forward alone is half of them.
         let halves = if batch.backward { 1.0 } else { 0.5 };
         workload.num_layers = self.layers as f64 * halves;
         workload.moe_frequency = self.layers as f64 / self.moe_layers.max(1) as f64;
@@ -95,28 +95,28 @@ impl Model {
 pub const MODELS: [&str; 6] =
     ["mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b"];
 
-/// How a model is trained.
+/// A batch, and the memory and bytes of its training.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Batch {
-    /// Tokens that each device has in a step.
+    /// Tokens per device and step.
     pub tokens_per_device: f64,
-    /// Devices, where they are known; a step of each is an iteration.
+    /// Number of devices, if known; a step of all devices is an iteration.
     pub devices: Option<usize>,
-    /// Bytes of an element of a token's hidden state on its way.
+    /// Bytes per element of a hidden state in an exchange.
     pub element_bytes: usize,
-    /// Bytes of a weight's gradient on its way.
+    /// Bytes per weight of a gradient in an all-reduce.
     pub gradient_bytes: f64,
-    /// Bytes of a device's memory for each weight of an expert, with gradient and optimizer state.
+    /// Bytes of device memory per weight of an expert, with gradient and optimizer state.
     pub bytes_per_parameter: Option<f64>,
     /// Whether there is a backward.
     pub backward: bool,
-    /// Further forward passes by recomputation.
+    /// Additional forward passes by recomputation.
     pub recomputation: f64,
 }
 
 impl Batch {
-    /// Training with so many tokens for each device, of elements of so many bytes. Gradients are summed in f32.
+    /// Training with `tokens_per_device` tokens per device and elements of `element_bytes` bytes. Gradients are summed in f32.
     pub fn new(tokens_per_device: f64, element_bytes: usize) -> Batch {
         Batch {
             tokens_per_device,
@@ -129,8 +129,8 @@ impl Batch {
         }
     }
 
-    /// Bytes for each weight when Adam trains it (Rajbhandari et al. 2020, section 3.1, with gradients in f32): the weight, the gradient, two moments,
-    /// and for weights of less than 4 bytes a copy in f32.
+    /// Bytes per weight with Adam (Rajbhandari et al. 2020, section 3.1, with gradients in f32): the weight, the gradient, two moments, and
+    /// for weights of less than 4 bytes a copy in f32.
     pub fn adam_bytes(element_bytes: usize) -> f64 {
         let copy = if element_bytes < 4 { 4 } else { 0 };
         (element_bytes + 4 + 8 + copy) as f64
@@ -148,7 +148,7 @@ mod tests {
         batch.bytes_per_parameter = Some(Batch::adam_bytes(2));
         let workload = model.workload(&batch);
         assert_eq!(workload.n_experts(), 256);
-        // 128 rows an expert, three products of 2 x 7168 x 2048 forward, one and a half of that a pass.
+        // 128 rows per expert, three products of 2 x 7168 x 2048 in forward, one and a half times that in a pass.
         let forward = 128.0 * 6.0 * 7168.0 * 2048.0;
         assert!(workload.expert_flop.iter().all(|flop| *flop == 1.5 * forward));
         assert_eq!(workload.p2p_buffer_mb, 4096.0 * 8.0 * 7168.0 * 2.0 * 1e-6);
@@ -157,7 +157,7 @@ mod tests {
         assert_eq!(workload.global_batch_size, None);
         let parameters = 58.0 * 256.0 * 3.0 * 7168.0 * 2048.0;
         assert!((workload.all_reduce_buffer_mb / (parameters * 4e-6) - 1.0).abs() < 1e-12);
-        // Four devices hold a token's eight experts: it goes to each once.
+        // Four devices hold the eight experts of a token: each receives it once.
         batch.devices = Some(4);
         let few = model.workload(&batch);
         assert_eq!(few.p2p_buffer_mb, workload.p2p_buffer_mb / 2.0);

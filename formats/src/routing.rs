@@ -1,4 +1,4 @@
-//! Which experts the tokens of a step go to, layer by layer: routing files, made up or captured, and what follows from them.
+//! Routing files: the experts of each token, by layer and step, synthetic or recorded.
 
 use std::path::Path;
 
@@ -7,16 +7,16 @@ use serde::{Deserialize, Serialize};
 use crate::error::InputError;
 use crate::json::{Count, parse_json, read_text};
 
-/// The version of the files.
+/// Version of the files.
 const VERSION: u64 = 1;
 /// Maximum number of experts.
 pub const EXPERTS_MOST: u64 = 1 << 16;
 /// Maximum number of nodes.
 pub const NODES_MOST: usize = 1 << 16;
-/// The most choices of all tokens, layers and steps that a file may have: 2 GiB of it.
+/// Maximum number of choices in a file, over all tokens, layers and steps: 2 GiB.
 pub const CHOICES_MOST: usize = 1 << 28;
 
-/// Stands for no expert: a choice that a capacity left out.
+/// A choice without an expert, because of a capacity limit.
 pub const NO_EXPERT: u32 = u32::MAX;
 
 /// The routing of some steps of some layers.
@@ -25,24 +25,24 @@ pub const NO_EXPERT: u32 = u32::MAX;
 pub struct Routing {
     /// Experts of each layer.
     pub experts: usize,
-    /// Experts that a token goes to.
+    /// Experts per token.
     pub top_k: usize,
-    /// Nodes, or PEs, that the tokens start at.
+    /// Nodes, or PEs, where the tokens start.
     pub nodes: usize,
-    /// Layer by layer and step by step.
+    /// By step and layer.
     pub records: Vec<Record>,
 }
 
 /// The routing of one step of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record {
-    /// The layer's number.
+    /// Layer number.
     pub layer: u64,
-    /// The step's number.
+    /// Step number.
     pub step: u64,
-    /// How many tokens each node has; the first node's tokens come first.
+    /// Number of tokens of each node; those of the first node come first.
     pub tokens_per_node: Vec<usize>,
-    /// The experts of each token, `top_k` of them, different ones or [`NO_EXPERT`].
+    /// The experts of each token: `top_k` different ones, or [`NO_EXPERT`].
     pub choices: Vec<u32>,
 }
 
@@ -83,12 +83,12 @@ struct WrittenRecord<'a> {
 }
 
 impl Routing {
-    /// The routing of these records, whose choices are such as [`Routing::read`] takes.
+    /// The routing of these records, which must satisfy the checks of [`Routing::read`].
     pub fn new(experts: usize, top_k: usize, nodes: usize, records: Vec<Record>) -> Routing {
         Routing { experts, top_k, nodes, records }
     }
 
-    /// Whether a text is a routing file, and not a report; neither need be right.
+    /// Whether a text looks like a routing file rather than a report; it is not validated.
     pub fn is_routing(text: &str) -> bool {
         #[derive(Deserialize)]
         struct Either {
@@ -100,15 +100,15 @@ impl Routing {
     /// Reads a routing file.
     ///
     /// # Errors
-    /// One line that names the file, the path inside it, what is there and what is right.
+    /// Returns an error that names the file, the path in it, the value, and the values allowed.
     pub fn read(path: &Path) -> Result<Routing, InputError> {
         Routing::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
     }
 
-    /// A routing from its JSON text.
+    /// Parses a routing from JSON text.
     ///
     /// # Errors
-    /// As [`Routing::read`], without the file.
+    /// Those of [`Routing::read`], without the file.
     pub fn from_json(text: &str) -> Result<Routing, InputError> {
         let raw: RawRouting = parse_json(text)?;
         if raw.version.0 != VERSION {
@@ -145,7 +145,7 @@ impl Routing {
         format!("{}\n{records}\n]}}", head.trim_end_matches("]}"))
     }
 
-    /// Tokens of each expert, of all layers and steps together.
+    /// Tokens of each expert, over all layers and steps.
     pub fn tokens_per_expert(&self) -> Vec<f64> {
         let mut tokens = vec![0.0; self.experts];
         for &expert in self.records.iter().flat_map(|record| &record.choices) {
@@ -156,10 +156,10 @@ impl Routing {
         tokens
     }
 
-    /// Checks that it is of such a model.
+    /// Checks that the routing fits a model.
     ///
     /// # Errors
-    /// One line that says how it differs.
+    /// Returns an error that names the difference.
     pub fn check_model(&self, experts: usize, top_k: usize) -> Result<(), InputError> {
         for (field, here, there) in [("experts", self.experts, experts), ("top_k", self.top_k, top_k)] {
             if here != there {
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_files_are_one_line() {
+    fn bad_files_are_reported_in_one_line() {
         let error = |from: &str, to: &str| {
             let text = SMALL.replace(from, to);
             assert_ne!(text, SMALL);

@@ -1,16 +1,16 @@
-//! What happened when, in virtual time.
+//! Spans of a timeline in virtual time.
 
-/// Something that took a while.
+/// A period of work.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
-    /// The PE or node that it happened on.
+    /// The PE or node.
     pub pe: u32,
-    /// Which of its tracks: spans of one do not overlap.
+    /// The track; spans of one track do not overlap.
     pub track: u32,
-    /// What it was.
+    /// Name of the work.
     pub name: String,
-    /// When it began, seconds of virtual time.
+    /// Start, s.
     pub start_s: f64,
-    /// How long it took, seconds.
+    /// Duration, s.
     pub dur_s: f64,
 }

@@ -2,42 +2,42 @@
 
 use crate::model::Model;
 
-/// The shapes of a model without its routed experts.
+/// The shape of a model, except for its routed experts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Transformer {
     /// Width of a token's hidden state, elements.
     pub hidden: usize,
-    /// Layers, and those of them that have experts.
+    /// Number of layers, and of layers with experts.
     pub layers: (usize, usize),
-    /// Heads of the queries, and of keys and values.
+    /// Heads of queries, and of keys and values.
     pub heads: (usize, usize),
-    /// Width of a head: of queries and keys, of values.
+    /// Width of a head: of queries and keys, and of values.
     pub head_dim: (usize, usize),
-    /// Multi-head latent attention (DeepSeek-V2, section 2.1), where the model has it.
+    /// Multi-head latent attention (DeepSeek-V2, section 2.1), if the model has it.
     pub latent: Option<Latent>,
-    /// Layers whose queries see only the last keys, and how many, their own included.
+    /// Number of layers with sliding-window attention, and their window, the query's own key included.
     pub windowed: (usize, usize),
-    /// Width inside the gated MLP of a layer without experts, 0 if there is none.
+    /// Inner width of the gated MLP in a layer without experts; 0 without such layers.
     pub dense_intermediate: usize,
-    /// Width inside the gated shared expert of a layer with experts, 0 if there is none.
+    /// Inner width of the gated shared expert in a layer with experts; 0 without a shared expert.
     pub shared_intermediate: usize,
-    /// Tokens of the vocabulary.
+    /// Size of the vocabulary.
     pub vocabulary: usize,
 }
 
-/// Queries, keys and values by way of narrower vectors.
+/// Low-rank queries, keys and values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Latent {
-    /// Width of what queries are made of, 0 where that is the hidden state.
+    /// Rank of the queries; 0 if they are computed from the hidden state.
     pub query_rank: usize,
-    /// Width of what keys and values are made of.
+    /// Rank of keys and values.
     pub rank: usize,
-    /// The part of a key that all heads share, elements.
+    /// Elements of a key that all heads share.
     pub shared_key: usize,
 }
 
 impl Transformer {
-    /// A published model by its name, one of [`MODELS`](crate::MODELS), from the config.json that it was published with.
+    /// A published model by name, one of [`MODELS`](crate::MODELS), from its published config.json.
     pub fn preset(name: &str) -> Option<Transformer> {
         let model = Model::preset(name).ok()?;
         let grouped = |heads, head_dim, vocabulary| Transformer {

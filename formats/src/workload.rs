@@ -1,4 +1,4 @@
-//! What is to be planned for: the experts' costs and the training schedule.
+//! The planner's workload: the experts' costs and the training schedule.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -9,32 +9,32 @@ use crate::cluster::Cluster;
 use crate::error::InputError;
 use crate::json::{Number, Range, parse_json, read_text};
 
-/// The experts and the schedule.
+/// Experts and schedule.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "RawWorkload", into = "RawWorkload")]
 pub struct Workload {
-    /// FLOP of each expert in one pass of one MoE layer, for the tokens of one device's mini-batch, each expert having an even share of them.
+    /// FLOP of each expert in one pass of one MoE layer, for an even share of the tokens of one device's mini-batch.
     pub expert_flop: Vec<f64>,
-    /// Each expert's share of the tokens, in any unit; it weighs the costs.
+    /// Each expert's share of the tokens, in any unit; weights the costs.
     pub expert_load: Option<Vec<f64>>,
-    /// What one expert of one layer takes of a device's memory, with all that training keeps of it, MB; see
+    /// Device memory of one expert of one layer including its training state, MB; see
     /// [`Device::memory_mb`](crate::cluster::Device::memory_mb).
     pub expert_mb: Option<f64>,
-    /// What a device sends in one dispatch or combine, what stays with it included, MB.
+    /// Data that a device sends in one dispatch or combine, local data included, MB.
     pub p2p_buffer_mb: f64,
     /// Exchanges per pass of a layer.
     pub p2p_frequency: f64,
-    /// Gradients that groups all-reduce between them in an iteration, of all layers, MB.
+    /// Gradients all-reduced between groups in an iteration, over all layers, MB.
     pub all_reduce_buffer_mb: f64,
     /// Layers of the model.
     pub num_layers: f64,
-    /// One layer in this many has experts.
+    /// One of this many layers has experts.
     pub moe_frequency: f64,
-    /// Samples per iteration; a mini-batch of each device of the cluster where `None`.
+    /// Samples per iteration; `None`: one mini-batch per device of the cluster.
     pub global_batch_size: Option<f64>,
     /// Samples per device and step.
     pub mini_batch_size: f64,
-    /// Further forward passes by recomputation.
+    /// Additional forward passes by recomputation.
     pub recomputation_amount: f64,
 }
 
@@ -58,8 +58,8 @@ struct RawWorkload {
 }
 
 impl Workload {
-    /// One layer of experts of this many FLOP each, and one sample per iteration. Nothing is exchanged or all-reduced, as the
-    /// buffers are empty; there are two exchanges per pass, dispatch and combine.
+    /// One layer of experts with these FLOP, and one sample per iteration. The buffers are empty, so exchanges and all-reduces take no
+    /// time; there are two exchanges per pass, dispatch and combine.
     pub fn new(expert_flop: Vec<f64>) -> Workload {
         Workload {
             expert_flop,
@@ -79,16 +79,16 @@ impl Workload {
     /// Reads a workload file.
     ///
     /// # Errors
-    /// One line that names the file, the path inside it, what is there and what is right.
+    /// Returns an error that names the file, the path in it, the value, and the values allowed.
     pub fn read(path: &Path) -> Result<Workload, InputError> {
         let text = read_text(path)?;
         Workload::from_json(&text).map_err(|error| error.in_file(path))
     }
 
-    /// A workload from its JSON text.
+    /// Parses a workload from JSON text.
     ///
     /// # Errors
-    /// One line that names the path inside the text, what is there and what is right.
+    /// Those of [`Workload::read`], without the file.
     pub fn from_json(text: &str) -> Result<Workload, InputError> {
         parse_json::<RawWorkload>(text)?.try_into()
     }
@@ -103,8 +103,7 @@ impl Workload {
         self.expert_flop.len()
     }
 
-    /// What each expert costs, FLOP: `expert_flop`, times its share of the tokens over the even share where loads are
-    /// given.
+    /// The cost of each expert, FLOP: `expert_flop`, times its load relative to an even share if loads are given.
     pub fn costs(&self) -> Vec<f64> {
         match &self.expert_load {
             None => self.expert_flop.clone(),
@@ -115,15 +114,15 @@ impl Workload {
         }
     }
 
-    /// Layers with experts.
+    /// Number of layers with experts.
     pub fn moe_layers(&self) -> f64 {
         self.num_layers / self.moe_frequency
     }
 
-    /// The cluster as this workload finds it: what a device has of memory in experts of a layer, where both say it in MB.
+    /// The cluster with `memory_experts` computed from `memory_mb` and `expert_mb`, where both are given.
     ///
     /// # Errors
-    /// One line: a device whose memory is known in MB alone, and a workload that does not say how large an expert is.
+    /// Returns an error if a device's memory is given only in MB and the workload has no `expert_mb`.
     pub fn on<'c>(&self, cluster: &'c Cluster) -> Result<Cow<'c, Cluster>, InputError> {
         let Some(expert_mb) = self.expert_mb else {
             let place = cluster.devices.iter().position(|d| d.memory_mb.is_some() && d.memory_experts == 0);
@@ -142,15 +141,14 @@ impl Workload {
         let mut cluster = cluster.clone();
         for device in &mut cluster.devices {
             if let Some(memory_mb) = device.memory_mb {
-                // A quotient that rounding has left a little below a whole number is that number.
+                // Tolerates a quotient that rounding left just below a whole number.
                 device.memory_experts = (memory_mb / (expert_mb * self.moe_layers()) * (1.0 + 1e-12)).floor() as u64;
             }
         }
         Ok(Cow::Owned(cluster))
     }
 
-    /// The first thing in which two workloads of `devices` devices differ by more than rounding, as one line; what experts take of memory and their
-    /// loads aside.
+    /// The first difference beyond rounding between two workloads of `devices` devices, as one line; ignores memory and loads.
     pub fn difference(&self, other: &Workload, devices: usize) -> Option<String> {
         let number = |name: &str, here: f64, there: f64| {
             let same = (here - there).abs() <= 1e-9 * here.abs().max(there.abs());
@@ -173,10 +171,10 @@ impl Workload {
             .or_else(|| number("recomputation_amount", self.recomputation_amount, other.recomputation_amount))
     }
 
-    /// Sets the experts' loads, such as the tokens that each got.
+    /// Sets the experts' loads, such as token counts.
     ///
     /// # Errors
-    /// One line: not one per expert, or all zero. `what` names them.
+    /// Returns an error, with `what` as the name, if there is not one load per expert or all are 0.
     pub fn set_load(&mut self, load: Vec<f64>, what: &str) -> Result<(), InputError> {
         check_load(&load, self.n_experts(), what)?;
         self.expert_load = Some(load);

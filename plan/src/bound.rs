@@ -5,7 +5,7 @@
 //! has at least ceil(W / K), some has at most a K-th of the rate, every device is in some group.
 
 use super::objective::Problem;
-use crate::cluster::{Link, LinkTable, Links, Matrix, Tiers};
+use crate::cluster::{Link, LinkTable, Matrix, Tiers};
 
 /// What the bounds need of links: for every size of a group.
 pub(crate) trait LeastExchange: LinkTable {
@@ -64,66 +64,26 @@ impl LeastExchange for Matrix {
     }
 }
 
-/// As many devices are worked on side by side.
-const LANES: usize = 8;
-type Lanes = [f64; LANES];
-
 /// Of each size s = 1..=n, and in it of each device i (index (s - 1) n + i): the sum of the s - 1 smallest alphas of its links, `link(i, k)` with
 /// every other device k, and of `mb(s)` times the s - 1 smallest betas, whether or not they are the same links.
 fn smallest_sums(n: usize, link: impl Fn(usize, usize) -> Link, mb: impl Fn(usize) -> f64) -> Vec<f64> {
     let mut by_size = vec![0.0; n * n];
-    let mut rows: Vec<Lanes> = vec![[0.0; LANES]; n.saturating_sub(1)];
-    for first in (0..n).step_by(LANES) {
-        let devices = first..(first + LANES).min(n);
+    // Numbers from 0 on are in the order of their bits, which sort faster.
+    let mut sorted: Vec<u64> = Vec::with_capacity(n);
+    for i in 0..n {
         for of_alpha in [true, false] {
-            for (lane, i) in devices.clone().enumerate() {
-                let others = (0..i).chain(i + 1..n).map(|k| link(i, k));
-                let values = others.map(|link| if of_alpha { link.alpha_ms } else { link.beta_ms_per_mb });
-                rows.iter_mut().zip(values).for_each(|(row, value)| row[lane] = value);
-            }
-            sort_lanes(&mut rows);
-            let mut sums = [0.0; LANES];
-            for (s, row) in (2..=n).zip(&rows) {
-                let weight = if of_alpha { 1.0 } else { mb(s) };
-                let of_size = &mut by_size[(s - 1) * n..s * n][devices.clone()];
-                for (sum, value) in sums.iter_mut().zip(row) {
-                    *sum += value;
-                }
-                of_size.iter_mut().zip(&sums).for_each(|(ms, sum)| *ms += sum * weight);
+            let value = |link: Link| if of_alpha { link.alpha_ms } else { link.beta_ms_per_mb };
+            sorted.clear();
+            sorted.extend((0..i).chain(i + 1..n).map(|k| value(link(i, k)).to_bits()));
+            sorted.sort_unstable();
+            let mut sum = 0.0;
+            for (s, bits) in (2..=n).zip(&sorted) {
+                sum += f64::from_bits(*bits);
+                by_size[(s - 1) * n + i] += sum * if of_alpha { 1.0 } else { mb(s) };
             }
         }
     }
     by_size
-}
-
-/// Sorts each lane by itself: Batcher's merge exchange (1968; Knuth, The Art of Computer Programming 3, 5.2.2, algorithm M), which compares
-/// the same places whatever the numbers are, so that all lanes go through it together.
-fn sort_lanes(rows: &mut [Lanes]) {
-    let n = rows.len();
-    let top = n.next_power_of_two() / 2;
-    let mut p = top;
-    while p > 0 {
-        let (mut q, mut r, mut d) = (top, 0, p);
-        loop {
-            // All i below n - d in which the bit p is as in r.
-            for start in (r..n.saturating_sub(d)).step_by(2 * p) {
-                let end = (start + p).min(n - d);
-                // d is at least p, so the two ranges do not overlap.
-                let (low, high) = rows.split_at_mut(start + d);
-                for (a, b) in low[start..].iter_mut().zip(high).take(end - start) {
-                    for (a, b) in a.iter_mut().zip(b) {
-                        let (least, most) = if *b < *a { (*b, *a) } else { (*a, *b) };
-                        (*a, *b) = (least, most);
-                    }
-                }
-            }
-            if q == p {
-                break;
-            }
-            (d, q, r) = (q - p, q / 2, p);
-        }
-        p /= 2;
-    }
 }
 
 /// Of each size s = 1..=n (index s - 1): the least that a device exchanges with s - 1 others, ms, `mb(s)` with each.
@@ -171,36 +131,6 @@ impl LeastExchange for Tiers {
     fn devices_alike(&self) -> bool {
         // Sizes divide, but the outermost block may be cut off; it holds all devices then.
         true
-    }
-}
-
-impl LeastExchange for Links {
-    fn least_exchange(&self, mb: f64, each: impl FnMut(usize, usize, f64)) -> Vec<f64> {
-        match self {
-            Links::Matrix(matrix) => matrix.least_exchange(mb, each),
-            Links::Tiers(tiers) => tiers.least_exchange(mb, each),
-        }
-    }
-
-    fn least_received(&self, mb: impl Fn(usize) -> f64) -> Vec<f64> {
-        match self {
-            Links::Matrix(matrix) => matrix.least_received(mb),
-            Links::Tiers(tiers) => tiers.least_received(mb),
-        }
-    }
-
-    fn fastest(&self) -> Link {
-        match self {
-            Links::Matrix(matrix) => matrix.fastest(),
-            Links::Tiers(tiers) => tiers.fastest(),
-        }
-    }
-
-    fn devices_alike(&self) -> bool {
-        match self {
-            Links::Matrix(matrix) => matrix.devices_alike(),
-            Links::Tiers(tiers) => tiers.devices_alike(),
-        }
     }
 }
 
@@ -414,31 +344,5 @@ impl ReduceBound {
     fn least<L: LinkTable>(&self, problem: &Problem<L>, k: usize) -> f64 {
         let kinds = self.kinds.iter().take_while(|(_, most)| k <= *most);
         kinds.map(|(link, _)| problem.all_reduce(k, *link)).fold(f64::INFINITY, f64::min)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_lane_is_sorted_by_itself() {
-        let mut state = 1u64;
-        let mut next = || {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            // Few enough values that some are equal.
-            (state >> 54) as f64
-        };
-        for n in (0..40).chain([63, 64, 65, 255, 256, 257, 300]) {
-            let rows: Vec<Lanes> = (0..n).map(|_| std::array::from_fn(|_| next())).collect();
-            let mut sorted = rows.clone();
-            sort_lanes(&mut sorted);
-            for lane in 0..LANES {
-                let mut want: Vec<f64> = rows.iter().map(|row| row[lane]).collect();
-                want.sort_by(f64::total_cmp);
-                let got: Vec<f64> = sorted.iter().map(|row| row[lane]).collect();
-                assert_eq!(got, want, "{n} numbers, lane {lane}");
-            }
-        }
     }
 }

@@ -102,7 +102,8 @@ fn choose_published<L: LeastExchange>(
         // For few devices a thread would cost more than it saves.
         let published = || if n <= LYSI_MOST { Some(lysi::groups(problem)) } else { None };
         let beside = (BESIDE_LEAST..=LYSI_MOST).contains(&n).then(|| Builder::new().spawn_scoped(scope, published));
-        let mut search = Search::new(problem, bounds(problem, options.allow_idle), views, options.allow_idle);
+        let bounds = bounds(problem, options.allow_idle);
+        let mut search = Search::new(problem, problem, bounds, views, options.allow_idle);
         search.construct(views, effort.construct);
         // Where a thread cannot start, too.
         let published = match beside.and_then(Result::ok).map(|thread| thread.join()) {
@@ -118,11 +119,12 @@ fn choose_published<L: LeastExchange>(
         search.improve(effort.improve);
         search
     });
-    let (found, others, bounds) = search.into_found();
-    let Some(found) = found else {
+    let (mut others, bounds, _) = search.into_found();
+    if others.is_empty() {
         // All devices together are a valid group, or there would be a shortage.
         return Err(PlanError::NoGrouping);
-    };
+    }
+    let found = others.remove(0);
     let proved = found.objective_ms * (1.0 - EQUAL) <= bounds.least();
     let label = |proved: bool| if proved && n <= exact::MOST_DEVICES { "exact" } else { "search" };
     if options.algorithm == Algorithm::Search || (proved && options.algorithm == Algorithm::Auto) {

@@ -30,6 +30,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod anneal;
 mod bound;
 mod choose;
 mod error;
@@ -53,6 +54,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use crate::cluster::{Cluster, Links};
+use anneal::in_threads;
 use aristos_formats::workload;
 pub use aristos_formats::{Batch, InputError, MODELS, Model, Workload, cluster};
 use choose::{Chosen, THOROUGH_DEVICES, choose};
@@ -66,7 +68,7 @@ use placement::GroupDevices;
 pub use rebalance::{Rebalanced, expert_weights, rebalance_experts};
 pub use replan::{Replan, check, loads_of_report, replan};
 pub use replicate::Replication;
-use search::{THREAD_LEAST, in_threads};
+use search::THREAD_LEAST;
 use spread::{Spread, evaluate_spreads};
 
 /// Plans.

@@ -10,8 +10,7 @@
 //! Effort is counted in links looked at, not in time, and random numbers come from a fixed seed: the same input gives the same
 //! plan on any machine.
 
-use std::sync::{Mutex, PoisonError};
-
+use super::anneal::{Annealed, Chain, exponential, in_threads};
 use super::bound::Bounds;
 use super::objective::{IDLE, Problem};
 use super::random::Random;
@@ -34,10 +33,8 @@ const ROUNDS: usize = 4;
 /// Numbers of groups in each round at most, and its share of the effort.
 const NUMBERS: [usize; ROUNDS] = [24, 6, 3, 1];
 const SHARES: [f64; ROUNDS] = [0.15, 0.2, 0.25, 0.4];
-/// Values that stand for the exponential distribution, each in the middle of its share.
-pub(crate) const EXPONENTIAL: usize = 1024;
 /// Chains in a round at least: two processors for a thread each.
-pub(crate) const CHAINS_LEAST: usize = 2;
+const CHAINS_LEAST: usize = 2;
 /// Links that a chain looks at, at least, per device.
 const CHAIN_LEAST: u64 = 16;
 /// Chains shorter than this are not worth a thread.
@@ -67,9 +64,24 @@ pub(crate) struct Found {
     pub objective_ms: f64,
 }
 
-/// The best groupings so far.
-pub(crate) struct Search<'p, 'a, L> {
+/// An objective of groupings.
+pub(crate) trait Evaluate {
+    /// Returns the objective of groups, each valid and ascending; `None` where their experts cannot be placed. Adds the links examined to `ops`.
+    fn objective_ms(&mut self, groups: &[Vec<u32>], ops: &mut u64) -> Option<f64>;
+}
+
+/// The published objective.
+impl<L: LinkTable> Evaluate for &Problem<'_, L> {
+    fn objective_ms(&mut self, groups: &[Vec<u32>], ops: &mut u64) -> Option<f64> {
+        *ops += groups.iter().map(|members| self.links.sums_cost(members.len())).sum::<u64>();
+        Some(self.evaluate(groups).objective_ms)
+    }
+}
+
+/// The best groupings so far, by an objective `E`.
+pub(crate) struct Search<'p, 'a, L, E> {
     problem: &'p Problem<'a, L>,
+    evaluate: E,
     bounds: Bounds,
     /// Partitions of the devices into several blocks: the block of each device.
     blocks: Vec<Vec<u32>>,
@@ -82,8 +94,8 @@ pub(crate) struct Search<'p, 'a, L> {
     ops: u64,
 }
 
-impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
-    pub fn new(problem: &'p Problem<'a, L>, bounds: Bounds, views: &Views, allow_idle: bool) -> Self {
+impl<'p, 'a, L: LinkTable, E: Evaluate> Search<'p, 'a, L, E> {
+    pub fn new(problem: &'p Problem<'a, L>, evaluate: E, bounds: Bounds, views: &Views, allow_idle: bool) -> Self {
         let n = problem.n();
         let several = views.blocks.iter().filter(|blocks| blocks.len() > 1 && blocks.len() < n);
         let block_of = |blocks: &Vec<Vec<u32>>| {
@@ -95,6 +107,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         };
         Search {
             problem,
+            evaluate,
             bounds,
             blocks: several.map(block_of).collect(),
             exponential: exponential(),
@@ -105,13 +118,14 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         }
     }
 
-    /// The best grouping, which is there once a valid one was offered; the best for other numbers of groups, best first; and the bounds.
-    pub fn into_found(self) -> (Option<Found>, Vec<Found>, Bounds) {
-        let chosen = self.best.as_ref().map(|best| best.groups.len());
-        let mut others: Vec<Found> = self.by_groups.into_iter().flatten().collect();
-        others.retain(|found| Some(found.groups.len()) != chosen);
-        others.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        (self.best, others, self.bounds)
+    /// The best of each number of groups, best first; the bounds; and the objective.
+    pub fn into_found(self) -> (Vec<Found>, Bounds, E) {
+        let best = self.best.as_ref().map(|best| best.groups.len());
+        let mut found: Vec<Found> = self.by_groups.into_iter().flatten().collect();
+        // Of equal ones the first that was found.
+        let key = |found: &Found| (Some(found.groups.len()) != best, found.objective_ms);
+        found.sort_by(|a, b| key(a).0.cmp(&key(b).0).then(key(a).1.total_cmp(&key(b).1)));
+        (found, self.bounds, self.evaluate)
     }
 
     /// The best objective so far, ms.
@@ -125,9 +139,9 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         if groups.is_empty() || !groups.iter().all(|members| self.problem.valid(members)) {
             return;
         }
-        self.ops += groups.iter().map(|members| self.problem.links.sums_cost(members.len())).sum::<u64>();
-        let objective_ms = self.problem.evaluate(&groups).objective_ms;
-        self.keep(Found { groups, objective_ms });
+        if let Some(objective_ms) = self.evaluate.objective_ms(&groups, &mut self.ops) {
+            self.keep(Found { groups, objective_ms });
+        }
     }
 
     fn keep(&mut self, found: Found) {
@@ -145,6 +159,32 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         self.bounds.by_groups[k - 1] < self.best_ms() * (1.0 - 1e-12)
     }
 
+    /// Groupings made in one go.
+    pub fn construct(&mut self, views: &Views, budget: u64) {
+        for blocks in &views.blocks {
+            self.offer(blocks.clone());
+        }
+        let mut numbers: Vec<usize> = (1..=self.problem.n()).collect();
+        numbers.retain(|&k| self.bounds.by_groups[k - 1].is_finite());
+        numbers.sort_by(|&a, &b| self.bounds.by_groups[a - 1].total_cmp(&self.bounds.by_groups[b - 1]).then(a.cmp(&b)));
+        let end = self.ops + budget;
+        for k in numbers {
+            if !self.may_improve(k) || self.ops > end {
+                break;
+            }
+            let made = constructed(self.problem, views, k);
+            self.ops += (made.len() * self.problem.n()) as u64;
+            made.into_iter().for_each(|groups| self.offer(groups));
+            if self.by_groups[k - 1].is_none() {
+                // Memory is tight.
+                self.offer(dealt_by_memory(self.problem, k));
+            }
+        }
+    }
+}
+
+/// Annealing by the published objective.
+impl<'p, 'a, L: LinkTable> Search<'p, 'a, L, &'p Problem<'a, L>> {
     /// From the best so far.
     pub fn improve(&mut self, budget: u64) {
         self.anneal(budget / 20 * 19);
@@ -180,29 +220,6 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         }
     }
 
-    /// Groupings made in one go.
-    pub fn construct(&mut self, views: &Views, budget: u64) {
-        for blocks in &views.blocks {
-            self.offer(blocks.clone());
-        }
-        let mut numbers: Vec<usize> = (1..=self.problem.n()).collect();
-        numbers.retain(|&k| self.bounds.by_groups[k - 1].is_finite());
-        numbers.sort_by(|&a, &b| self.bounds.by_groups[a - 1].total_cmp(&self.bounds.by_groups[b - 1]).then(a.cmp(&b)));
-        let end = self.ops + budget;
-        for k in numbers {
-            if !self.may_improve(k) || self.ops > end {
-                break;
-            }
-            let made = constructed(self.problem, views, k);
-            self.ops += (made.len() * self.problem.n()) as u64;
-            made.into_iter().for_each(|groups| self.offer(groups));
-            if self.by_groups[k - 1].is_none() {
-                // Memory is tight.
-                self.offer(dealt_by_memory(self.problem, k));
-            }
-        }
-    }
-
     /// Annealing, on ever fewer numbers of groups; two chains at a time.
     fn anneal(&mut self, budget: u64) {
         let n = self.problem.n();
@@ -231,59 +248,25 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                 chains.extend(more);
             }
             let each = (budget as f64 * SHARES[round]) as u64 / chains.len() as u64;
-            let anneal = |(start, seed): (Vec<Vec<u32>>, u64)| self.anneal_from(&start, each, &mut Random(seed));
+            let anneal = |(start, seed): (Vec<Vec<u32>>, u64)| self.anneal_from(&start, each, Random(seed));
             let found = in_threads(chains, each >= THREAD_LEAST, anneal);
             found.into_iter().flatten().for_each(|groups| self.offer(groups));
         }
     }
 
-    /// The best valid grouping that annealing from `start` comes by, if it is better than `start`.
-    fn anneal_from(&self, start: &[Vec<u32>], budget: u64, random: &mut Random) -> Option<Vec<Vec<u32>>> {
-        let n = self.problem.n();
+    /// The best valid grouping of a chain from `start`, if it is better than `start`.
+    fn anneal_from(&self, start: &[Vec<u32>], budget: u64, random: Random) -> Option<Vec<Vec<u32>>> {
         let mut state = State::new(self.problem, start, UNDER);
-        let tree = !self.allow_idle && n <= TOGETHER_MOST && start.len() > 1;
+        let tree = !self.allow_idle && self.problem.n() <= TOGETHER_MOST && start.len() > 1;
         if tree {
             state = state.with_tree();
         }
-        let (mut moves, mut joined) = (Vec::new(), Vec::new());
-        let mut best = (if state.valid() { state.objective_ms() } else { f64::INFINITY }, None);
-        let unit = state.limit_ms();
-        let (mut temperature, mut steps) = (0.0, 0u64);
-        while state.ops < budget {
-            if steps.is_multiple_of(64) {
-                let progress = state.ops as f64 / budget as f64;
-                temperature = unit * HOT * (COLD / HOT).powf(progress);
-            }
-            steps += 1;
-            // A proposal costs something even where it comes to nothing.
-            state.ops += 1;
-            // Drawn before the change is looked at.
-            let most = state.excess_ms() + temperature * self.exponential[random.below(EXPONENTIAL)];
-            if tree && random.below(TOGETHER_ONE_IN) == 0 {
-                self.propose_together(&mut state, random, &mut joined, &mut moves);
-                if !state.exchange(&moves, most) {
-                    continue;
-                }
-            } else {
-                let Some(change) = self.propose(&state, random) else { continue };
-                let Some(after) = state.after(change, most) else { continue };
-                state.apply(change, after);
-            }
-            let better = |state: &State<L>| state.valid() && state.objective_ms() < best.0 * (1.0 - 1e-12);
-            if better(&state) {
-                if n <= TOGETHER_MOST {
-                    state.refresh();
-                    if !better(&state) {
-                        continue;
-                    }
-                }
-                best = (state.objective_ms(), Some(state.grouping()));
-                state.ops += n as u64;
-                let target_ms = state.under(UNDER);
-                state.aim(target_ms);
-            }
-        }
-        best.1
+        let start_ms = if state.valid() { state.objective_ms() } else { f64::INFINITY };
+        let unit_ms = state.limit_ms();
+        let annealing = Annealing { search: self, state, tree, unit_ms, moves: Vec::new(), joined: Vec::new() };
+        let mut chain = Chain::new(annealing, start_ms, false, budget, random);
+        chain.advance(&self.exponential, 1.0);
+        chain.into_answer()
     }
 
     /// Moves, as device, from and to, of several devices together: those that links slower than the slowest between groups join, as they must
@@ -413,43 +396,69 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     }
 }
 
-/// Threads at most, all together.
-const MOST_THREADS: usize = 8;
+/// A grouping that is annealed by the published objective.
+struct Annealing<'s, 'p, 'a, L> {
+    search: &'s Search<'p, 'a, L, &'p Problem<'a, L>>,
+    state: State<'p, 'a, L>,
+    /// Whether several devices move together at times.
+    tree: bool,
+    /// What the first target leaves for a group, ms: the unit of temperatures.
+    unit_ms: f64,
+    moves: Vec<(u32, u32, u32)>,
+    joined: Vec<u32>,
+}
 
-/// What comes of each, in their order; threads beside take part where that is `worth_it`, as many as there are processors for and can start.
-pub(crate) fn in_threads<T: Send, R: Send>(all: Vec<T>, worth_it: bool, work: impl Fn(T) -> R + Sync) -> Vec<R> {
-    if !worth_it || all.len() < 2 {
-        return all.into_iter().map(work).collect();
+impl<L: LinkTable> Annealed for Annealing<'_, '_, '_, L> {
+    type Answer = Vec<Vec<u32>>;
+
+    fn ops(&self) -> u64 {
+        self.state.ops
     }
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(all.len());
-    let mut results: Vec<Option<R>> = all.iter().map(|_| None).collect();
-    let queue = Mutex::new(all.into_iter().zip(&mut results));
-    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
-    let take_all = || {
-        while let Some((one, result)) = next() {
-            *result = Some(work(one));
+
+    fn set_target(&mut self, progress: f64, _: f64) -> f64 {
+        // The target is set whenever there is a better grouping.
+        self.unit_ms * HOT * (COLD / HOT).powf(progress)
+    }
+
+    fn excess_ms(&self) -> f64 {
+        self.state.excess_ms()
+    }
+
+    fn count_proposal(&mut self) {
+        self.state.ops += 1;
+    }
+
+    fn change(&mut self, random: &mut Random, most_ms: f64) -> bool {
+        if self.tree && random.below(TOGETHER_ONE_IN) == 0 {
+            self.search.propose_together(&mut self.state, random, &mut self.joined, &mut self.moves);
+            return self.state.exchange(&self.moves, most_ms);
         }
-    };
-    std::thread::scope(|scope| {
-        // Where none can start, this one does it all.
-        (1..threads).for_each(|_| drop(std::thread::Builder::new().spawn_scoped(scope, take_all)));
-        take_all();
-    });
-    results.into_iter().flatten().collect()
-}
+        let Some(change) = self.search.propose(&self.state, random) else { return false };
+        let Some(after) = self.state.after(change, most_ms) else { return false };
+        self.state.apply(change, after);
+        true
+    }
 
-/// Values that stand for the exponential distribution.
-pub(crate) fn exponential() -> Vec<f64> {
-    (0..EXPONENTIAL).map(|at| -((at as f64 + 0.5) / EXPONENTIAL as f64).ln()).collect()
-}
+    fn objective_below(&mut self, limit_ms: f64) -> Option<f64> {
+        let below = |state: &State<L>| state.valid() && state.objective_ms() < limit_ms;
+        if below(&self.state) && self.search.problem.n() <= TOGETHER_MOST {
+            // Rounding may have made it better than it is.
+            self.state.refresh();
+        }
+        below(&self.state).then(|| self.state.objective_ms())
+    }
 
-/// What falls from a first value to a last one, by the same factor in the same time.
-pub(crate) fn between((first, last): (f64, f64), progress: f64) -> f64 {
-    first * (last / first).powf(progress)
+    fn answer(&mut self) -> Self::Answer {
+        self.state.ops += self.search.problem.n() as u64;
+        let target_ms = self.state.under(UNDER);
+        let groups = self.state.grouping();
+        self.state.aim(target_ms);
+        groups
+    }
 }
 
 /// Groupings into `k` groups that are made in one go, each once.
-pub(crate) fn constructed<L: LinkTable>(problem: &Problem<L>, views: &Views, k: usize) -> Vec<Vec<Vec<u32>>> {
+fn constructed<L: LinkTable>(problem: &Problem<L>, views: &Views, k: usize) -> Vec<Vec<Vec<u32>>> {
     let mut made: Vec<Vec<Vec<u32>>> = Vec::new();
     // Like devices are cut alike, by whatever.
     let mut keep = |groups: Vec<Vec<u32>>| {
@@ -469,7 +478,7 @@ pub(crate) fn constructed<L: LinkTable>(problem: &Problem<L>, views: &Views, k: 
 }
 
 /// Devices dealt out to `k` groups by memory, which may be tight.
-pub(crate) fn dealt_by_memory<L: LinkTable>(problem: &Problem<L>, k: usize) -> Vec<Vec<u32>> {
+fn dealt_by_memory<L: LinkTable>(problem: &Problem<L>, k: usize) -> Vec<Vec<u32>> {
     let singles: Vec<Vec<u32>> = (0..problem.n() as u32).map(|i| vec![i]).collect();
     deal(&singles, k, |i| problem.memory[i as usize].min(problem.n_experts) as f64)
 }

@@ -75,7 +75,7 @@ fn sweep(name: &str) {
         });
         println!("{:44} {:>30}", "", format!("{:.2} ns/op of {ops}", time_ms * 1e6 / ops as f64));
     }
-    // The same of one device with many layers: nothing is alike there.
+    // A single device with many layers, without repetition.
     for layers in [4096, 65_536] {
         let model = Model::new(layers, 64, 64).expect("sizes above 0");
         let one = || model.simulate(Strategy::new(1, 1, 1, 1), Cost::Compat, true).expect("one device");
@@ -87,8 +87,8 @@ fn sweep(name: &str) {
     }
 }
 
-/// A step, forward and backward, of 10,240 GPUs: DeepSeek-V3's 256 experts of 7168 x 2048, top-8, 4096 tokens for each GPU, expert-parallel groups
-/// of 64; with the plan of a group, and the most memory that the process has had.
+/// A step, forward and backward, of 10,240 GPUs: DeepSeek-V3's 256 experts of 7168 x 2048, top-8, 4096 tokens per GPU, expert-parallel
+/// groups of 64; also the plan of a group, and the process's peak memory.
 fn step(name: &str) {
     const GROUP: usize = 64;
     let (experts, top_k, tokens, hidden) = (256, 8, 4096, 7168.0);
@@ -154,7 +154,7 @@ fn step(name: &str) {
     }
 }
 
-/// Rows of each PE for each other one: a token goes to a PE once, however many of its experts are there.
+/// Rows of each PE for each other PE: a token is sent once to each PE with any of its experts.
 fn group_plan(record: &Record, top_k: usize, experts_per_pe: usize) -> GroupPlan {
     let n = record.tokens_per_node.len();
     let mut rows = vec![vec![Rows { starts: vec![0], ..Rows::default() }; n]; n];

@@ -2,13 +2,13 @@
 //!
 //! - [`linear`]: FLOP and data movement of a linear layer;
 //! - [`comms`]: an all-to-all exchange over a full mesh, in rounds;
-//! - [`routing`]: which experts tokens go to: files, made-up routing, and the loads that follow;
+//! - [`routing`]: synthetic routing, and the loads that a routing causes;
 //! - [`network`]: an alpha-beta network with contention at the NICs;
-//! - [`roofline`]: what a transformer has beside its experts;
+//! - [`roofline`]: the parts of a transformer outside its experts;
 //! - [`step`]: a step of an MoE layer, event by event;
 //! - [`sweep`]: data, horizontal, pipeline and expert parallelism of an MLP.
 //!
-//! `docs/simulator.md` says what each model assumes and where it comes from.
+//! `docs/simulator.md` describes the assumptions of each model and their sources.
 //!
 //! ```
 //! use aristos_sim::comms::{Load, Params, Schedule, exchange};

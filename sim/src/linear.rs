@@ -1,8 +1,7 @@
 //! The time of a linear layer from its FLOP and its data movement.
 //!
-//! A forward and backward takes as long as the slowest of its FLOP, its traffic with global memory and its tensor-parallel
-//! all-reduces, which are taken to overlap perfectly. The formulae are those of the data-movement notebook that
-//! `docs/simulator.md` names.
+//! A forward and backward takes as long as the slowest of its FLOP, its global-memory traffic and its tensor-parallel all-reduces, which
+//! are assumed to overlap perfectly. The formulae are those of the data-movement notebook that `docs/simulator.md` names.
 
 use std::path::Path;
 
@@ -10,11 +9,11 @@ use aristos_formats::InputError;
 use aristos_formats::cluster::{Count, Number, Range, parse_json, read_text};
 use serde::{Deserialize, Serialize};
 
-/// A device, as far as the model looks at it.
+/// The figures of a device that the model uses.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Device {
-    /// Its name.
+    /// Name.
     pub name: String,
     /// Dense FLOP/s with elements of 8 bits; elements of w bytes take w times as long.
     pub flop_per_s_8bit: f64,
@@ -22,11 +21,11 @@ pub struct Device {
     pub global_bytes_per_s: f64,
     /// Bandwidth of the network between the devices, B/s.
     pub net_bytes_per_s: f64,
-    /// The share of the FLOP/s and of global memory's bandwidth that is reached, above 0 and at most 1; the network is not scaled.
+    /// Fraction of the FLOP/s and of the global-memory bandwidth that is reached, above 0 and at most 1; the network is not scaled.
     pub base_util: f64,
 }
 
-/// A published figure, and where it was published.
+/// A published figure and its source.
 struct Preset {
     name: &'static str,
     flop_per_s_8bit: f64,
@@ -95,14 +94,14 @@ struct RawDevice {
     base_util: Option<Number>,
 }
 
-/// The share of the peak that is reached where nothing else is said.
+/// Default of `base_util`.
 const BASE_UTIL: f64 = 0.8;
 
 impl Device {
-    /// A device by its name, one of [`Device::presets`]. Only letters and digits count, upper and lower case are the same, and "GB" may be left out.
+    /// A device by name, one of [`Device::presets`]. Only letters and digits count, case is ignored, and "GB" may be omitted.
     ///
     /// # Errors
-    /// One line that says which names there are.
+    /// Returns an error that lists the names.
     pub fn preset(name: &str) -> Result<Device, InputError> {
         let plain = |name: &str| {
             let word: String = name.chars().filter(char::is_ascii_alphanumeric).collect();
@@ -127,10 +126,10 @@ impl Device {
         PRESETS.iter().map(|preset| (preset.name, preset.source))
     }
 
-    /// Reads a device file: `name`, `flop_per_sec_8bit`, `global_Bps`, `net_Bps`, and `base_util` (0.8 where it is left out).
+    /// Reads a device file: `name`, `flop_per_sec_8bit`, `global_Bps`, `net_Bps`, and `base_util` (default 0.8).
     ///
     /// # Errors
-    /// One line that names the file, the field, the value and what would be right.
+    /// Returns an error that names the file, the field, its value and the values allowed.
     pub fn read(path: &Path) -> Result<Device, InputError> {
         Device::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
     }
@@ -138,7 +137,7 @@ impl Device {
     /// A device from its JSON text.
     ///
     /// # Errors
-    /// As [`Device::read`], without the file.
+    /// Those of [`Device::read`], without the file.
     pub fn from_json(text: &str) -> Result<Device, InputError> {
         let raw: RawDevice = parse_json(text)?;
         let positive = |number: Number, field: &str| Range::Positive.check(number.0, || field.to_string());
@@ -185,31 +184,31 @@ struct RawLayer {
     bytewidth: Number,
 }
 
-/// The time of a layer, and what it is made of; seconds.
+/// The time of a layer and its parts, s.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LinearTime {
-    /// Forward and backward of the tokens: the largest of the three below.
+    /// Forward and backward of the tokens: the largest of the three parts below.
     pub fwd_bwd_s: f64,
-    /// The all-reduce of the weights' gradients at the end of a batch.
+    /// All-reduce of the weight gradients at the end of a batch.
     pub end_of_batch_s: f64,
-    /// FLOP alone.
+    /// Time of the FLOP alone.
     pub flop_s: f64,
-    /// Traffic with global memory alone.
+    /// Time of the global-memory traffic alone.
     pub global_io_s: f64,
-    /// All-reduces over the network alone.
+    /// Time of the tensor-parallel all-reduces alone.
     pub net_io_s: f64,
-    /// Which of the three is the largest.
+    /// The largest of the three parts.
     pub bottleneck: Bottleneck,
 }
 
-/// What a layer's time is bound by.
+/// The resource that bounds a layer's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Bottleneck {
     /// FLOP.
     Flop,
-    /// Traffic with global memory.
+    /// Global-memory traffic.
     GlobalIo,
     /// The network.
     NetIo,
@@ -219,7 +218,7 @@ impl LinearLayer {
     /// Reads a layer file: `d_in`, `d_out`, `tp_in`, `tp_out`, `dp` and `bytewidth`.
     ///
     /// # Errors
-    /// One line that names the file, the field, the value and what would be right.
+    /// Returns an error that names the file, the field, its value and the values allowed.
     pub fn read(path: &Path) -> Result<LinearLayer, InputError> {
         LinearLayer::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
     }
@@ -227,7 +226,7 @@ impl LinearLayer {
     /// A layer from its JSON text.
     ///
     /// # Errors
-    /// As [`LinearLayer::read`], without the file.
+    /// Those of [`LinearLayer::read`], without the file.
     pub fn from_json(text: &str) -> Result<LinearLayer, InputError> {
         let raw: RawLayer = parse_json(text)?;
         let count = |count: Count, field: &str| match count.0 {
@@ -244,10 +243,10 @@ impl LinearLayer {
         })
     }
 
-    /// The time on `device` of `tokens` tokens over all data-parallel replicas, above 0.
+    /// The time on `device` for `tokens` tokens (above 0) over all data-parallel replicas.
     ///
     /// # Errors
-    /// One line, for a number of tokens that is none.
+    /// Returns an error if `tokens` is not a number above 0.
     pub fn time(&self, device: &Device, tokens: f64) -> Result<LinearTime, InputError> {
         let tokens = Range::Positive.check(tokens, || "`tokens`".to_string())?;
         let (d_in_local, d_out_local) = (self.d_in / self.tp_in, self.d_out / self.tp_out);
@@ -255,9 +254,9 @@ impl LinearLayer {
         let tokens_local = tokens / self.dp;
         let forward = all_reduce_words(d_out_local * tokens_local, self.tp_in);
         let backward = all_reduce_words(d_in_local * tokens_local, self.tp_out);
-        // Activations out, gradients of the weights, gradients of the activations in.
+        // Activations out, weight gradients, gradients of the activations in.
         let flop = 3.0 * (2.0 * parameters * tokens_local);
-        // Weights read forward and backward, their gradients read and written; activations read again for these.
+        // Weights read in forward and backward, their gradients read and written; activations read again for the gradients.
         let global_words = 4.0 * parameters + d_in_local * tokens_local + forward + backward;
         let net_words = forward + backward;
         let (flop_s, global_io_s, net_io_s) = (
@@ -291,8 +290,8 @@ impl LinearLayer {
     }
 }
 
-/// The words that a device sends or receives in an all-reduce of `n` of its words with `p - 1` other devices: it sends p - 1 parts of n/p words to
-/// those who sum them, receives as many of its own part, and receives the p - 1 sums of the others; multicasting its sum is free.
+/// Words that a device sends or receives in an all-reduce of `n` words with `p - 1` other devices: it sends p - 1 parts of n/p words to the
+/// devices that sum them, receives as many of its own part, and receives the p - 1 other sums; multicasting its sum is free.
 fn all_reduce_words(n: f64, p: f64) -> f64 {
     3.0 * (p - 1.0) * n / p
 }
@@ -306,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn the_notebooks_call_gives_its_number() {
+    fn notebook_value_is_reproduced() {
         let layer = layer(r#"{"d_in": 16384, "d_out": 81920, "tp_in": 8, "tp_out": 40, "dp": 32, "bytewidth": 2}"#);
         let time = layer.time(&Device::preset("h100").unwrap(), 32768.0).unwrap();
         assert_eq!(time.fwd_bwd_s, 3.2554072481051035e-05);
@@ -314,13 +313,13 @@ mod tests {
     }
 
     #[test]
-    fn a_small_layer_by_hand() {
-        // 4 x 2 local weights of 2 bytes, 3 local tokens; 1 FLOP/s and 1 B/s, half of them used.
+    fn small_layer_by_hand() {
+        // 4 x 2 local weights of 2 bytes, 3 local tokens; 1 FLOP/s and 1 B/s, half of them reached.
         let device = r#"{"name": "d", "flop_per_sec_8bit": 1, "global_Bps": 1, "net_Bps": 1, "base_util": 0.5}"#;
         let device = Device::from_json(device).unwrap();
         let layer = layer(r#"{"d_in": 8, "d_out": 6, "tp_in": 2, "tp_out": 3, "dp": 5, "bytewidth": 2}"#);
         let time = layer.time(&device, 15.0).unwrap();
-        // Three products of 2 * 8 * 3 FLOP; 2 bytes wide, at half the rate.
+        // Three products of 2 * 8 * 3 FLOP; elements of 2 bytes, at half the rate.
         assert_eq!(time.flop_s, 144.0 * 4.0);
         // Forward 3 * (2 - 1) * (2 * 3) / 2 = 9 words, backward 3 * (3 - 1) * (4 * 3) / 3 = 24.
         assert_eq!(time.net_io_s, 33.0 * 2.0);
@@ -332,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_slowest_of_three_binds() {
+    fn slowest_resource_binds() {
         let layer = layer(r#"{"d_in": 8, "d_out": 6, "tp_in": 2, "tp_out": 3, "dp": 1, "bytewidth": 1}"#);
         for (flop, global, net, bound) in [
             (1.0, 1e9, 1e9, Bottleneck::Flop),
@@ -353,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_input_is_one_line() {
+    fn bad_input_is_reported_in_one_line() {
         let device = |text: &str| Device::from_json(text).unwrap_err().to_string();
         let error = device(r#"{"name": "d", "flop_per_sec_8bit": -1, "global_Bps": 1, "net_Bps": 1}"#);
         assert_eq!(error, "flop_per_sec_8bit is -1.0, expected a number from 1e-30 to 1e30");

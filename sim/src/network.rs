@@ -1,12 +1,12 @@
 //! An alpha-beta network with contention: a message takes the time alpha and, at both of its ends, bytes times beta of a port.
 //!
-//! A PE has a port to the other PEs of its host, and one to the network, its own or its host's. A port sends one message at a time and receives one at a
-//! time, in the order in which they come. So messages to many PEs leave one after the other, and messages from many PEs to one (incast) arrive one
-//! after the other, however fast the links are.
+//! A PE has a port to the other PEs of its host, and one to the network, its own or its host's. A port sends one message at a time and
+//! receives one at a time, in order of arrival. Messages to many PEs therefore leave one after the other, and messages from many PEs to one
+//! (incast) arrive one after the other, regardless of the speed of the links.
 
 use aristos_formats::cluster::{Cluster, LinkTable, Links};
 
-/// Who has a port to the network.
+/// The PEs with a port to the network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Nics {
     /// Every PE.
@@ -16,22 +16,22 @@ pub enum Nics {
     PerHost,
 }
 
-/// The ports, and until when they are taken.
+/// The ports, and the times until which they are busy.
 pub struct Network<'c> {
     links: &'c Links,
     host: Vec<u32>,
-    /// Of each PE its port to the network, behind all ports inside hosts.
+    /// By PE, the index of its port to the network; these follow the ports inside hosts.
     nic: Vec<u32>,
     sending_until_s: Vec<f64>,
     receiving_until_s: Vec<f64>,
-    /// Time that each port has sent, received, seconds.
+    /// Busy time of each port, sending and receiving, s.
     busy_s: [Vec<f64>; 2],
-    /// How many times as fast as the cluster says the ports to the network are.
+    /// Speed of the network ports relative to the cluster file.
     nic_speed: f64,
 }
 
 impl<'c> Network<'c> {
-    /// The network of a cluster, with ports to the network `nic_speed` times as fast as it says.
+    /// The network of a cluster, with network ports `nic_speed` times as fast as in the cluster file.
     pub fn new(cluster: &'c Cluster, nics: Nics, nic_speed: f64) -> Network<'c> {
         let n = cluster.devices.len();
         let (mut host, mut nic) = (vec![0; n], vec![0; n]);
@@ -72,7 +72,7 @@ impl<'c> Network<'c> {
         self.links.link(from, to).alpha_ms * 1e-3
     }
 
-    /// How long so many bytes take of each port on their way, s.
+    /// Time that a message of `bytes` bytes occupies each port, s.
     pub fn wire_s(&self, from: usize, to: usize, bytes: f64) -> f64 {
         let speed = if self.is_local(from, to) { 1.0 } else { self.nic_speed };
         self.links.link(from, to).beta_ms_per_mb * 1e-9 * bytes / speed
@@ -82,12 +82,12 @@ impl<'c> Network<'c> {
         if self.is_local(pe, other) { pe } else { self.nic[pe] as usize }
     }
 
-    /// Until when the port by which `pe` sends to `to` is taken, s.
+    /// End of the last message at the port through which `pe` sends to `to`, s.
     pub fn sending_until_s(&self, pe: usize, to: usize) -> f64 {
         self.sending_until_s[self.port(pe, to)]
     }
 
-    /// A message is to be sent: when its head leaves, s.
+    /// Queues a message; returns the time at which its head leaves, s.
     pub fn send(&mut self, from: usize, to: usize, bytes: f64, now_s: f64) -> f64 {
         let (port, wire_s) = (self.port(from, to), self.wire_s(from, to, bytes));
         let start_s = self.sending_until_s[port].max(now_s);
@@ -96,7 +96,7 @@ impl<'c> Network<'c> {
         start_s
     }
 
-    /// Its head has arrived: when all of it is there, s.
+    /// Receives a message whose head has arrived; returns the time at which the whole message has arrived, s.
     pub fn receive(&mut self, from: usize, to: usize, bytes: f64, now_s: f64) -> f64 {
         let (port, wire_s) = (self.port(to, from), self.wire_s(from, to, bytes));
         let end_s = self.receiving_until_s[port].max(now_s) + wire_s;
@@ -105,13 +105,13 @@ impl<'c> Network<'c> {
         end_s
     }
 
-    /// How long the busiest of a PE's ports has sent or received, s.
+    /// Busy time of the busiest port of a PE, s.
     pub fn busy_s(&self, pe: usize) -> f64 {
         let ports = [pe, self.nic[pe] as usize];
         self.busy_s.iter().flat_map(|busy| ports.map(|port| busy[port])).fold(0.0, f64::max)
     }
 
-    /// A message from nothing to its last byte, s.
+    /// Time of a message without contention, s.
     pub fn alone_s(&self, from: usize, to: usize, bytes: f64) -> f64 {
         self.alpha_s(from, to) + self.wire_s(from, to, bytes)
     }
@@ -145,7 +145,7 @@ mod tests {
         let mut network = Network::new(&cluster, Nics::PerPe, 1.0);
         near(pass(&mut network, 0, 1, 2.0), 3.0);
         near(pass(&mut network, 0, 2, 2.0), 18.0);
-        // A second message waits for the port to the network, and one inside the host for the port there.
+        // A second message waits for the network port; a message inside the host waits for the port there.
         near(pass(&mut network, 0, 4, 2.0), 26.0);
         near(pass(&mut network, 0, 1, 2.0), 5.0);
         near(network.busy_s(0), 16e-3);
@@ -154,14 +154,14 @@ mod tests {
         for k in 0..5 {
             near(pass(&mut network, k, 7, 1.0), 10.0 + 4.0 * (k + 1) as f64);
         }
-        // Twice the speed halves beta between hosts and not inside.
+        // Twice the speed halves beta between hosts, and not inside.
         let mut network = Network::new(&cluster, Nics::PerPe, 2.0);
         near(pass(&mut network, 0, 2, 2.0), 14.0);
         near(pass(&mut network, 0, 1, 2.0), 3.0);
     }
 
     #[test]
-    fn a_hosts_pes_may_share_its_nic() {
+    fn pes_of_a_host_may_share_its_nic() {
         let cluster = cluster(4);
         for (nics, second) in [(Nics::PerPe, 14.0), (Nics::PerHost, 18.0)] {
             let mut network = Network::new(&cluster, nics, 1.0);

@@ -1,18 +1,19 @@
-//! What a transformer has beside its routed experts, by the roofline model: attention, norms, MLPs that all tokens go through, embedding and head.
+//! The parts of a transformer outside its routed experts, by the roofline model: attention, norms, dense MLPs, embedding and head.
 //!
-//! An operation takes the longer of its FLOP at the device's rate and its bytes at global memory's bandwidth (Williams, Waterman and Patterson 2009),
-//! one after the other. Weights cost two FLOP each for a token forward and four backward (Kaplan et al. 2020, section 2.1). Attention's two products
-//! are of each query with the keys that it sees; they read and write global memory once, and their backward has five products for those two, as one
-//! is computed again (Dao et al. 2022). Every device has all of these weights, and its own tokens.
+//! Each operation takes the longer of two times: its FLOP at the device's rate, and its bytes at the global-memory bandwidth (Williams,
+//! Waterman and Patterson 2009). Operations run one after the other. A weight costs two FLOP per token in forward and four in backward
+//! (Kaplan et al. 2020, section 2.1). The two products of attention are over the visible keys of each query; they read and write global
+//! memory once, and their backward has five products, as one is recomputed (Dao et al. 2022). Every device holds all of these weights, and
+//! processes its own tokens.
 
 use aristos_formats::{InputError, Latent, Transformer};
 
 use crate::linear::Device;
 
-/// Bytes of a weight's gradient, which is kept in f32.
+/// Bytes of a weight gradient, which is stored in f32.
 const GRADIENT_BYTES: f64 = 4.0;
 
-/// Time by what takes it, forward and backward, seconds.
+/// Forward and backward times by part, s.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DenseTime {
     /// Attention with its projections.
@@ -21,7 +22,7 @@ pub struct DenseTime {
     pub rest_s: [f64; 2],
 }
 
-/// A pass over something: FLOP, and elements and bytes of gradients that it moves.
+/// The cost of one kernel: FLOP, elements moved, and bytes of gradients moved.
 #[derive(Clone, Copy)]
 struct Cost {
     flop: f64,
@@ -29,7 +30,7 @@ struct Cost {
     gradient_bytes: f64,
 }
 
-/// Something with all it does forward, and backward.
+/// The kernels of an operation, forward and backward.
 struct Operation {
     forward: Cost,
     backward: Vec<Cost>,
@@ -48,12 +49,12 @@ fn product(tokens: f64, inputs: usize, outputs: usize) -> Operation {
     Operation { forward: cost(flop, rows + weights), backward: vec![cost(flop, rows + weights), of_weights], weights }
 }
 
-/// What moves so many elements forward, and backward.
+/// An operation without FLOP: elements moved in forward and in backward.
 fn moves(forward: f64, backward: f64) -> Operation {
     Operation { forward: cost(0.0, forward), backward: vec![cost(0.0, backward)], weights: 0.0 }
 }
 
-/// Three products, and between them `silu(gate) * up`: two read and one written, backward three and two.
+/// Three products and `silu(gate) * up` between them, which moves three elements in forward and five in backward.
 fn gated_mlp(tokens: f64, hidden: usize, intermediate: usize) -> Vec<Operation> {
     if intermediate == 0 {
         return Vec::new();
@@ -63,7 +64,7 @@ fn gated_mlp(tokens: f64, hidden: usize, intermediate: usize) -> Vec<Operation> 
     vec![up(), up(), moves(3.0 * inside, 5.0 * inside), product(tokens, intermediate, hidden)]
 }
 
-/// The attention of a layer for so many tokens, in sequences of `sequence`, each query of which sees `window` keys at most.
+/// The attention of a layer for `tokens` tokens in sequences of `sequence` tokens; a query sees at most `window` keys.
 fn attention(model: &Transformer, tokens: f64, sequence: f64, window: f64) -> Vec<Operation> {
     let ((heads, kv_heads), (key, value), hidden) = (model.heads, model.head_dim, model.hidden);
     let mut all = match model.latent {
@@ -78,14 +79,14 @@ fn attention(model: &Transformer, tokens: f64, sequence: f64, window: f64) -> Ve
             queries.into_iter().chain(latent).collect()
         }
     };
-    // A token sees itself and those before it: on average half of a sequence, or all of its window but at a sequence's beginning.
+    // A token sees itself and earlier tokens: on average half of a sequence, or its whole window except at the start of a sequence.
     let window = window.min(sequence);
     let seen = window * (1.0 - 0.5 * window / sequence);
     let flop = 2.0 * tokens * seen * (heads * (key + value)) as f64;
     let (inputs, output) = ((heads * key + kv_heads * (key + value)) as f64, (heads * value) as f64);
     all.push(Operation {
         forward: cost(flop, tokens * (inputs + output)),
-        // Inputs, the output and its gradient read, the inputs' gradients written.
+        // Reads the inputs, the output and its gradient; writes the inputs' gradients.
         backward: vec![cost(2.5 * flop, 2.0 * tokens * (inputs + output))],
         weights: 0.0,
     });
@@ -93,12 +94,12 @@ fn attention(model: &Transformer, tokens: f64, sequence: f64, window: f64) -> Ve
     all
 }
 
-/// By layer, or what comes once: how often, whether it is attention, and its operations.
+/// The parts of the model as (repetitions, is attention, operations): by kind of layer, then the parts outside layers.
 fn parts(model: &Transformer, tokens: f64, sequence: f64) -> Vec<(f64, bool, Vec<Operation>)> {
     let (layers, moe_layers) = model.layers;
     let (state, dense_layers) = (tokens * model.hidden as f64, layers - moe_layers);
     let (windowed, window) = (model.windowed.0.min(layers), model.windowed.1 as f64);
-    // A norm reads and writes a state, backward it reads two; an addition reads two, and its gradient goes to both.
+    // A norm reads and writes a state, and reads two in backward; an addition reads two states, and its gradient flows to both.
     let norm = || moves(2.0 * state, 3.0 * state);
     let logits = tokens * model.vocabulary as f64;
     let embedding = Operation {
@@ -121,17 +122,17 @@ fn parts(model: &Transformer, tokens: f64, sequence: f64) -> Vec<(f64, bool, Vec
     ]
 }
 
-/// Weights, the norms' not counted, of which each device has all.
+/// Number of weights without those of norms; every device holds all of them.
 pub fn parameters(model: &Transformer) -> f64 {
     let of =
         |(times, _, parts): (f64, bool, Vec<Operation>)| times * parts.iter().map(|part| part.weights).sum::<f64>();
     parts(model, 1.0, 1.0).into_iter().map(of).sum()
 }
 
-/// What a device takes for `tokens` tokens in sequences of `sequence`, of elements of so many bytes.
+/// The time of a device for `tokens` tokens in sequences of `sequence` tokens, with elements of `element_bytes` bytes.
 ///
 /// # Errors
-/// A number of tokens or a length that is not above 0.
+/// Returns an error if `tokens` or `sequence` is 0.
 pub fn time(
     model: &Transformer,
     device: &Device,
@@ -175,7 +176,7 @@ mod tests {
         }
     }
 
-    /// One layer of width 4 with 2 heads of 2, 1 of keys and values, an MLP of 8, 10 words.
+    /// One layer of width 4 with 2 query heads of 2, 1 head of keys and values, an MLP of 8, and a vocabulary of 10.
     fn tiny() -> Transformer {
         Transformer {
             hidden: 4,
@@ -195,9 +196,9 @@ mod tests {
     }
 
     #[test]
-    fn a_tiny_layer_by_hand() {
-        // 6 tokens in sequences of 6, elements of one byte. Where memory costs nothing, FLOP alone: projections 4 x 8 and 4 x 4, two products of heads
-        // of 2 x (2 + 2) with 3 keys on average; backward twice and 2.5 times that.
+    fn tiny_layer_by_hand() {
+        // 6 tokens in sequences of 6, elements of one byte. With free memory only FLOP count: projections 4 x 8 and 4 x 4, two products of
+        // heads of 2 x (2 + 2) with 3 keys on average; in backward 2 and 2.5 times as much.
         let tiny = tiny();
         let flop = time(&tiny, &device(1.0, 1e30), 6, 6, 1).unwrap();
         let (projections, core) = (2.0 * 6.0 * (32.0 + 16.0), 2.0 * 6.0 * 3.0 * 8.0);
@@ -206,13 +207,13 @@ mod tests {
         // MLP 3 x 4 x 8, head 4 x 10.
         near(flop.rest_s[0], 2.0 * 6.0 * (96.0 + 40.0));
         near(flop.rest_s[1], 4.0 * 6.0 * (96.0 + 40.0));
-        // Where FLOP cost nothing, bytes alone. Queries, keys and values: 6 x (4 + 8) + 32; products: 6 x (8 + 4); output 6 x 8 + 16.
+        // With free FLOP only bytes count. Queries, keys and values: 6 x (4 + 8) + 32; products: 6 x (8 + 4); output 6 x 8 + 16.
         let bytes = time(&tiny, &device(1e30, 1.0), 6, 6, 1).unwrap();
         near(bytes.attention_s[0], 104.0 + 72.0 + 64.0);
         near(bytes.attention_s[1], (104.0 + 72.0 + 128.0) + 144.0 + (64.0 + 48.0 + 64.0));
         // Two norms and additions of 24 elements, MLP (72 + 32) x 2 + 3 x 48 + 104, embedding 48, norm 48, head 84 + 40, logits 60.
         near(bytes.rest_s[0], 2.0 * (48.0 + 72.0) + 312.0 + 144.0 + 48.0 + 48.0 + 124.0 + 60.0);
-        // Half the bandwidth is reached, and elements have two bytes: four times as long.
+        // Half the bandwidth is reached, and elements have two bytes: four times the time.
         let half = Device { base_util: 0.5, ..device(1e30, 1.0) };
         near(time(&tiny, &half, 6, 6, 2).unwrap().attention_s[0], 4.0 * 240.0);
         near(parameters(&tiny), 48.0 + 96.0 + 2.0 * 40.0);
@@ -222,12 +223,12 @@ mod tests {
 
     #[test]
     fn windows_and_latent_attention() {
-        // Of two layers one sees 2 keys at most: of sequences of 8 each query 2 x (1 - 1/8) on average, and 4 in the other layer.
+        // One of two layers sees at most 2 keys: in sequences of 8 a query sees 2 x (1 - 1/8) on average, and 4 in the other layer.
         let flop = |model: &Transformer| time(model, &device(1.0, 1e30), 8, 8, 1).unwrap().attention_s[0];
         let two = Transformer { layers: (2, 0), ..tiny() };
         let windowed = Transformer { windowed: (1, 2), ..two.clone() };
         near(flop(&two) - flop(&windowed), 2.0 * 8.0 * 8.0 * (4.0 - 1.75));
-        // Queries by way of 3, keys and values of 2 with 1 shared: 4 x 3 + 3 x 4, 4 x 3, 2 x (2 + 4), 4 x 4.
+        // Queries through rank 3, keys and values through rank 2 with 1 shared: 4 x 3 + 3 x 4, 4 x 3, 2 x (2 + 4), 4 x 4.
         let latent = Latent { query_rank: 3, rank: 2, shared_key: 1 };
         let latent = Transformer { latent: Some(latent), heads: (2, 2), ..tiny() };
         near(flop(&latent), 2.0 * 8.0 * (12.0 + 12.0 + 12.0 + 12.0 + 16.0) + 2.0 * 8.0 * 4.0 * 8.0);
@@ -235,7 +236,7 @@ mod tests {
 
     #[test]
     fn published_models_have_their_published_sizes() {
-        // Parameters with all experts, 10^9: as each model's authors say, to 1%.
+        // Parameters with all experts, 10^9, within 1% of the published numbers.
         for (name, published) in [
             ("mixtral-8x7b", 46.7),
             ("mixtral-8x22b", 141.0),

@@ -1,4 +1,4 @@
-//! Strategies against the published program's output, by hand, and by what must hold of all.
+//! Strategies: the published program's output, cases computed by hand, and invariants of all strategies.
 
 use aristos_sim::sweep::{Cost, Degrees, Isolate, Model, Strategy, grid};
 
@@ -46,7 +46,7 @@ fn best(rows: &[(Strategy, aristos_sim::sweep::Outcome)]) -> (Strategy, f64) {
 }
 
 #[test]
-fn the_conclusion_turns_over_when_the_faults_are_corrected() {
+fn corrected_faults_reverse_the_conclusion() {
     let of = |cost| grid(&published(), 16, &Degrees::default(), cost, true).unwrap();
     let compat = of(Cost::Compat);
     assert_eq!(compat.len(), 52);
@@ -63,7 +63,7 @@ fn data_parallelism_by_hand() {
     let model = Model::new(2, 2, 4).unwrap();
     let product = 1e-5 + 4.0 * 8.0 / 1.2e12 + 16.0 / 1e14;
     let elementwise = |operands: f64| 4.0 * operands * 4.0 / 1.2e12 + 4.0 / 1e14;
-    // Forward a product and a ReLU, loss and its gradient, backward the ReLU's gradient and two products; the optimizer.
+    // Forward: a product and a ReLU; loss and its gradient; backward: the ReLU's gradient and two products; the optimizer.
     let layer = product + elementwise(1.0) + elementwise(2.0) + 2.0 * product + elementwise(2.0);
     let all_reduce = 2.0 * 16.0 * 0.5 / 25e9;
     let outcome = model.simulate(Strategy::new(2, 1, 1, 1), Cost::Default, true).unwrap();
@@ -79,9 +79,9 @@ fn data_parallelism_by_hand() {
 }
 
 #[test]
-fn a_pipeline_by_hand() {
-    // A stage of one layer on each of two devices, two microbatches of one sample of one element. The slots are F0 F1 - B0 - B1 and - F0 B0 F1 B1 -;
-    // a send makes both wait for the later of them: after F0 of stage 0; after F1 beside F0 of stage 1; after each backward of stage 1.
+fn pipeline_by_hand() {
+    // One layer on each of two devices, two microbatches of one sample of one element. The slots are F0 F1 - B0 - B1 and - F0 B0 F1 B1 -; a
+    // send makes both wait for the later of them: after F0 of stage 0; after F1 during F0 of stage 1; after each backward of stage 1.
     let model = Model::new(2, 1, 2).unwrap();
     let of = |cost| model.simulate(Strategy::new(1, 1, 2, 2), cost, true).unwrap().latency_s;
     let time_s = |forward: f64, loss: f64, backward: f64, send: f64, add: f64| {
@@ -111,7 +111,7 @@ fn experts_share_the_replicas_devices() {
     assert!(rows.iter().any(|(strategy, _)| strategy.ep == 8));
     let of = |ep| model.simulate(Strategy::new(8, 1, 1, 1).ep(ep), Cost::Default, true).unwrap();
     let (alone, shared) = (of(1), of(8));
-    // Sharing needs an eighth of the weights, and the gradients of none of them are all-reduced.
+    // Sharing needs an eighth of the weights, and no all-reduce of their gradients.
     let weights = 2.0 * 4.0 * (8 * 16 * 256 * 256) as f64;
     near(alone.peak_memory_bytes - shared.peak_memory_bytes, weights * 7.0 / 8.0);
     let all_reduce = 8.0 * 2.0 * 4.0 * (16 * 256 * 256) as f64 * 7.0 / 8.0 / 25e9;
@@ -124,12 +124,12 @@ fn experts_share_the_replicas_devices() {
     let router =
         4.0 * (3.0 * 1e-5 + 4.0 * ((256.0 * 256.0 + 256.0) + (256.0 + 256.0) + (256.0 * 256.0 + 256.0)) / 1.2e12);
     assert!((one.latency_s - none.latency_s - router).abs() < 1e-6, "{} {} {router}", one.latency_s, none.latency_s);
-    // Each of four layers of experts keeps the rows that it got.
+    // Each of four layers of experts keeps the rows that it received.
     near(one.peak_memory_bytes, none.peak_memory_bytes + 4.0 * 4.0 * (256 * 256) as f64);
 }
 
 #[test]
-fn any_degrees_that_divide() {
+fn all_dividing_degrees_are_simulated() {
     let model = Model::new(6, 12, 36).unwrap();
     let rows = grid(&model, 12, &Degrees::default(), Cost::Default, true).unwrap();
     assert!(rows.iter().any(|(s, _)| (s.dp, s.hp, s.pp) == (2, 2, 3)), "{rows:?}");
@@ -146,7 +146,7 @@ fn any_degrees_that_divide() {
 }
 
 #[test]
-fn bad_input_is_one_line() {
+fn bad_input_is_reported_in_one_line() {
     for (layers, width, batch, field) in [(0, 8, 8, "`layers`"), (2, 0, 8, "`width`"), (2, 8, usize::MAX, "`batch`")] {
         let error = Model::new(layers, width, batch).unwrap_err().to_string();
         assert!(error.starts_with(&format!("{field} is ")) && error.contains("expected 1 to"), "{error}");
@@ -170,7 +170,7 @@ fn bad_input_is_one_line() {
     let compat = experts.simulate(Strategy::new(1, 1, 1, 1), Cost::Compat, true).unwrap_err().to_string();
     assert!(compat.starts_with("`experts` is 4"), "{compat}");
     assert!(experts.with_experts(4, 5).unwrap_err().to_string().starts_with("`top_k` is 5"));
-    // A number of devices that no degrees come to.
+    // A number of devices that no combination of degrees gives.
     let error = grid(&model, 7, &Degrees::default(), Cost::Default, true).unwrap_err().to_string();
     assert!(error.starts_with("`devices` is 7, expected a number that some strategy fits; of the first, `"), "{error}");
     let mut given = Degrees::default();

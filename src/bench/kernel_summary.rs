@@ -83,7 +83,7 @@ impl KernelSummary {
         let phases = &report.forward.phases;
         ensure!(
             attention_ms.is_none() || !phases.contains_key("attention"),
-            "`attention_ms` beside a report that has attention, expected one of them"
+            "`attention_ms` with a report that has attention, expected one of them"
         );
         let time = |key: &str| match phases.get(key) {
             Some(spread) => spread.median_s,
@@ -152,7 +152,7 @@ mod tests {
         // A report of a training loop may contain attention.
         let run = report(&[("attention", 3.0), ("router", 1.0)]);
         assert_eq!(shares(&KernelSummary::new(&run, None).unwrap()), [("attention", 75.0), ("router", 25.0)]);
-        assert!(KernelSummary::new(&run, Some(1.0)).unwrap_err().to_string().starts_with("`attention_ms` beside"));
+        assert!(KernelSummary::new(&run, Some(1.0)).unwrap_err().to_string().starts_with("`attention_ms` with"));
     }
 
     #[test]

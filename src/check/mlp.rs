@@ -11,7 +11,7 @@ use crate::moe::{Glu, LayerConfig, MlpConfig, MlpId, Proj, WeightError, WeightId
 /// Elementwise work in the units of [`for_row_blocks`]: an erf costs about as much as this many multiply-adds.
 const ACTIVATION_WORK: usize = 64;
 
-/// Where the reference takes its weights from.
+/// The source of the reference's weights.
 pub type WeightLoader<'a> = dyn Fn(WeightId) -> Result<Vec<f32>, WeightError> + 'a;
 
 /// Loads one weight of the layer and checks its length.

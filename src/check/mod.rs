@@ -1,14 +1,12 @@
 //! The reference: the MoE layer, forward and backward, in f64 and in plain loops.
 //!
-//! It shares no code with the layer, only the configuration types that specify it. There is no
-//! dispatch, no packing and no split over PEs: expert by expert, the rows of the tokens that chose
-//! it go through its MLP and are added to the output. Its own gradients are tested against finite
+//! The reference shares no code with the layer, only the configuration types that specify it. Without dispatch, packing or PEs, it applies the MLP of one
+//! expert after the other to the rows of the tokens that chose it, and adds the results to the output. The gradients are tested against finite
 //! differences.
 //!
-//! The backward pass gives the gradients of
+//! The backward pass computes the gradients of
 //! `sum(grad_output * output) + aux_loss_coef * aux_loss + z_loss_coef * z_loss`.
-//! The choice of experts and the auxiliary loss's token counts are constants there; scores,
-//! renormalisation and scaling are differentiated.
+//! The choice of experts and the token counts of the auxiliary loss are constants; scores, renormalisation and scaling are differentiated.
 
 mod bound;
 mod compare;
@@ -37,11 +35,10 @@ pub use mlp::{Gradient, WeightLoader};
 use mlp::{Gradients, Mlp};
 use routing::Routing;
 
-/// What a layer's f32 logits may be off by, relative to the sum of their terms' magnitudes:
-/// some hundred f32 roundings.
+/// Maximum error of a layer's f32 logits relative to the sum of their terms' magnitudes: about a hundred f32 roundings.
 pub const CHOICE_TOLERANCE: f64 = 1e-5;
 
-/// One pass through the layer, to be computed by the reference.
+/// The input of the reference: one pass through the layer.
 pub struct Problem<'a> {
     /// The layer.
     pub config: &'a LayerConfig,
@@ -214,7 +211,7 @@ struct Layer<'a, E> {
     rounding: Rounding,
     x: Matrix,
     output: Matrix,
-    /// Bounds on the errors of the output's rows so far.
+    /// Error bounds of the output's rows.
     output_bounds: Vec<f64>,
     backward: Option<Backward<'a, E>>,
 }
@@ -223,9 +220,9 @@ struct Layer<'a, E> {
 struct Backward<'a, E> {
     /// The output's gradient.
     dy: Matrix,
-    /// The input's gradient so far.
+    /// The input's gradient.
     dx: Matrix,
-    /// Bounds on the errors of its rows.
+    /// Error bounds of the rows of `dx`.
     dx_bounds: Vec<f64>,
     /// The routing weights' gradient, `[tokens, top_k]`.
     d_weights: Vec<Bounded>,

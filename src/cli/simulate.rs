@@ -135,7 +135,9 @@ impl Args {
     fn simulated(&self) -> Result<Simulated> {
         let cluster = self.on.read()?;
         let (model, pes) = (self.model.as_deref().map(read_model).transpose()?, cluster.devices.len());
-        let Work::Synthetic { spec, tokens, backward } = self.synthetic.work(None)? else { bail!("there is no layer") };
+        let Work::Synthetic { spec, tokens, backward } = self.synthetic.work(None)? else {
+            bail!("the flags of a synthetic layer are missing")
+        };
         let config = model.as_ref().map_or_else(|| spec.layer.clone(), layer_of);
         let (ratio, weight) = (spec.hot_ratio, spec.hot_weight);
         let tokens = match (&self.routing, &model) {

@@ -1,12 +1,12 @@
-//! A line through the times of messages of several sizes.
+//! Fits a link to measured times of several message sizes.
 
 use crate::cluster::Link;
 
-/// The link that a set of times says there is.
+/// A link fitted to times.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Fit {
-    /// Latency, ms, 0 or more, and inverse bandwidth, ms per MB, above 0.
+    /// Latency, ms, at least 0; inverse bandwidth, ms per MB, above 0.
     pub link: Link,
     /// Median over the sizes of |time - fitted time| / time.
     pub residual: f64,
@@ -14,16 +14,16 @@ pub struct Fit {
 
 /// Fits `time = alpha + beta * size` to pairs of size, MB, and time, ms.
 ///
-/// beta is the median of the slopes between all pairs of points, and alpha that of what is then left of each time (Theil 1950, Sen
-/// 1968): a few wild points move neither. The medians are weighted, a slope by its points' distance over the error that it has where
-/// errors grow with the times (Sievers 1978), for sizes go up by factors, and without weights the many pairs of small messages, whose
-/// slopes are noise, would outvote the large ones; and what is left of a time by the inverse of what it should be.
+/// beta is the median of the slopes between all pairs of points, and alpha the median of the remaining times (Theil 1950, Sen 1968), so a
+/// few outliers change neither. Both medians are weighted. A slope's weight is the distance of its points over its error, with errors
+/// proportional to times (Sievers 1978): sizes are geometric, and the noisy slopes of the many pairs of small messages would otherwise
+/// dominate. The weight of a remaining time is the inverse of the expected time.
 ///
-/// `None` where fewer than two sizes, or no time above 0, are there.
+/// Returns `None` for fewer than two sizes, or without times above 0.
 pub fn fit(points: &[(f64, f64)]) -> Option<Fit> {
     let points: Vec<(f64, f64)> = points.iter().copied().filter(|(mb, ms)| *mb >= 0.0 && *ms > 0.0).collect();
-    // About what each time should be, by which errors grow: as the smaller half of the sizes and the larger say. Not the times themselves,
-    // or wild short ones would count most.
+    // Expected times, to which errors are proportional: estimated from the smaller half and the larger half of the sizes. With the measured
+    // times as weights, outliers that are too short would count most.
     let mut ascending = points.clone();
     ascending.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (small, large) = ascending.split_at(points.len() / 2);
@@ -42,12 +42,12 @@ pub fn fit(points: &[(f64, f64)]) -> Option<Fit> {
     let above = |beta: f64| points.iter().map(|(x, t)| (t - beta * x, 1.0 / about(*x))).collect::<Vec<_>>();
     let mut alpha = weighted_median(above(beta))?;
     if beta <= 0.0 || alpha < 0.0 {
-        // Noise. No message is faster than nothing, and none takes longer than what its size alone would account for.
+        // Noise. A latency below 0, or an inverse bandwidth of at most 0, is impossible: fit a line through zero.
         let through_zero: Vec<(f64, f64)> =
             points.iter().filter(|(x, _)| *x > 0.0).map(|(x, t)| (t / x, x / t)).collect();
         let most = weighted_median(through_zero.clone())?;
         if beta <= 0.0 {
-            // The fastest that was seen.
+            // The fastest measurement.
             beta = through_zero.iter().map(|(slope, _)| *slope).fold(most, f64::min);
             alpha = weighted_median(above(beta))?.max(0.0);
         } else {
@@ -58,7 +58,7 @@ pub fn fit(points: &[(f64, f64)]) -> Option<Fit> {
     Some(Fit { link: Link { alpha_ms: alpha, beta_ms_per_mb: beta }, residual: weighted_median(off)? })
 }
 
-/// The value that half of the weight does not exceed, and half is not below.
+/// The weighted median.
 fn weighted_median(mut values: Vec<(f64, f64)>) -> Option<f64> {
     values.sort_by(|a, b| a.0.total_cmp(&b.0));
     let half = values.iter().map(|(_, weight)| weight).sum::<f64>() / 2.0;
@@ -83,7 +83,7 @@ mod tests {
         SIZES.iter().map(|&mb| (mb, alpha + beta * mb)).collect()
     }
 
-    /// From -1 to 1, without a pattern.
+    /// Pseudo-random, from -1 to 1.
     fn noise(state: &mut u64) -> f64 {
         *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (*state >> 11) as f64 / (1u64 << 52) as f64 - 1.0

@@ -1,4 +1,4 @@
-//! The links between all PEs, whatever carries their messages.
+//! Measures the links between all PEs, over any kind of messages.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use super::fit::{Fit, fit};
 use super::options::{ProbeError, ProbeOptions, ProbeStage};
 use crate::cluster::{Cluster, Device, Links, Matrix, Probe};
 
-/// One PE's end of the measurements, by whatever carries its messages: what [`probe_links_by`] calls, on all PEs in the same order. Times are in
-/// ms, by the clock of the PE that returns them.
+/// One PE's side of the measurements. [`probe_links_by`] calls the methods on all PEs in the same order. Times are in ms, by the clock of
+/// the PE that returns them.
 pub trait LinkProber {
-    /// Why it ends early.
+    /// The error of a failed measurement.
     type Error: From<ProbeError>;
 
     /// This PE's number.
@@ -21,55 +21,55 @@ pub trait LinkProber {
     /// Waits for all PEs.
     ///
     /// # Errors
-    /// One that does not come.
+    /// Returns an error if a PE does not arrive.
     fn barrier(&mut self) -> Result<(), Self::Error>;
 
-    /// Every PE's numbers, in the order of PEs; as many of each.
+    /// Gathers an equal number of values from every PE, in the order of PEs.
     ///
     /// # Errors
-    /// A PE that does not come.
+    /// Returns an error if a PE does not arrive.
     fn gather(&mut self, mine: &[f64]) -> Result<Vec<f64>, Self::Error>;
 
-    /// Median round trips to `to`, which answers meanwhile: of an empty message, and of each size. `limit` is what a size may take once it has
-    /// [`ProbeOptions::LEAST`] messages.
+    /// Median round-trip times to `to`, which calls `answer` meanwhile: of an empty message, and of each size. `limit` bounds the time of a
+    /// size after [`ProbeOptions::LEAST`] messages.
     ///
     /// # Errors
-    /// No answer.
+    /// Returns an error without an answer.
     fn send(&mut self, to: usize, limit: Duration) -> Result<Vec<f64>, Self::Error>;
 
-    /// The other end of [`LinkProber::send`]: takes what `from` sends.
+    /// Receives and answers the messages of [`LinkProber::send`] from `from`.
     ///
     /// # Errors
-    /// No message.
+    /// Returns an error without a message.
     fn answer(&mut self, from: usize) -> Result<(), Self::Error>;
 
-    /// All PEs send at once, each to one and takes from one: the median round trip to `to`, of the size that is sent by all.
+    /// All PEs send at once, each to one PE, and receive from one: the median round-trip time to `to`, of the common size.
     ///
     /// # Errors
-    /// No message, or no answer.
+    /// Returns an error without a message or an answer.
     fn shift(&mut self, to: usize, from: usize) -> Result<f64, Self::Error>;
 
-    /// Everyone sends to everyone: the median time until all have taken what this PE sent.
+    /// All PEs send to all others: the median time until all have received this PE's messages.
     ///
     /// # Errors
-    /// As [`LinkProber::shift`].
+    /// Those of [`LinkProber::shift`].
     fn exchange(&mut self) -> Result<f64, Self::Error>;
 }
 
-/// The links between all PEs, by ordered pair, row by row; the diagonal means nothing.
+/// The links between all PEs, by ordered pair, row by row; diagonal entries have no meaning.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ProbedLinks {
-    /// Alone.
+    /// Fits of the times alone.
     pub fits: Vec<Option<Fit>>,
-    /// Round trip with all PEs sending over round trip alone.
+    /// Round-trip time with all PEs sending, relative to the time alone.
     pub contention: Vec<f64>,
-    /// By PE: everyone sending to everyone, its time over the sum of its times alone.
+    /// By PE, the time of an all-to-all relative to the sum of its times alone.
     pub exchange_factor: Vec<f64>,
 }
 
 impl ProbedLinks {
-    /// The cluster of these links and as many devices, in the order of PEs. `transport` is what the report calls what the messages went over.
+    /// The cluster of these links and devices, in the order of PEs. `transport` is the transport's name in the cluster file.
     pub fn cluster(self, devices: Vec<Device>, options: &ProbeOptions, transport: &str) -> Cluster {
         let n = devices.len();
         let of = |value: &dyn Fn(&Fit) -> f64| -> Vec<f64> {
@@ -91,10 +91,10 @@ impl ProbedLinks {
     }
 }
 
-/// Probes the links by `prober`; every PE gets the same. Collective.
+/// Probes the links with `prober`; every PE gets the same result. Collective.
 ///
 /// # Errors
-/// The prober's, and [`ProbeError::Options`].
+/// The prober's errors, and [`ProbeError::Options`].
 pub fn probe_links_by<P: LinkProber>(
     prober: &mut P,
     options: &ProbeOptions,
@@ -104,7 +104,7 @@ pub fn probe_links_by<P: LinkProber>(
     let (n, me) = (prober.n_pes(), prober.my_pe());
     prober.barrier()?;
 
-    // Row `me`: for each peer the round trips of an empty message and of each size, ms.
+    // Row `me`: for each peer the round-trip times of an empty message and of each size, ms.
     let each = options.sizes.len() + 1;
     let mut own = vec![0.0; n * each];
     let pairs = n * (n - 1);
@@ -123,7 +123,7 @@ pub fn probe_links_by<P: LinkProber>(
     let times = Times { n, sizes: &options.sizes };
     let mut alone = prober.gather(&own)?;
     for _ in 0..options.retries {
-        // All PEs see the same times, and so the same pairs.
+        // All PEs have the same times, thus the same pairs.
         let wild = times.wild(&alone);
         if wild.is_empty() {
             break;
@@ -131,7 +131,7 @@ pub fn probe_links_by<P: LinkProber>(
         for &(i, j) in &wild {
             if me == i {
                 let again = prober.send(j, per_size)?;
-                // What disturbs a message makes it slower.
+                // Disturbances only add time, so the smaller time is kept.
                 own[j * each..].iter_mut().zip(again).for_each(|(time, again)| *time = time.min(again));
             } else if me == j {
                 prober.answer(i)?;
@@ -154,36 +154,36 @@ pub fn probe_links_by<P: LinkProber>(
     let factor = if n > 1 { together / sum.max(f64::MIN_POSITIVE) } else { 1.0 };
     let contention = prober.gather(&contention)?;
     let exchange_factor = prober.gather(&[factor])?;
-    // Nobody may still be in the middle of anything that is freed.
+    // No PE may free memory that another still uses.
     prober.barrier()?;
 
     let fits = (0..n * n).map(|at| if at / n == at % n { None } else { times.fit(&alone, at / n, at % n) }).collect();
     Ok(ProbedLinks { fits, contention, exchange_factor })
 }
 
-/// The round trips between all pairs alone, ms: for each ordered pair that of an empty message, then of each size.
+/// The round-trip times between all pairs alone, ms: for each ordered pair that of an empty message, then of each size.
 struct Times<'s> {
     n: usize,
     sizes: &'s [usize],
 }
 
 impl Times<'_> {
-    /// The line through the times from `i` to `j`.
+    /// The fit for the link from `i` to `j`.
     fn fit(&self, all: &[f64], i: usize, j: usize) -> Option<Fit> {
         let each = self.sizes.len() + 1;
         let times = &all[(i * self.n + j) * each..(i * self.n + j + 1) * each];
-        // At least a tenth, so that noise cannot make a time of nothing.
+        // At least a tenth of the round trip, so that noise cannot make it 0.
         let one_way = |round_trip: f64| (round_trip - times[0] / 2.0).max(round_trip / 10.0);
         let points: Vec<(f64, f64)> =
             self.sizes.iter().zip(&times[1..]).map(|(bytes, ms)| (*bytes as f64 * 1e-6, one_way(*ms))).collect();
         let mut fit = fit(&points)?;
-        // No message is sent in no time, whatever the other ones say.
+        // Latency is above 0, regardless of the other times.
         let least = points.iter().map(|(_, ms)| *ms).fold(f64::INFINITY, f64::min);
         fit.link.alpha_ms = fit.link.alpha_ms.max(least / 10.0);
         Some(fit)
     }
 
-    /// The pairs whose times fit no line, to be measured again.
+    /// The pairs with a bad fit, which are measured again.
     fn wild(&self, all: &[f64]) -> Vec<(usize, usize)> {
         let pairs = (0..self.n).flat_map(|i| (0..self.n).map(move |j| (i, j))).filter(|(i, j)| i != j);
         pairs.filter(|&(i, j)| self.fit(all, i, j).is_none_or(|fit| fit.residual > Probe::FITS)).collect()
@@ -194,7 +194,7 @@ impl Times<'_> {
 mod tests {
     use super::*;
 
-    /// Round trips over links of 2 us and 10 GB/s, of 3 PEs, each multiplied by what `noise` says.
+    /// Round-trip times of 3 PEs over links of 2 us and 10 GB/s, each multiplied by the factor that `noise` returns.
     fn round_trips(sizes: &[usize], noise: impl Fn(usize, usize, usize) -> f64) -> Vec<f64> {
         let time = |bytes: usize| 0.002 + 0.1e-6 * bytes as f64;
         let of_pair = |i: usize, j: usize| -> Vec<f64> {
@@ -215,11 +215,11 @@ mod tests {
         // Every second size from 1 to 2 is 20 times as slow.
         let busy = round_trips(&sizes, |i, j, at| if (i, j) == (1, 2) && at % 2 == 0 { 20.0 } else { 1.0 });
         assert_eq!(times.wild(&busy), [(1, 2)]);
-        // The quicker of two measurements of each.
+        // The faster of two measurements.
         let again = round_trips(&sizes, |_, _, at| if at % 2 == 1 { 20.0 } else { 1.0 });
         let best: Vec<f64> = busy.iter().zip(&again).map(|(a, b)| a.min(*b)).collect();
         assert!(times.wild(&best).is_empty());
-        // However wild: a link has a latency and a rate.
+        // Any noise gives a valid latency and bandwidth.
         for seed in 1..500_u64 {
             let noise = |i: usize, j: usize, at: usize| {
                 let mixed = (seed * 31 + (i * 77 + j * 13 + at) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;

@@ -1,15 +1,15 @@
-//! Measures a cluster: the links between PEs, and how fast each computes.
+//! Measures a cluster: the links between PEs, and the PEs' compute rates.
 //!
-//! Everything here is collective: all PEs of a [`Shmem`] call it, over whatever transport, with the same options. Where something else than a
-//! transport carries the messages, such as devices, it is a [`LinkProber`].
+//! All functions are collective: all PEs of a [`Shmem`] call them with the same options, over any transport. Messages between devices use
+//! their own [`LinkProber`].
 //!
-//! **A link alone.** PE i puts a message with a signal to PE j; j sees the signal, takes the data out of its heap, and signals back. The
-//! time from i to j is that round trip, less half the round trip of an empty message: two clocks need not agree. All other PEs
-//! wait meanwhile.
+//! **A link alone.** PE i puts a message with a signal to PE j; j sees the signal, copies the data out of its heap, and signals back. The
+//! time from i to j is this round trip less half the round trip of an empty message, so clocks need not agree. All other PEs wait
+//! meanwhile.
 //!
-//! **All at once.** In n - 1 shifts, in shift s from every PE i to PE i + s, all send and take at the same time; a pair's
-//! contention is its round trip then over its round trip alone, at one size. And everyone sends to everyone, all messages under way
-//! together; a PE's exchange factor is its time over the sum of its times alone, which is what the planner's C_i says.
+//! **All at once.** There are n - 1 shifts. In shift s all PEs send at once, PE i to PE i + s. The contention of a pair is its round trip
+//! in the shift relative to its round trip alone, at one size. Finally all PEs send to all others at once. A PE's exchange factor, the
+//! planner's C_i, is its time relative to the sum of its times alone.
 
 mod fit;
 mod links;
@@ -28,17 +28,17 @@ use shmem::{Gathering, barrier};
 use crate::cluster::{Cluster, Device};
 use crate::shmem::{Shmem, Transport};
 
-/// A host's name is cut at this many bytes.
+/// Maximum length of a host's name, bytes; longer names are truncated.
 const HOST_BYTES: usize = 64;
 
-/// What a PE's own device is, for [`probe`].
+/// A PE's own device, for [`probe`].
 #[non_exhaustive]
 pub struct OwnDevice<'w> {
-    /// The name of its host.
+    /// Name of its host.
     pub host: String,
-    /// How many experts its memory holds.
+    /// Number of experts that fit into its memory.
     pub memory_experts: u64,
-    /// Does some of the work that its rate is measured by.
+    /// Does one unit of the work that its rate is measured by.
     pub work: &'w mut dyn FnMut(),
     /// FLOP of one call of `work`.
     pub work_flop: f64,
@@ -51,12 +51,13 @@ impl<'w> OwnDevice<'w> {
     }
 }
 
-/// Probes links, rates and memories; every PE gets the same cluster, with [`Cluster::probe`], its devices in the order of PEs. Collective.
+/// Probes links, rates and memories. Every PE gets the same cluster, with [`Cluster::probe`] set and its devices in the order of PEs.
+/// Collective.
 ///
-/// `transport` is what the report calls the transport. `progress` hears what is done: the stage, how much of how much.
+/// `transport` is the transport's name in the cluster file. `progress` is called with the stage, the completed steps and their number.
 ///
 /// # Errors
-/// A PE that does not do its part, or a heap with less than [`ProbeOptions::symmetric_bytes`] free.
+/// Returns an error if a PE does not respond, or if the heap has less than [`ProbeOptions::symmetric_bytes`] free.
 pub fn probe<T: Transport>(
     shmem: &Shmem<T>,
     options: &ProbeOptions,
@@ -89,8 +90,8 @@ pub fn probe<T: Transport>(
     Ok(links.cluster(devices, options, transport))
 }
 
-/// This PE's rate, FLOP per ms, while all PEs compute: the work done in a fixed time, so that PEs that share a processor each get
-/// their share of it. Collective.
+/// This PE's rate, FLOP per ms, while all PEs compute: the work done in a fixed time, so that PEs that share a processor each get their
+/// share of it. Collective.
 fn probe_rate<T: Transport>(
     shmem: &Shmem<T>,
     options: &ProbeOptions,
@@ -98,7 +99,7 @@ fn probe_rate<T: Transport>(
     flop: f64,
 ) -> Result<f64, ProbeError> {
     const PARTS: u32 = 5;
-    // Memory and clocks warm up.
+    // Warms up memory and clocks.
     work();
     let mut rates = Vec::new();
     for _ in 0..PARTS {

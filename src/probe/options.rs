@@ -9,32 +9,32 @@ use crate::shmem::{ShmemError, WaitTimeout};
 /// Maximum number of message sizes: a message carries the number of its size in a byte, and 0 and 255 have other meanings.
 const MOST_SIZES: usize = 254;
 
-/// How to probe. The same on every PE. Begin with [`ProbeOptions::thorough`] or [`ProbeOptions::quick`] and set what differs.
+/// Options of a probe, equal on all PEs. Start from [`ProbeOptions::thorough`] or [`ProbeOptions::quick`].
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ProbeOptions {
-    /// Sizes of messages, bytes, ascending, at least two and at most 255.
+    /// Message sizes, bytes, ascending; 2 to 254 of them.
     pub sizes: Vec<usize>,
-    /// Which of them is sent by all at once, by its place.
+    /// Index of the size that all PEs send at once.
     pub together: usize,
-    /// Messages of each size that count, at most.
+    /// Maximum number of measured messages of each size.
     pub repetitions: usize,
-    /// Messages before them.
+    /// Warm-up messages before them.
     pub warmup: usize,
-    /// Rounds of all at once.
+    /// Measured rounds of all PEs at once.
     pub rounds: usize,
-    /// What the pairs alone may take in all. No size has fewer than [`ProbeOptions::LEAST`] messages all the same.
+    /// Time limit for all pairs alone. Each size has at least [`ProbeOptions::LEAST`] messages in any case.
     pub alone_limit: Duration,
-    /// How often a pair whose times do not fit a line is measured again, at most.
+    /// Maximum number of repetitions for a pair with a bad fit.
     pub retries: usize,
-    /// How long each PE computes.
+    /// Duration of the compute measurement of each PE.
     pub compute: Duration,
-    /// How long a PE waits for another.
+    /// Maximum wait for another PE.
     pub wait_limit: Duration,
 }
 
 impl ProbeOptions {
-    /// The fewest messages of each size that count.
+    /// Minimum number of measured messages of each size.
     pub const LEAST: usize = 5;
 
     /// From 16 bytes to 4 MiB in steps of four.
@@ -52,7 +52,7 @@ impl ProbeOptions {
         }
     }
 
-    /// For a start-up that nobody waits for: from 64 bytes to 1 MiB in steps of eight or four.
+    /// For a short start-up: from 64 bytes to 1 MiB in steps of eight or four.
     pub fn quick() -> ProbeOptions {
         ProbeOptions {
             sizes: vec![64, 4 << 10, 32 << 10, 256 << 10, 1 << 20],
@@ -72,19 +72,18 @@ impl ProbeOptions {
         self.sizes.iter().copied().max().unwrap_or(0)
     }
 
-    /// Symmetric memory that [`probe`] takes from a heap of `n_pes` PEs, bytes.
+    /// Symmetric memory that [`probe`](super::probe()) allocates with `n_pes` PEs, bytes.
     pub fn symmetric_bytes(&self, n_pes: usize) -> usize {
-        // Places for one message of the largest size, and one of the size sent at once from everyone; two words per PE.
+        // Space for one message of the largest size, or one of the common size from each PE; two words per PE.
         self.place_bytes(n_pes) + 2 * n_pes * size_of::<u64>() + 256
     }
 
-    /// The part of it that takes messages: one of the largest size, or one from every PE of the size that all send at once, each in
-    /// a multiple of 64 bytes.
+    /// The message space: one message of the largest size, or one of the common size from each PE, each rounded up to 64 bytes.
     pub fn place_bytes(&self, n_pes: usize) -> usize {
         self.largest().max(n_pes * self.place())
     }
 
-    /// Room for a message sent at once.
+    /// Space for a message of the common size.
     pub(super) fn place(&self) -> usize {
         self.sizes.get(self.together).map_or(0, |bytes| bytes.next_multiple_of(64))
     }
@@ -99,34 +98,34 @@ impl ProbeOptions {
     }
 }
 
-/// What a PE is doing, for whoever shows it.
+/// Stage of a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProbeStage {
     /// Pairs alone.
     Alone,
     /// All pairs at once.
     Together,
-    /// Computing.
+    /// Compute.
     Compute,
 }
 
-/// Why a probe ended early.
+/// The error of a failed probe.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProbeError {
-    /// A peer that did not do its part in time.
+    /// A peer did not respond in time.
     #[error("PE {pe} waited for PE {peer} ({what}): {timeout}")]
     Wait {
-        /// The PE that waited.
+        /// The waiting PE.
         pe: usize,
-        /// The PE it waited for.
+        /// The PE that it waited for.
         peer: usize,
-        /// What it waited for.
+        /// The awaited message.
         what: &'static str,
-        /// The wait.
+        /// The timeout.
         timeout: WaitTimeout,
     },
-    /// A peer that said something impossible.
+    /// A peer sent an invalid message.
     #[error("PE {pe} announced a message of no size that is probed")]
     Protocol {
         /// The peer.
@@ -135,13 +134,13 @@ pub enum ProbeError {
     /// The symmetric heap is too small.
     #[error(transparent)]
     Shmem(#[from] ShmemError),
-    /// Options that make no probe.
+    /// Invalid options.
     #[error("the sizes of a probe must be 2 to 254 ascending numbers of bytes, and one of them be sent by all at once")]
     Options,
 }
 
 impl ProbeError {
-    /// The PE that was waited for in vain, where the error is that.
+    /// The PE that did not respond, for [`ProbeError::Wait`].
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             ProbeError::Wait { peer, timeout, .. } => Some(timeout.lost.as_ref().map_or(*peer, |lost| lost.pe)),

@@ -1,4 +1,4 @@
-//! The probe's messages over a transport: a put with a signal, taken and answered.
+//! The probe's messages over a transport: a put with a signal, received and answered.
 
 use std::time::{Duration, Instant};
 
@@ -7,14 +7,14 @@ use crate::shmem::{Cmp, Pod, Shmem, SignalOp, Sym, Transport, Wait, WaitTimeout}
 use super::links::{LinkProber, ProbedLinks, probe_links_by};
 use super::options::{ProbeError, ProbeOptions, ProbeStage, median, ms};
 
-/// In the low bits of a message's number: which size it has, or that it was the last.
+/// The low bits of a message number: the number of its size, or `LAST`.
 const SIZE_BITS: u32 = 8;
 pub(super) const LAST: u64 = (1 << SIZE_BITS) - 1;
 
-/// Probes the links; every PE gets the same. Collective.
+/// Probes the links; every PE gets the same result. Collective.
 ///
 /// # Errors
-/// As [`probe`](super::probe).
+/// Those of [`probe`](super::probe).
 pub fn probe_links<T: Transport>(
     shmem: &Shmem<T>,
     options: &ProbeOptions,
@@ -50,7 +50,7 @@ fn waited<T: Transport>(shmem: &Shmem<T>, peer: usize, what: &'static str, timeo
     ProbeError::Wait { pe: shmem.my_pe(), peer, what, timeout }
 }
 
-/// All-gather with a limit.
+/// An all-gather with a time limit.
 pub(super) struct Gathering<'s, T: Transport> {
     pub(super) shmem: &'s Shmem<T>,
     pub(super) limit: Duration,
@@ -66,24 +66,25 @@ impl<T: Transport> Gathering<'_, T> {
     }
 }
 
-/// One PE's end of the measurements.
+/// One PE's side of the measurements.
 struct Prober<'s, T: Transport> {
     shmem: &'s Shmem<T>,
     options: &'s ProbeOptions,
-    /// Where messages go.
+    /// Space for received messages.
     places: Sym<u8>,
-    /// By sender: the number of its last message here, with its size in the low bits; then by peer: the number of the last message that it took.
+    /// By sender: the number of its last message here, with its size in the low bits; then by peer: the number of the last message that it
+    /// received.
     words: Sym<u64>,
     message: Vec<u8>,
     taken: Vec<u8>,
     /// Messages sent, by peer.
     sent: Vec<u64>,
-    /// Messages taken, by peer.
+    /// Messages received, by peer.
     seen: Vec<u64>,
 }
 
 impl<T: Transport> Prober<'_, T> {
-    /// Starts a message of `bytes` to `to`, at `place` there; `size` says which it is.
+    /// Puts a message of `bytes` bytes to offset `place` at `to`; `size` is the number of its size.
     fn put(&mut self, to: usize, place: usize, bytes: usize, size: u64) {
         self.sent[to] += 1;
         let word = self.words.at(self.shmem.my_pe());
@@ -92,7 +93,7 @@ impl<T: Transport> Prober<'_, T> {
         self.shmem.put_signal(place, &self.message[..bytes], word, value, SignalOp::Set, to);
     }
 
-    /// Waits for the next message of `from`, and says which size it has.
+    /// Waits for the next message of `from`; returns the number of its size.
     fn next(&mut self, from: usize) -> Result<u64, ProbeError> {
         let value = (self.seen[from] + 1) << SIZE_BITS;
         let seen = self.wait(self.words.at(from), value, from, "a message")?;
@@ -100,7 +101,7 @@ impl<T: Transport> Prober<'_, T> {
         Ok(seen & LAST)
     }
 
-    /// Takes `bytes` out of the own heap, and tells `from`.
+    /// Copies `bytes` bytes out of the own heap, and signals `from`.
     fn take(&mut self, from: usize, place: usize, bytes: usize) {
         let me = self.shmem.my_pe();
         if bytes > 0 {
@@ -110,7 +111,7 @@ impl<T: Transport> Prober<'_, T> {
         self.shmem.signal_op(word, self.seen[from], SignalOp::Set, from);
     }
 
-    /// Waits until `from` has taken all that was sent to it.
+    /// Waits until `from` has received all messages sent to it.
     fn taken_by(&self, from: usize) -> Result<(), ProbeError> {
         let word = self.words.at(self.shmem.n_pes() + from);
         self.wait(word, self.sent[from], from, "an answer").map(drop)
@@ -184,7 +185,7 @@ impl<T: Transport> LinkProber for Prober<'_, T> {
     fn shift(&mut self, to: usize, from: usize) -> Result<f64, ProbeError> {
         let (bytes, place) = (self.options.sizes[self.options.together], self.options.place());
         let mut times = Vec::with_capacity(self.options.rounds);
-        // The first is to warm up.
+        // The first round is a warm-up.
         for round in 0..=self.options.rounds {
             self.barrier()?;
             let start = Instant::now();

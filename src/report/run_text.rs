@@ -107,7 +107,7 @@ impl RunReport {
         row("remote MB per step", mb(self.remote_bytes_per_step) + &kinds);
         let (network, relayed) = (self.traffic.network_bytes as f64, self.traffic.relay_bytes as f64);
         if network + relayed > 0.0 {
-            let relays = format!("; {} by way of homes, within hosts", mb(relayed / steps));
+            let relays = format!("; {} through relays within hosts", mb(relayed / steps));
             row("by network, MB per step", mb(network / steps) + if relayed > 0.0 { &relays } else { "" });
         }
         let per_step = |n: u64| n as f64 / steps;
@@ -319,7 +319,7 @@ grad.experts.0.up_proj.weight      0.00e0     1.0e-5                          ok
         assert!(first.contains("NaN") && first.contains(".700."), "{first}");
         assert!(text.contains("(756 more, "));
         let network = text.lines().find(|line| line.starts_with("by network, MB per step")).unwrap();
-        assert!(network.ends_with(" 0.500; 0.002 by way of homes, within hosts"), "{network}");
+        assert!(network.ends_with(" 0.500; 0.002 through relays within hosts"), "{network}");
     }
 
     #[test]

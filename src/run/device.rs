@@ -4,8 +4,8 @@ use anyhow::Result;
 
 use super::PreparedRun;
 use super::hooks::Progress;
-use super::pe::Steps;
 use super::pe_results::{DEVICE_BACKWARD, DEVICE_FORWARD, report_and_write};
+use super::steps::Steps;
 #[cfg(feature = "cuda")]
 use crate::gpu::DeviceLimits;
 use crate::gpu::Gpu;

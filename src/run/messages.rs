@@ -1,4 +1,4 @@
-//! The messages and the result files of a PE for the process that reports.
+//! The messages and result files that a PE sends.
 
 use std::collections::BTreeMap;
 

@@ -17,6 +17,7 @@ pub mod peers;
 pub mod plan;
 pub mod probe;
 pub(crate) mod routing;
+mod steps;
 pub mod supervisor;
 
 use std::ops::Range;

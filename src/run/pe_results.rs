@@ -6,7 +6,7 @@ use std::ops::Range;
 use anyhow::Result;
 
 pub use super::messages::{CHOSEN, Done, Message, RESULTS, ROUTING, WEIGHTS};
-use super::pe::Results;
+use super::steps::Results;
 use super::{PreparedRun, gradient_name};
 use crate::checkpoint::ResultLayout;
 use crate::job::host::Host;

@@ -129,13 +129,13 @@ fn check(report: &RunReport, first: &RunReport, transport: &str, cores: usize) -
         return wrong("backward", "false".into(), "true: both passes are fitted".into());
     }
     if config.steps < MIN_STEPS {
-        return wrong("steps", config.steps.to_string(), format!("at least {MIN_STEPS}, of which the median is taken"));
+        return wrong("steps", config.steps.to_string(), format!("at least {MIN_STEPS}: the median is used"));
     }
     if config.shared_intermediate > 0 {
         return wrong("shared_intermediate", config.shared_intermediate.to_string(), "0".into());
     }
     if report.plan.is_some() {
-        return Err(InputError::value("plan", "is there", "a run without one, of one group with even shares"));
+        return Err(InputError::value("plan", "is set", "a run without a plan, with one group and even shares"));
     }
     for (field, value, most) in [
         ("pes", config.pes as u64, cores.max(2) as u64),

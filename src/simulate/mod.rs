@@ -34,6 +34,7 @@ pub use text::{calibration_text, comparison_text, simulated_text};
 
 /// Gradients are summed in f32.
 const GRADIENT_BYTES: f64 = 4.0;
+
 /// The source of the tokens' experts.
 pub enum Tokens {
     /// A routing file. The steps use its records in turn.
@@ -73,7 +74,7 @@ pub enum RowsPer {
     Host,
 }
 
-/// The parts of a model other than its routed experts, and the device that computes them.
+/// The parts of a model that are not routed experts, and their device.
 pub struct Dense {
     /// The shapes.
     pub transformer: Transformer,

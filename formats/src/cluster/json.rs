@@ -10,7 +10,7 @@ use super::{Cluster, Device, Probe};
 use crate::error::InputError;
 use crate::json::{Count, Number, Range, parse_json, read_text};
 
-/// The version of the files.
+/// Version of the files.
 const VERSION: u64 = 1;
 
 #[derive(Deserialize, Serialize)]
@@ -56,16 +56,16 @@ impl Cluster {
     /// Reads a cluster file.
     ///
     /// # Errors
-    /// One line that names the file, the path inside it, what is there and what is right.
+    /// Returns an error that names the file, the path in it, the value, and the values allowed.
     pub fn read(path: &Path) -> Result<Cluster, InputError> {
         let text = read_text(path)?;
         Cluster::from_json(&text).map_err(|error| error.in_file(path))
     }
 
-    /// A cluster from its JSON text.
+    /// Parses a cluster from JSON text.
     ///
     /// # Errors
-    /// One line that names the path inside the text, what is there and what is right.
+    /// Those of [`Cluster::read`], without the file.
     pub fn from_json(text: &str) -> Result<Cluster, InputError> {
         let raw: RawCluster = parse_json(text)?;
         if raw.version.0 != VERSION {
@@ -91,7 +91,7 @@ impl Cluster {
             let memory_mb = device.memory_mb.map(check_mb).transpose()?;
             let memory_experts = match (device.memory_experts, memory_mb) {
                 (Some(count), _) => count.0,
-                // What it comes to in experts is for the workload to say.
+                // The workload determines the number of experts.
                 (None, Some(_)) => 0,
                 (None, None) => {
                     let field = format!("devices[{place}].memory_experts");
@@ -114,7 +114,7 @@ impl Cluster {
         Ok(Cluster { devices, links, sources: raw.sources, probe: raw.probe })
     }
 
-    /// The cluster as JSON text, a device and a row of a matrix per line.
+    /// The cluster as JSON text, one device or matrix row per line.
     pub fn to_json(&self) -> String {
         let device = |d: &Device| {
             line(&RawDevice {
@@ -173,12 +173,12 @@ impl Cluster {
     }
 }
 
-/// Anything as one line of JSON.
+/// A value as one line of JSON.
 fn line(value: &impl Serialize) -> String {
     serde_json::to_string(value).expect("numbers and strings only")
 }
 
-/// Checks that there are `n`, where `found` are.
+/// Checks that a list has `n` entries.
 fn one_per_device(n: usize, found: usize, what: &str, field: impl FnOnce() -> String) -> Result<(), InputError> {
     match found == n {
         true => Ok(()),
@@ -229,7 +229,7 @@ fn matrix(n: usize, rows: &[Vec<Number>], key: &str) -> Result<Vec<f64>, InputEr
     for (i, row) in rows.iter().enumerate() {
         one_per_device(n, row.len(), "numbers", || format!("links.{key}[{i}]"))?;
         for (j, number) in row.iter().enumerate() {
-            // The diagonal is ignored, whatever it holds.
+            // Values on the diagonal are ignored.
             let range = Range::NonNegative;
             flat.push(if i == j { 0.0 } else { range.check(number.0, || format!("links.{key}[{i}][{j}]"))? });
         }

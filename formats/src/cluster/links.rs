@@ -1,4 +1,4 @@
-//! The links of a cluster, by matrix or by tiers.
+//! The links of a cluster, as matrices or as tiers.
 
 /// Latency and inverse bandwidth of an ordered pair of devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -16,7 +16,7 @@ impl Link {
     }
 }
 
-/// What the planner asks of links, whatever their form.
+/// Queries on links, for both representations.
 pub trait LinkTable: Sync {
     /// Number of devices.
     fn len(&self) -> usize;
@@ -26,23 +26,23 @@ pub trait LinkTable: Sync {
         self.len() == 0
     }
 
-    /// The link from device `i` to device `j`, another one.
+    /// The link from device `i` to another device `j`.
     fn link(&self, i: usize, j: usize) -> Link;
 
-    /// The link to device `i` from device `j`: as `link(j, i)`, but near in memory for one `i` and many `j`.
+    /// The link to device `i` from device `j`: equals `link(j, i)`, but is contiguous in memory for one `i` and many `j`.
     #[inline]
     fn link_to(&self, i: usize, j: usize) -> Link {
         self.link(j, i)
     }
 
-    /// A spanning tree of the slowest links, slowest first, ranked by their time to move `mb` megabytes; between two
-    /// devices the slower direction counts.
+    /// A spanning tree of the slowest links, slowest first, by their time to move `mb` megabytes; for a pair of devices the slower
+    /// direction counts.
     ///
-    /// Whatever the groups, the slowest link between two of them is in this tree: the tree's path between that link's ends has no
-    /// faster edge, and leaves the one end's group somewhere.
+    /// For any grouping, the slowest link between two groups is in this tree: the tree's path between the ends of that link has no faster
+    /// edge, and leaves the group of one end somewhere.
     fn slowest_tree(&self, mb: f64) -> Vec<Edge>;
 
-    /// The slowest link between devices of different groups, where `none` is the group of those that are left out.
+    /// The slowest link between devices of different groups; devices in the group `none` are ignored.
     fn slowest_between(&self, group_of: &[u32], none: u32, mb: f64) -> Option<Edge> {
         let n = self.len();
         let mut slowest: Option<Edge> = None;
@@ -74,21 +74,21 @@ pub trait LinkTable: Sync {
         pairs
     }
 
-    /// About how many links [`LinkTable::sums`] looks at for a group of `size`.
+    /// Approximate number of links that [`LinkTable::sums`] reads for a group of `size`.
     fn sums_cost(&self, size: usize) -> u64 {
         (size as u64) * (size as u64)
     }
 
-    /// An order of the devices that keeps near ones together, by the time to move `mb` megabytes.
+    /// An order of the devices in which close devices are adjacent, by the time to move `mb` megabytes.
     ///
-    /// Each with the time there and back between it and the nearest one before it: the devices that links of at most some time join follow each
-    /// other, and the first of them is farther (Gower and Ross 1969, on single linkage by Prim's algorithm).
+    /// Each with the round-trip time to the nearest earlier device: devices that are joined by links up to some time are consecutive, and
+    /// the first of them has a larger time (Gower and Ross 1969, on single linkage by Prim's algorithm).
     fn near_order(&self, mb: f64) -> Vec<(u32, f64)>;
 
     /// For each member of a group (ascending), the sums of alpha and of beta to all other members.
     fn sums(&self, members: &[u32]) -> Vec<(f64, f64)>;
 
-    /// The same to the last digit, whatever the order of the members.
+    /// The result is bitwise independent of the order of the members.
     fn exact_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
         self.sums(members)
     }
@@ -105,8 +105,8 @@ pub trait LinkTable: Sync {
         members.iter().map(of).collect()
     }
 
-    /// For each member of a group (ascending), the longer of sending and receiving, ms, where every other member sends each member `mb` of it, and
-    /// nothing at all where that is `None`.
+    /// For each member of a group (ascending), the longer of sending and receiving, ms, if every other member sends `mb` to each member;
+    /// members with `None` receive no data.
     fn exchanges(&self, members: &[u32], mb: &[Option<f64>]) -> Vec<f64> {
         let mut sent = vec![0.0; members.len()];
         let mut received = vec![0.0; members.len()];
@@ -122,8 +122,7 @@ pub trait LinkTable: Sync {
     }
 }
 
-/// Alpha and beta of every ordered pair; the diagonal is ignored. Kept by row and by column, as the planner goes
-/// through both.
+/// Alpha and beta of every ordered pair; the diagonal is ignored. Stored by row and by column, as the planner reads both.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Matrix {
     n: usize,
@@ -136,7 +135,7 @@ impl Matrix {
     /// Links from two matrices of `n` rows of `n` each.
     ///
     /// # Panics
-    /// If they have other sizes.
+    /// If their sizes differ.
     pub fn new(n: usize, mut alpha: Vec<f64>, mut beta: Vec<f64>) -> Matrix {
         assert!(alpha.len() == n * n && beta.len() == n * n, "matrices of {n} rows of {n}");
         for i in 0..n {
@@ -147,7 +146,7 @@ impl Matrix {
         Matrix { n, alpha, beta, by_column }
     }
 
-    /// The same links, written out.
+    /// Expands the links to a matrix.
     pub fn from_table(table: &impl LinkTable) -> Matrix {
         let n = table.len();
         let (mut alpha, mut beta) = (vec![0.0; n * n], vec![0.0; n * n]);
@@ -188,7 +187,7 @@ fn exact_sum(values: impl Iterator<Item = f64>) -> f64 {
     sum + lost
 }
 
-/// The columns of `n` rows of `n`. In blocks, so that both sides stay in cache.
+/// Transposes an `n` x `n` matrix, in blocks, so that both sides stay in cache.
 fn transposed(n: usize, alpha: &[f64], beta: &[f64]) -> Vec<Link> {
     const BLOCK: usize = 16;
     let mut columns = vec![Link::default(); n * n];
@@ -211,18 +210,18 @@ pub struct Edge {
     pub i: u32,
     /// The other.
     pub j: u32,
-    /// The slower of the links between them.
+    /// The slower of the two links.
     pub link: Link,
-    /// How slow it is, for the size that the caller asked about.
+    /// Its slowness for the caller's size.
     pub slowness: Slowness,
 }
 
-/// How slow a link is: by time, then by latency.
+/// Slowness of a link: time, then latency.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
 pub struct Slowness(pub f64, pub f64);
 
 impl Slowness {
-    /// By the time to move `mb` megabytes.
+    /// For the time to move `mb` megabytes.
     pub fn of(link: Link, mb: f64) -> Slowness {
         Slowness(link.time_ms(mb), link.alpha_ms)
     }
@@ -293,7 +292,7 @@ impl LinkTable for Matrix {
                 let j = j as usize;
                 let both = to[j] + from[j].alpha_ms + (to_beta[j] + from[j].beta_ms_per_mb) * mb;
                 best[j] = best[j].min(both);
-                // The later in the list among equals would do as well; the lower index keeps blocks in order.
+                // Ties go to the lower index, which keeps blocks in order.
                 if best[j] < next.0 || (best[j] == next.0 && j < left[next.1] as usize) {
                     next = (best[j], place);
                 }
@@ -313,7 +312,7 @@ impl LinkTable for Matrix {
             .enumerate()
             .filter_map(|(place, (&j, mb))| mb.map(|mb| (place, self.column(j as usize), mb)))
             .collect();
-        // Several receivers at a time, as each sum waits for itself. The diagonal is 0.
+        // Sums of several receivers are interleaved, as each sum is a dependency chain. The diagonal is 0.
         let (several, others) = holders.as_chunks::<4>();
         for receivers in several {
             let mut sums = [0.0; 4];
@@ -339,14 +338,14 @@ impl LinkTable for Matrix {
     fn sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
         let whole = members.len() == self.n;
         let sum = |row: &[f64]| -> f64 {
-            // The diagonal is 0, so a sum over all members is one over the others.
+            // The diagonal is 0, so the sum over all members equals the sum over the others.
             if whole { row.iter().sum() } else { members.iter().map(|&j| row[j as usize]).sum() }
         };
         members.iter().map(|&i| (sum(self.alpha_row(i as usize)), sum(self.beta_row(i as usize)))).collect()
     }
 }
 
-/// One tier: blocks of `size` consecutive devices, and the links between devices of a block that share no smaller one.
+/// A tier: blocks of `size` consecutive devices, and the links between devices of a block that share no smaller block.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tier {
     /// Devices in a block.
@@ -355,13 +354,13 @@ pub struct Tier {
     pub link: Link,
 }
 
-/// A tier of a size that cannot be.
+/// An invalid tier size.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("tier {index}: expected {expected}")]
 pub struct TiersError {
-    /// Which tier.
+    /// Index of the tier.
     pub index: usize,
-    /// What is right.
+    /// The values allowed.
     pub expected: String,
 }
 
@@ -376,8 +375,8 @@ impl Tiers {
     /// `n` devices in nested blocks.
     ///
     /// # Errors
-    /// The first tier whose size is wrong: each size is a multiple of the one before and larger, a size below `n` divides `n`, and
-    /// the last is at least `n`.
+    /// Returns the first tier with an invalid size: each size is a larger multiple of the one before, a size below `n` divides `n`, and the
+    /// last is at least `n`.
     pub fn new(n: usize, tiers: Vec<Tier>) -> Result<Tiers, TiersError> {
         let wrong = |index: usize, expected: String| Err(TiersError { index, expected });
         let mut inner = 1;
@@ -406,7 +405,7 @@ impl Tiers {
         &self.tiers
     }
 
-    /// How many other devices a device meets in each tier; the same for every device, as sizes divide.
+    /// Number of peers of a device in each tier; the same for every device, as sizes divide each other.
     pub fn peers(&self) -> Vec<usize> {
         let mut inside = 1;
         let met = |tier: &Tier| {
@@ -470,7 +469,7 @@ impl LinkTable for Tiers {
             let inner = if tier == 0 { 1 } else { self.tiers[tier - 1].size };
             for start in (0..n).step_by(self.tiers[tier].size) {
                 let block = start..n.min(start.saturating_add(self.tiers[tier].size));
-                // Two groups and two smaller blocks in a block: some two devices differ in both.
+                // Two groups and two smaller blocks in one block: some two devices differ in both.
                 let mut some = block.filter(|&i| group_of[i] != none);
                 let Some(first) = some.next() else { continue };
                 let (mut group, mut place) = (None, None);
@@ -494,7 +493,7 @@ impl LinkTable for Tiers {
     }
 
     fn near_order(&self, mb: f64) -> Vec<(u32, f64)> {
-        // The first device of a block is as far from those before as the smallest block around both says.
+        // The distance of the first device of a block to earlier devices is that of the smallest block around both.
         (0..self.n as u32)
             .map(|i| (i, if i == 0 { 0.0 } else { 2.0 * self.link(i as usize, i as usize - 1).time_ms(mb) }))
             .collect()
@@ -502,7 +501,7 @@ impl LinkTable for Tiers {
 
     fn sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
         let mut sums = vec![(0.0, 0.0); members.len()];
-        // How many members, itself included, a member shares the block of the tier inside with.
+        // Number of members, itself included, in a member's block of the inner tier.
         let mut inside = vec![1usize; members.len()];
         for tier in &self.tiers {
             let size = tier.size as u64;
@@ -523,7 +522,7 @@ impl LinkTable for Tiers {
     }
 
     fn received_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
-        // Links are as fast there as back.
+        // Links are symmetric.
         self.sums(members)
     }
 
@@ -532,7 +531,7 @@ impl LinkTable for Tiers {
         let receive = |((alpha, beta), mb): (&(f64, f64), &Option<f64>)| mb.map_or(0.0, |mb| alpha + beta * mb);
         let received: Vec<f64> = sums.iter().zip(mb).map(receive).collect();
         let mut sent = vec![0.0; members.len()];
-        // The receivers in a member's block of the tier inside, itself included, and their MB.
+        // The receivers in a member's block of the inner tier, itself included, and their MB.
         let own = |mb: &Option<f64>| (usize::from(mb.is_some()), mb.unwrap_or(0.0));
         let mut inside: Vec<(usize, f64)> = mb.iter().map(own).collect();
         for tier in &self.tiers {
@@ -545,7 +544,7 @@ impl LinkTable for Tiers {
                 let sum: f64 = mb[start..end].iter().flatten().sum();
                 for (sent, inner) in sent[start..end].iter_mut().zip(&mut inside[start..end]) {
                     let (alpha, beta) = (tier.link.alpha_ms, tier.link.beta_ms_per_mb);
-                    // Of no receiver nothing, whatever rounding leaves.
+                    // No receivers in this tier: add exactly 0.
                     if count > inner.0 {
                         *sent += (count - inner.0) as f64 * alpha + (sum - inner.1).max(0.0) * beta;
                     }
@@ -574,82 +573,62 @@ fn find(parent: &mut [u32], mut i: u32) -> u32 {
 /// The links of a cluster.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Links {
-    /// Every ordered pair written out.
+    /// Matrices.
     Matrix(Matrix),
     /// Nested blocks.
     Tiers(Tiers),
 }
 
+/// Calls a method of either table.
+macro_rules! delegate {
+    ($links:expr, $method:ident($($argument:expr),*)) => {
+        match $links {
+            Links::Matrix(matrix) => matrix.$method($($argument),*),
+            Links::Tiers(tiers) => tiers.$method($($argument),*),
+        }
+    };
+}
+
 impl LinkTable for Links {
     fn len(&self) -> usize {
-        match self {
-            Links::Matrix(matrix) => matrix.len(),
-            Links::Tiers(tiers) => tiers.len(),
-        }
+        delegate!(self, len())
     }
 
     fn exact_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
-        match self {
-            Links::Matrix(matrix) => matrix.exact_sums(members),
-            Links::Tiers(tiers) => tiers.exact_sums(members),
-        }
+        delegate!(self, exact_sums(members))
     }
 
     #[inline]
     fn link(&self, i: usize, j: usize) -> Link {
-        match self {
-            Links::Matrix(matrix) => matrix.link(i, j),
-            Links::Tiers(tiers) => tiers.link(i, j),
-        }
+        delegate!(self, link(i, j))
     }
 
     fn slowest_tree(&self, mb: f64) -> Vec<Edge> {
-        match self {
-            Links::Matrix(matrix) => matrix.slowest_tree(mb),
-            Links::Tiers(tiers) => tiers.slowest_tree(mb),
-        }
+        delegate!(self, slowest_tree(mb))
     }
 
     fn slowest_between(&self, group_of: &[u32], none: u32, mb: f64) -> Option<Edge> {
-        match self {
-            Links::Matrix(matrix) => matrix.slowest_between(group_of, none, mb),
-            Links::Tiers(tiers) => tiers.slowest_between(group_of, none, mb),
-        }
+        delegate!(self, slowest_between(group_of, none, mb))
     }
 
     fn sums_cost(&self, size: usize) -> u64 {
-        match self {
-            Links::Matrix(matrix) => matrix.sums_cost(size),
-            Links::Tiers(tiers) => tiers.sums_cost(size),
-        }
+        delegate!(self, sums_cost(size))
     }
 
     fn near_order(&self, mb: f64) -> Vec<(u32, f64)> {
-        match self {
-            Links::Matrix(matrix) => matrix.near_order(mb),
-            Links::Tiers(tiers) => tiers.near_order(mb),
-        }
+        delegate!(self, near_order(mb))
     }
 
     fn sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
-        match self {
-            Links::Matrix(matrix) => matrix.sums(members),
-            Links::Tiers(tiers) => tiers.sums(members),
-        }
+        delegate!(self, sums(members))
     }
 
     fn received_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
-        match self {
-            Links::Matrix(matrix) => matrix.received_sums(members),
-            Links::Tiers(tiers) => tiers.received_sums(members),
-        }
+        delegate!(self, received_sums(members))
     }
 
     fn exchanges(&self, members: &[u32], mb: &[Option<f64>]) -> Vec<f64> {
-        match self {
-            Links::Matrix(matrix) => matrix.exchanges(members, mb),
-            Links::Tiers(tiers) => tiers.exchanges(members, mb),
-        }
+        delegate!(self, exchanges(members, mb))
     }
 }
 

@@ -1,10 +1,10 @@
-//! A cluster: its devices, the links between them, and the files that describe one.
+//! Clusters: devices, links, and cluster files.
 //!
-//! Links have a latency alpha and an inverse bandwidth beta per ordered pair of devices, either written out as two
-//! matrices ([`Matrix`]) or as nested blocks of consecutive devices ([`Tiers`]), which never become a matrix: a cluster of
-//! many thousand devices is a few numbers then.
+//! Links have a latency alpha and an inverse bandwidth beta per ordered pair of devices. Both are given as two matrices ([`Matrix`]) or as
+//! nested blocks of consecutive devices ([`Tiers`]). Tiers are never expanded to a matrix, so that clusters of thousands of devices stay
+//! small.
 //!
-//! Times are milliseconds, sizes megabytes of 10^6 bytes, rates FLOP per millisecond, as in the files.
+//! Times are ms, sizes MB of 10^6 bytes, rates FLOP per ms, as in the files.
 
 mod json;
 mod links;
@@ -18,59 +18,59 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::json::{Count, Number, Range, parse_json, read_text};
 
-/// One device.
+/// A device.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Device {
-    /// Its id, unique in the cluster.
+    /// Id, unique in the cluster.
     pub id: u64,
-    /// The host it is in.
+    /// Name of the host.
     pub host: String,
-    /// Its rate in the experts' matrix products, FLOP per millisecond.
+    /// Rate of the experts' GEMMs, FLOP per ms.
     pub flop_per_ms: f64,
-    /// How many experts of a layer its memory holds; where `memory_mb` is there and the workload says how large an expert is, those decide.
+    /// Experts of a layer that fit into its memory; overridden by `memory_mb` if the workload has the size of an expert.
     pub memory_experts: u64,
-    /// What it has for experts and their state, MB (10^6 bytes).
+    /// Memory for experts and their training state, MB.
     pub memory_mb: Option<f64>,
 }
 
 impl Device {
-    /// A device: its id, its host, its rate (FLOP per millisecond), and how many experts it holds.
+    /// A device with an id, a host, a rate (FLOP per ms) and the number of experts that it holds.
     pub fn new(id: u64, host: impl Into<String>, flop_per_ms: f64, memory_experts: u64) -> Device {
         Device { id, host: host.into(), flop_per_ms, memory_experts, memory_mb: None }
     }
 
-    /// The device with so many MB (10^6 bytes) for experts and their state.
+    /// Sets the memory for experts and their training state, MB.
     pub fn memory_mb(self, memory_mb: f64) -> Device {
         Device { memory_mb: Some(memory_mb), ..self }
     }
 }
 
-/// How a cluster was probed, beside what came of it: what says how far the figures can be trusted. The planner does not look at it.
+/// Details of a probe, which show how reliable its figures are. The planner does not use them.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Probe {
-    /// What the PEs talked over.
+    /// Name of the transport.
     pub transport: String,
-    /// Sizes of the messages, bytes.
+    /// Message sizes, bytes.
     pub sizes_bytes: Vec<usize>,
-    /// The size that all sent at once, bytes.
+    /// Message size of the phases in which all PEs send at once, bytes.
     pub together_bytes: usize,
-    /// By ordered pair, of the fit: median of |time - fitted time| / time; 0 on the diagonal.
+    /// By ordered pair, the fit's median of |time - fitted time| / time; 0 on the diagonal.
     pub residual: Vec<Vec<f64>>,
-    /// By ordered pair: time while every PE sends to one other and takes from one, over the time alone; 1 on the diagonal.
+    /// By ordered pair, the time while each PE sends to one PE and receives from one, relative to the time alone; 1 on the diagonal.
     pub contention: Vec<Vec<f64>>,
-    /// By PE: time of everyone sending to everyone, over the sum of the PE's times alone.
+    /// By PE, the time of an all-to-all relative to the sum of the PE's times alone.
     pub exchange_factor: Vec<f64>,
 }
 
 impl Probe {
-    /// Times with no larger residual are a line's.
+    /// Maximum residual of a good fit.
     pub const FITS: f64 = 0.25;
-    /// The largest residual that a plan should be made on.
+    /// Maximum residual of links that a plan should be based on.
     pub const USABLE: f64 = 0.5;
 
-    /// The links whose times fit a line worse than `limit`, as ordered pairs of devices by their places, with their residuals.
+    /// The links with a residual above `limit`, as ordered pairs of device indices, and their residuals.
     pub fn wild_links(&self, limit: f64) -> Vec<(usize, usize, f64)> {
         let all = self.residual.iter().enumerate();
         let all = all.flat_map(|(i, row)| row.iter().enumerate().map(move |(j, residual)| (i, j, *residual)));
@@ -100,23 +100,23 @@ impl Probe {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Cluster {
-    /// The devices; everywhere else a device is its index here.
+    /// The devices. All other code refers to a device by its index here.
     pub devices: Vec<Device>,
     /// The links between them.
     pub links: Links,
-    /// Where the figures come from, by what they are; empty when nobody said.
+    /// The sources of the figures, by name; may be empty.
     pub sources: BTreeMap<String, String>,
-    /// How it was probed, where it was.
+    /// Details of the probe, if the cluster was probed.
     pub probe: Option<Probe>,
 }
 
 impl Cluster {
-    /// Devices and the links between as many, in the same order.
+    /// A cluster of devices and the links between them, in the same order.
     pub fn new(devices: Vec<Device>, links: Links) -> Cluster {
         Cluster { devices, links, sources: BTreeMap::new(), probe: None }
     }
 
-    /// The devices of each host, ascending; the hosts in the order of first appearance.
+    /// The device indices of each host, ascending; hosts in order of first appearance.
     pub fn hosts(&self) -> Vec<Vec<u32>> {
         let mut place: HashMap<&str, usize> = HashMap::new();
         let mut hosts: Vec<Vec<u32>> = Vec::new();

@@ -1,4 +1,4 @@
-//! Clusters that are known without a probe, each figure with its source.
+//! Presets: clusters from published figures, each with its source.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use super::links::{Link, Links, Tier, Tiers};
 use super::{Cluster, Device};
 use crate::InputError;
 
-/// A node of a known kind.
+/// A kind of node.
 struct Node {
     name: &'static str,
     what: &'static str,
@@ -19,7 +19,7 @@ struct Node {
     sources: [(&'static str, &'static str); 5],
 }
 
-/// The share of a device's memory that experts get, an assumption: the dense layers, activations and buffers take the rest.
+/// Assumed fraction of device memory for experts; the rest is for dense layers, activations and buffers.
 const FOR_EXPERTS: f64 = 0.75;
 const MEMORY: &str =
     "three quarters of the device's memory, an assumption: dense layers, activations and buffers take the rest";
@@ -98,17 +98,17 @@ const NODES: [Node; 3] = [
     },
 ];
 
-/// The names of the presets and what they are.
+/// Names and descriptions of the presets.
 pub const PRESETS: [(&str, &str); 3] =
     [(NODES[0].name, NODES[0].what), (NODES[1].name, NODES[1].what), (NODES[2].name, NODES[2].what)];
 
-/// The most nodes of a preset.
+/// Maximum number of nodes of a preset.
 const NODES_MOST: usize = 1 << 16;
 
-/// A cluster from `NAME` or `NAME:NODES` (one node when not said).
+/// A cluster from `NAME` or `NAME:NODES` (default: one node).
 ///
 /// # Errors
-/// One line: an unknown name, or a number of nodes that is none.
+/// Returns an error for an unknown name or an invalid number of nodes.
 pub fn preset(text: &str) -> Result<Cluster, InputError> {
     let (name, nodes) = text.split_once(':').unwrap_or((text, "1"));
     let Some(node) = NODES.iter().find(|node| node.name == name) else {

@@ -1,11 +1,51 @@
 //! The best placement in a small group, by depth-first branch and bound over the experts, the most expensive first.
 
-use super::Experts;
-use super::place::GroupLinks;
+use super::{Experts, Placed};
+use crate::cluster::LinkTable;
 use crate::placement::DeviceExperts;
 
 /// Most experts: it goes as deep as there are experts.
 const MOST_EXPERTS: usize = 256;
+
+/// A group's devices and the links between them.
+pub(super) struct GroupLinks {
+    flops: Vec<f64>,
+    memory: Vec<u64>,
+    /// By receiver j and sender i, at j n + i: alpha, and beta times the MB of all experts.
+    alpha: Vec<f64>,
+    beta: Vec<f64>,
+    /// Sums over the senders of a receiver.
+    received: Vec<(f64, f64)>,
+    eta: f64,
+}
+
+impl GroupLinks {
+    pub fn new<L: LinkTable>(placed: &Placed<L>, members: &[u32]) -> GroupLinks {
+        let (problem, n) = (placed.problem, members.len());
+        let mb = placed.received_mb(placed.experts.total);
+        let (mut alpha, mut beta) = (vec![0.0; n * n], vec![0.0; n * n]);
+        for (place, &j) in members.iter().enumerate() {
+            for (from, &i) in members.iter().enumerate().filter(|(from, _)| *from != place) {
+                let link = problem.links.link_to(j as usize, i as usize);
+                alpha[place * n + from] = link.alpha_ms;
+                beta[place * n + from] = link.beta_ms_per_mb * mb;
+            }
+        }
+        let sum = |values: &[f64], j: usize| values[j * n..(j + 1) * n].iter().sum();
+        GroupLinks {
+            flops: members.iter().map(|&i| problem.flops[i as usize]).collect(),
+            memory: members.iter().map(|&i| problem.memory[i as usize]).collect(),
+            received: (0..n).map(|j| (sum(&alpha, j), sum(&beta, j))).collect(),
+            alpha,
+            beta,
+            eta: problem.workload.p2p_frequency,
+        }
+    }
+
+    fn n(&self) -> usize {
+        self.flops.len()
+    }
+}
 
 /// A search for a placement that takes less than the best known.
 pub(super) struct Branch<'g> {

@@ -16,17 +16,9 @@
 mod bound;
 mod branch;
 mod deal;
-mod few;
 mod joint;
 mod place;
-mod prove;
-mod regroup;
-mod relaxed;
-mod rounds;
 mod search;
-mod state;
-
-use std::collections::HashMap;
 
 use crate::bound::LeastExchange;
 use crate::choose::{Chosen, EQUAL, PROVED_FAST, THOROUGH_DEVICES};
@@ -34,13 +26,13 @@ use crate::cluster::{Cluster, LinkTable, Matrix};
 use crate::objective::{Evaluation, Problem};
 use crate::options::placement_kind;
 use crate::placement::DeviceExperts;
-use crate::search::Views;
+use crate::search::{Search, Views};
 use crate::workload::Workload;
 use crate::{Algorithm, Options, PlacementKind, PlanError};
 
 use bound::bounds;
-use prove::prove;
-use search::{FoundPlaced, PlacedEffort, PlacedSearch, place_thoroughly};
+use place::{Known, PROVED_MOST, place_thoroughly, prove};
+use search::{Dealt, FoundPlaced, PlacedEffort, improve, near};
 
 /// The experts, as placement sees them.
 pub(crate) struct Experts {
@@ -136,44 +128,24 @@ fn larger<T: PartialOrd>(a: T, b: T) -> T {
 /// A group's placement, and what it takes with that.
 pub(crate) type PlacedTimes = (DeviceExperts, GroupTimes);
 
-/// Placements of groups that were asked for before.
-pub(crate) type Known = HashMap<Vec<u32>, PlacedTimes>;
-
-/// Experts dealt out in groups before; `None` where memory does not suffice.
-pub(crate) type DealtOut = HashMap<Vec<u32>, Option<PlacedTimes>>;
-
-/// Links looked at for [`THOROUGH_DEVICES`], in annealing groups.
-const ANNEAL_OPS: f64 = 2e7;
-/// In annealing groups with their times remembered, however many devices: what comes before takes less of the time of fewer.
-const REGROUP_OPS: u64 = 240_000_000;
-/// In annealing groups and placements together; fewer devices get more of it, as what comes before takes less of their time.
-const JOINT_OPS: f64 = 7.6e7;
+/// Links that the rounds examine for [`THOROUGH_DEVICES`]; fewer devices get more of it, as what comes before takes less of their time.
+const JOINT_OPS: f64 = 2.4e8;
 const JOINT_MORE: f64 = 0.5;
-/// Links looked at for the placements of one grouping, and nodes of branch and bound.
-const PLACE_OPS: u64 = 8_000_000;
-const PLACE_NODES: u64 = 50_000;
-/// Nodes and steps of a proof of optimality: what nobody waits for, and what is asked for.
+/// Links examined and nodes of branch and bound for the placements of one grouping.
+const PLACE: (u64, u64) = (4_000_000, 50_000);
+/// Nodes and steps of a proof of optimality: by default, and with [`Algorithm::Exact`].
 const PROOF_AUTO: (u64, u64) = (1_000_000, 60_000_000);
 const PROOF_ASKED: (u64, u64) = (100_000_000, 4_000_000_000);
 
+/// Up to [`THOROUGH_DEVICES`] the effort is about the same for all sizes, a fraction of a second. Beyond, it falls steeply, so that 256 devices are planned in
+/// milliseconds.
 fn effort(n: usize, matrix: bool, times: u32) -> PlacedEffort {
     let share = n as f64 / THOROUGH_DEVICES;
-    let times = u64::from(times.max(1));
     let usual = match matrix {
-        true if n <= PROVED_FAST => PlacedEffort {
-            construct: 200_000,
-            anneal: 1_000_000,
-            regroup: 0,
-            place: 100_000,
-            nodes: PLACE_NODES,
-            joint: 500_000,
-        },
+        true if n <= PROVED_FAST => PlacedEffort { construct: 200_000, place: (100_000, PLACE.1), joint: 1_500_000 },
         true if share <= 1.0 => PlacedEffort {
             construct: 4_000_000,
-            anneal: (ANNEAL_OPS * share) as u64,
-            regroup: REGROUP_OPS,
-            place: PLACE_OPS,
-            nodes: PLACE_NODES,
+            place: PLACE,
             joint: match n <= crate::exact::MOST_DEVICES {
                 true => (JOINT_OPS * share) as u64,
                 false => (JOINT_OPS * (1.0 + JOINT_MORE * (1.0 - share))) as u64,
@@ -181,17 +153,13 @@ fn effort(n: usize, matrix: bool, times: u32) -> PlacedEffort {
         },
         true => PlacedEffort {
             construct: (n * n) as u64,
-            anneal: (ANNEAL_OPS * share.powi(-8)) as u64,
-            regroup: 0,
-            place: (PLACE_OPS as f64 * share.powi(-5)) as u64,
-            nodes: 200,
-            joint: 0,
+            place: ((PLACE.0 as f64 * share.powi(-5)) as u64, 200),
+            joint: (JOINT_OPS * share.powi(-8)) as u64,
         },
-        false => PlacedEffort { construct: 3_000_000, anneal: 0, regroup: 0, place: 100_000, nodes: 1_000, joint: 0 },
+        false => PlacedEffort { construct: 3_000_000, place: (100_000, 1_000), joint: 0 },
     };
-    let PlacedEffort { anneal, regroup, place, joint, .. } = usual;
-    let [anneal, regroup, place, joint] = [anneal, regroup, place, joint].map(|ops| ops.saturating_mul(times));
-    PlacedEffort { anneal, regroup, place, joint, ..usual }
+    let more = |ops: u64| ops.saturating_mul(u64::from(times.max(1)));
+    PlacedEffort { place: (more(usual.place.0), usual.place.1), joint: more(usual.joint), ..usual }
 }
 
 /// Groups and placements of the least placed objective. `published` is what was found under the published one, with its placements.
@@ -208,8 +176,7 @@ pub(crate) fn choose<L: LeastExchange>(
     let n = problem.n();
     let effort = effort(n, matrix.is_some(), options.effort);
     let (published, placements) = published;
-    let mut known = Known::new();
-    let least_published = published.groups.clone();
+    let (least_published, bound_ms) = (published.groups.clone(), bounds.least());
     let finish = |found: FoundPlaced, algorithm: &'static str, proved: bool, others| {
         let mut order: Vec<usize> = (0..found.groups.len()).collect();
         order.sort_by(|&a, &b| found.groups[a].cmp(&found.groups[b]));
@@ -217,7 +184,6 @@ pub(crate) fn choose<L: LeastExchange>(
         let placements = order.iter().map(|&g| found.placements[g].clone()).collect();
         let times: Vec<GroupTimes> = order.iter().map(|&g| found.times[g]).collect();
         let evaluation = placed.evaluate(&groups, &times);
-        let bound_ms = bounds.least();
         let optimal = proved || evaluation.objective_ms * (1.0 - EQUAL) <= bound_ms;
         let (placements, published) = (Some(placements), Some(least_published.clone()));
         Ok(Chosen { groups, placements, evaluation, algorithm, optimal, bound_ms, others, published })
@@ -226,21 +192,26 @@ pub(crate) fn choose<L: LeastExchange>(
         let found = FoundPlaced::new(&placed, published.groups, placements);
         return finish(found, published.algorithm, false, Vec::new());
     }
-    let mut search = PlacedSearch::new(&placed, &bounds, views, options.allow_idle);
-    search.offer_placed(published.groups, placements);
+    let published_plan = FoundPlaced::new(&placed, published.groups.clone(), placements);
+    let dealt = Dealt { placed: &placed, known: Known::new() };
+    let mut search = Search::new(problem, dealt, bounds, views, options.allow_idle);
+    search.offer(published.groups);
     published.others.into_iter().for_each(|other| search.offer(other.groups));
     search.construct(views, effort.construct);
-    search.anneal(effort.anneal);
-    search.regroup(effort.regroup);
-    let (found, others) = search.into_found(effort, &mut known);
-    let found = found.ok_or(PlanError::NoGrouping)?;
-    let proved = found.objective_ms * (1.0 - EQUAL) <= bounds.least();
+    let (mut others, bounds, Dealt { mut known, .. }) = search.into_found();
+    let found = match near(&bounds, published_plan.objective_ms) {
+        true => None,
+        false => improve(&placed, &bounds, &others, options.allow_idle, effort, &known),
+    };
+    let found = found.filter(|found| found.objective_ms < published_plan.objective_ms).unwrap_or(published_plan);
+    others.retain(|other| other.groups.len() != found.groups.len());
+    let proved = found.objective_ms * (1.0 - EQUAL) <= bound_ms;
     let asked = options.algorithm == Algorithm::Exact;
     if options.algorithm == Algorithm::Search || proved {
-        let label = if options.algorithm == Algorithm::Search || n > prove::MOST_DEVICES { "search" } else { "exact" };
+        let label = if options.algorithm == Algorithm::Search || n > PROVED_MOST { "search" } else { "exact" };
         return finish(found, label, proved, others);
     }
-    let proof = match matrix.filter(|_| n <= prove::MOST_DEVICES) {
+    let proof = match matrix.filter(|_| n <= PROVED_MOST) {
         Some(matrix) => {
             let problem = Problem::new(&cluster.devices, matrix, problem.workload, options.allow_idle);
             let budget = if asked { PROOF_ASKED } else { PROOF_AUTO };
@@ -250,11 +221,9 @@ pub(crate) fn choose<L: LeastExchange>(
     };
     if asked && !proof.complete {
         let found_ms = found.objective_ms;
-        return Err(PlanError::Unproved { devices: n, found_ms, gap: found_ms / bounds.least() - 1.0 });
+        return Err(PlanError::Unproved { devices: n, found_ms, gap: found_ms / bound_ms - 1.0 });
     }
-    let better = proof.better.and_then(|groups| {
-        place_thoroughly(&placed, &groups, effort.place, effort.nodes, (&DealtOut::new(), &mut known))
-    });
+    let better = proof.better.and_then(|groups| place_thoroughly(&placed, &groups, effort.place, &known));
     let better = better.filter(|better| better.objective_ms < found.objective_ms);
     let label = if proof.complete { "exact" } else { "search" };
     finish(better.unwrap_or(found), label, proof.complete, others)
@@ -277,12 +246,12 @@ pub(crate) fn evaluate(
 pub(crate) fn evaluate_groups(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>]) -> Option<Evaluation> {
     let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
     let placed = Placed::new(&problem);
-    let found = place_thoroughly(&placed, groups, PLACE_OPS / 8, PLACE_NODES, (&DealtOut::new(), &mut Known::new()))?;
+    let found = place_thoroughly(&placed, groups, (PLACE.0 / 8, PLACE.1), &Known::new())?;
     Some(placed.evaluate(groups, &found.times))
 }
 
 /// The best placements found for groups; `None` where a group lacks memory.
 pub(crate) fn place_groups<L: LinkTable>(placed: &Placed<L>, groups: &[Vec<u32>]) -> Option<Vec<DeviceExperts>> {
-    let found = place_thoroughly(placed, groups, PLACE_OPS / 8, PLACE_NODES, (&DealtOut::new(), &mut Known::new()))?;
+    let found = place_thoroughly(placed, groups, (PLACE.0 / 8, PLACE.1), &Known::new())?;
     Some(found.placements)
 }

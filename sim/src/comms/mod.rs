@@ -1,11 +1,11 @@
 //! An all-to-all exchange over a full mesh, in rounds.
 //!
-//! Each pair of nodes has a number of half-duplex links. In a round a link takes the direction of its first packet and carries as many bytes as
-//! it does in a millisecond; a node's NIC limits what it sends and receives. A round ends when nothing more fits, and takes a base delay, and what
-//! the slowest link needs to prepare and to transfer its packets.
+//! Each pair of nodes has a number of half-duplex links. In a round a link takes the direction of its first packet and carries the bytes of
+//! one millisecond; the NIC of a node limits the bytes that the node sends and receives. A round ends when no more packets fit. It takes a
+//! base delay, plus the time in which the slowest link prepares and transfers its packets.
 //!
-//! [`Schedule::Compat`] is the published program's arithmetic; [`Schedule::Fair`], the default, has its faults corrected. Both are in
-//! `docs/simulator.md`, with what differs.
+//! [`Schedule::Compat`] is the published program's arithmetic; [`Schedule::Fair`], the default, corrects its faults. `docs/simulator.md`
+//! describes both and their differences.
 
 mod params;
 mod rounds;
@@ -19,18 +19,18 @@ use aristos_formats::Span;
 pub use params::{Load, Params};
 use rounds::{Pair, Round};
 
-/// Beyond this many links that are looked at nobody waits for an answer: some seconds.
+/// Maximum number of link visits, some seconds of work.
 const WORK_MOST: u64 = 500_000_000;
-/// Rounds whose times are listed one by one.
+/// Maximum number of rounds whose times are listed one by one.
 const LISTED_MOST: u64 = 1_000_000;
 
-/// In which order packets are sent, and what is timed.
+/// The order in which packets are sent, and the links that are timed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Schedule {
-    /// All nodes take turns, in ascending order in one round and in descending order in the next; every link is timed.
+    /// Nodes take turns, ascending in one round and descending in the next; every link is timed.
     #[default]
     Fair,
-    /// As published: a node sends all that fits before the next one may; of several links between two nodes the first is timed.
+    /// As published: a node sends all packets that fit before the next node; of several links between two nodes the first one is timed.
     Compat,
 }
 
@@ -38,9 +38,9 @@ pub enum Schedule {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Run {
-    /// Times of rounds that follow each other, ms.
+    /// Times of consecutive rounds, ms.
     pub times_ms: Vec<f64>,
-    /// How many times they do.
+    /// Number of repetitions.
     pub repeats: u64,
 }
 
@@ -48,35 +48,36 @@ pub struct Run {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LayerExchange {
-    /// Its time, without the initial delay, ms.
+    /// Time without the initial delay, ms.
     pub time_ms: f64,
-    /// Its rounds.
+    /// Number of rounds.
     pub rounds: u64,
 }
 
-/// What an exchange comes to.
+/// The times of an exchange.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Exchange {
-    /// Time of all, ms.
+    /// Total time, ms.
     pub time_ms: f64,
-    /// Rounds of all.
+    /// Total number of rounds.
     pub rounds: u64,
-    /// The time of each round, ms; `None` of more than a million.
+    /// The time of each round, ms; `None` above a million rounds.
     pub round_times_ms: Option<Vec<f64>>,
-    /// The time by the closed form, ms, where that holds: even loads that fill whole rounds.
+    /// The time by the closed form, ms, if it applies: even loads that fill whole rounds.
     pub closed_form_ms: Option<f64>,
-    /// By layer.
+    /// The exchanges of the layers.
     pub layers: Vec<LayerExchange>,
-    /// The rounds again, with those that repeat together.
+    /// The rounds as runs of repetitions.
     #[serde(skip)]
     pub runs: Vec<Run>,
 }
 
-/// Simulates the exchange of a load, layer by layer. `trace` gets what crossed each link; of rounds that repeat, of the first.
+/// Simulates the exchange of a load, layer by layer. `trace` gets the packets of each link; of repeated rounds, those of the first.
 ///
 /// # Errors
-/// One line: a packet that fits through no link or NIC, a number of layers that is not the load's, or more work than anyone would wait for.
+/// Returns an error if a packet exceeds the capacity of a link or a NIC, if the number of layers differs from the load's, or if the
+/// exchange is too much work.
 pub fn exchange(
     params: &Params,
     load: &Load,
@@ -126,7 +127,7 @@ pub fn exchange(
     Ok(exchange)
 }
 
-/// The same layer so many times.
+/// Repeats a layer `times` times.
 fn repeat(exchange: &mut Exchange, params: &Params) {
     let layers = params.num_layers;
     let further_ms = |ms: f64| ms + (ms - params.initial_cpu_delay_ms) * (layers - 1) as f64;
@@ -210,8 +211,8 @@ impl Simulation<'_> {
         }
     }
 
-    /// How many more times the rounds that made `after` of `before` would be just the same: as long as every load that moved is left with a whole
-    /// packet, all comparisons come out as they did.
+    /// Number of times that the rounds from `before` to `after` repeat exactly: as long as every load that moved keeps a whole packet, all
+    /// comparisons have the same outcome.
     fn repetitions(&self, before: &[u64], after: &[u64]) -> u64 {
         let packet = self.params.packet_size_bytes;
         let of_pair = |(before, after): (&u64, &u64)| {
@@ -237,7 +238,7 @@ impl Simulation<'_> {
         links.map(|(i, j, link)| self.link_ms(link, params.bandwidth_bytes_per_ms(i, j))).fold(0.0, f64::max)
     }
 
-    /// The time of a link: one packet after the other, or prepared while others cross.
+    /// The time of a link: packets one after the other, or each prepared while the previous one crosses.
     fn link_ms(&self, link: &rounds::Link, bytes_per_ms: f64) -> f64 {
         if link.packets == 0 {
             return 0.0;
@@ -246,7 +247,8 @@ impl Simulation<'_> {
         let transfer_ms = link.bytes as f64 / bytes_per_ms;
         match self.params.parallelization_multiplier {
             None => packets * prep_ms + transfer_ms,
-            // Two stages, of packets of one size but for the last: the first stage's first, the slower of both, the second's last.
+            // Two stages with packets of one size except the last: the first stage of the first packet, the slower stage of each, the
+            // second stage of the last.
             Some(multiplier) => {
                 let each_ms = (self.params.packet_size_bytes as f64).min(link.bytes as f64) / bytes_per_ms;
                 let last_ms = transfer_ms - (packets - 1.0) * each_ms;
@@ -259,7 +261,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// What crossed each link in this round, as spans of its sender.
+    /// The packets of each link in this round, as spans of the sender.
     fn spans(&self, start_ms: f64, trace: &mut Vec<Span>) {
         for j in 1..self.nodes {
             for i in 0..j {
@@ -278,11 +280,11 @@ impl Simulation<'_> {
     }
 }
 
-/// The time of one layer by the closed form, without the initial delay, where it is exact: every node has as much for every other one, all packets
-/// and all rounds are full, and no NIC is a limit.
+/// The time of one layer by the closed form, without the initial delay. `None` unless the form is exact: all nodes send the same amount to
+/// each other, all packets and rounds are full, and no NIC is a limit.
 ///
-/// round = base + floor(bw / packet) (prep + packet / bw); rounds = load of a node * n / (links * n (n - 1) / 2 * bw), as in the routing-simulation
-/// document that `docs/simulator.md` names, with its brackets set right.
+/// round = base + floor(bw / packet) (prep + packet / bw); rounds = load of a node * n / (links * n (n - 1) / 2 * bw), as in the
+/// routing-simulation document that `docs/simulator.md` names, with its brackets corrected.
 fn closed_form_ms(params: &Params, nodes: usize, bytes: &[u64]) -> Option<f64> {
     if params.nodes_per_cluster.is_some() || params.parallelization_multiplier.is_some() || nodes < 2 {
         return None;

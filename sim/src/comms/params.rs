@@ -1,4 +1,4 @@
-//! The files of an exchange: the parameters of the network, and who has how many bytes for whom.
+//! The files of an exchange: network parameters, and bytes by source and destination.
 
 use std::path::Path;
 
@@ -6,16 +6,16 @@ use aristos_formats::InputError;
 use aristos_formats::cluster::{Count, Number, Range, parse_json, read_text};
 use serde::Deserialize;
 
-/// State of all links is kept at once; this many are some hundred MB.
+/// Maximum number of links; their state takes some hundred MB.
 const LINKS_MOST: u64 = 1 << 22;
 const NODES_MOST: usize = 1024;
 const LAYERS_MOST: u64 = 100_000;
-/// Numbers of bytes of a load, of all its layers.
+/// Maximum number of byte counts in a load, over all layers.
 const NUMBERS_MOST: usize = 1 << 27;
-/// Sums of bytes must not overflow.
+/// Maximum byte count, such that sums do not overflow.
 const BYTES_MOST: u64 = 1_000_000_000_000_000;
 
-/// A full mesh of nodes, and how packets cross it.
+/// A full mesh of nodes, and the costs of its packets.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Params {
@@ -27,26 +27,26 @@ pub struct Params {
     pub initial_cpu_delay_ms: f64,
     /// Bandwidth of a link, bytes/ms; a link carries this many bytes in a round.
     pub intra_bw_bytes_per_ms: f64,
-    /// Size of a packet, bytes; the last of a load may be smaller.
+    /// Size of a packet, bytes; the last packet of a load may be smaller.
     pub packet_size_bytes: u64,
-    /// Preparing one packet, ms.
+    /// Time to prepare one packet, ms.
     pub packet_prep_delay_ms: f64,
-    /// Packets of one (source, destination) before it is the next one's turn.
+    /// Packets of one (source, destination) per turn.
     pub round_robin_max_packets: u64,
-    /// Bytes that a node sends and receives in a round at most.
+    /// Maximum bytes that a node sends, and receives, in a round.
     pub nic_rate_bytes: f64,
-    /// Nodes of a cluster, where there are several: consecutive nodes.
+    /// Nodes per cluster (consecutive nodes), if there are several clusters.
     pub nodes_per_cluster: Option<usize>,
-    /// Bandwidth of a link between clusters, bytes/ms, which is also what it carries in a round.
+    /// Bandwidth of a link between clusters, bytes/ms; also its capacity per round, bytes.
     pub inter_bw_bytes_per_ms: f64,
-    /// Where it is there, packets are prepared while others are transferred, and both together take this many times as long as perfect overlap.
+    /// If set, packets are prepared while others are transferred, and the two together take this factor times the time of perfect overlap.
     pub parallelization_multiplier: Option<f64>,
-    /// Times that a single load is exchanged.
+    /// Number of times that a single load is exchanged.
     pub num_layers: u64,
 }
 
 impl Default for Params {
-    /// Those of the routing-simulation document that `docs/simulator.md` names.
+    /// The values of the routing-simulation document that `docs/simulator.md` names.
     fn default() -> Params {
         Params {
             num_links: 1,
@@ -83,10 +83,10 @@ struct RawParams {
 }
 
 impl Params {
-    /// Reads a file of parameters; those that it leaves out have the values of [`Params::default`].
+    /// Reads a file of parameters; absent ones have the values of [`Params::default`].
     ///
     /// # Errors
-    /// One line that names the file, the field, the value and what would be right.
+    /// Returns an error that names the file, the field, its value and the values allowed.
     pub fn read(path: &Path) -> Result<Params, InputError> {
         Params::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
     }
@@ -94,7 +94,7 @@ impl Params {
     /// Parameters from their JSON text.
     ///
     /// # Errors
-    /// As [`Params::read`], without the file.
+    /// Those of [`Params::read`], without the file.
     pub fn from_json(text: &str) -> Result<Params, InputError> {
         let raw: RawParams = parse_json(text)?;
         let default = Params::default();
@@ -163,7 +163,7 @@ impl Params {
         }
     }
 
-    /// Checks that every packet of these loads fits through a link and a NIC. (One that does not would wait for ever.)
+    /// Checks that every packet of these loads fits through a link and a NIC; otherwise the exchange would not end.
     pub(super) fn check_packets(&self, load: &Load) -> Result<(), InputError> {
         let nodes = load.nodes;
         if (nodes * nodes) as u64 / 2 * self.num_links as u64 > LINKS_MOST {
@@ -201,13 +201,13 @@ impl Params {
     }
 }
 
-/// Bytes by source and destination, of one layer or several.
+/// Bytes by source and destination, for one layer or several.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Load {
     /// Number of nodes.
     pub nodes: usize,
-    /// Of each layer the bytes from node i to node j at `i * nodes + j`; what is on the diagonal stays where it is.
+    /// For each layer the bytes from node i to node j at `i * nodes + j`; the diagonal is not sent.
     pub layers: Vec<Vec<u64>>,
 }
 
@@ -225,19 +225,19 @@ struct RawLayer {
 }
 
 impl Load {
-    /// The loads of layers, each `nodes` x `nodes` numbers of bytes, a source's together.
+    /// The loads of layers, each with `nodes` x `nodes` byte counts, by source, then destination.
     ///
     /// # Panics
-    /// Where a layer has another number of numbers.
+    /// If a layer has another length.
     pub fn new(nodes: usize, layers: Vec<Vec<u64>>) -> Load {
         assert!(layers.iter().all(|layer| layer.len() == nodes * nodes), "a number for each pair");
         Load { nodes, layers }
     }
 
-    /// Reads a load file: `{"load_bytes": [[..], ..]}`, a list for each source, or `{"layers": [{"load_bytes": ..}, ..]}`.
+    /// Reads a load file: `{"load_bytes": [[..], ..]}` with a list per source, or `{"layers": [{"load_bytes": ..}, ..]}`.
     ///
     /// # Errors
-    /// One line that names the file, the field, the value and what would be right.
+    /// Returns an error that names the file, the field, its value and the values allowed.
     pub fn read(path: &Path) -> Result<Load, InputError> {
         Load::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
     }
@@ -245,7 +245,7 @@ impl Load {
     /// A load from its JSON text.
     ///
     /// # Errors
-    /// As [`Load::read`], without the file.
+    /// Those of [`Load::read`], without the file.
     pub fn from_json(text: &str) -> Result<Load, InputError> {
         let raw: RawLoad = parse_json(text)?;
         let layers = match (raw.load_bytes, raw.layers) {
@@ -292,7 +292,7 @@ impl Load {
         Load { nodes, layers: all }.checked()
     }
 
-    /// Checks that so many layers between so many nodes can be held and simulated.
+    /// Checks that a load of `layers` layers between `nodes` nodes can be stored and simulated.
     pub(crate) fn check_size(nodes: usize, layers: usize) -> Result<(), InputError> {
         if nodes > NODES_MOST {
             return Err(InputError::value("nodes", format!("is {nodes}"), format!("at most {NODES_MOST} in a load")));
@@ -306,7 +306,7 @@ impl Load {
         }
     }
 
-    /// The load, if its bytes can be counted.
+    /// The load, unless sums of its bytes would overflow.
     pub(crate) fn checked(self) -> Result<Load, InputError> {
         for (l, layer) in self.layers.iter().enumerate() {
             let sum: u128 = layer.iter().map(|bytes| u128::from(*bytes)).sum();

@@ -1,6 +1,7 @@
-//! One round of an exchange: which packets cross which links.
+//! One round of an exchange: the packets of each link.
 //!
-//! Packets are counted, not made one by one: a visit of a pair sends what fits at once, and sweeps that would repeat are done together.
+//! Packets are counted rather than simulated one by one: a visit of a pair sends all packets that fit, and repeated sweeps are done at
+//! once.
 
 use std::ops::ControlFlow;
 
@@ -9,11 +10,11 @@ use super::Params;
 /// A link between two nodes in a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Link {
-    /// Bytes that have crossed it.
+    /// Bytes sent.
     pub bytes: u64,
-    /// Packets that have.
+    /// Packets sent.
     pub packets: u64,
-    /// Whether they went from the larger number of node to the smaller, where there are any.
+    /// Direction of its packets, if any: from the larger node number to the smaller.
     pub downward: bool,
 }
 
@@ -23,15 +24,15 @@ pub struct Round {
     num_links: usize,
     /// Links of the pair {i, j}, i < j, from `pair(i, j) * num_links` on.
     links: Vec<Link>,
-    /// Bytes that a link of the pair carries.
+    /// Capacity of a link of the pair in a round, bytes.
     capacity_bytes: Vec<u64>,
     nic_bytes: Vec<u64>,
     nic_limit_bytes: u64,
     packet_bytes: u64,
     turn_packets: u64,
-    /// Links looked at so far, in all rounds.
+    /// Link visits so far, over all rounds.
     pub work: u64,
-    /// Beyond so much work sweeps end, wherever they are.
+    /// Maximum of `visits`; sweeps stop above it.
     work_most: u64,
 }
 
@@ -44,7 +45,7 @@ impl Round {
         let mut capacity_bytes = vec![0; pairs];
         for j in 1..nodes {
             for i in 0..j {
-                // Bytes are whole, so a fraction of one is of no use.
+                // Bytes are whole numbers, so the fraction is dropped.
                 capacity_bytes[pair(i, j)] = params.bandwidth_bytes_per_ms(i, j).min(1e18) as u64;
             }
         }
@@ -62,12 +63,12 @@ impl Round {
         }
     }
 
-    /// Whether sweeps have ended for too much work.
+    /// Whether sweeps stopped because of too much work.
     pub fn is_over(&self) -> bool {
         self.work > self.work_most
     }
 
-    /// Begins a round.
+    /// Starts a round.
     pub fn clear(&mut self) {
         self.work += self.links.len() as u64;
         self.links.fill(Link::default());
@@ -80,7 +81,7 @@ impl Round {
         &self.links[at..at + self.num_links]
     }
 
-    /// Sweeps over the pairs, each in its turn, until nothing moves; `load` is by `source * nodes + destination`, and becomes what is left.
+    /// Sweeps over the pairs in turn until no packet moves; `load`, indexed by `source * nodes + destination`, becomes the remaining load.
     pub fn sweep(&mut self, load: &mut [u64], pairs: &mut Vec<Pair>) {
         while !pairs.is_empty() && !self.is_over() {
             self.repeated_sweeps(load, pairs);
@@ -91,7 +92,7 @@ impl Round {
         }
     }
 
-    /// Does as many sweeps as all pairs have whole turns of whole packets for, each on one link.
+    /// Does at once all sweeps in which each pair has a whole turn of whole packets on one link.
     fn repeated_sweeps(&mut self, load: &mut [u64], pairs: &[Pair]) {
         let Some(turn_bytes) = self.turn_packets.checked_mul(self.packet_bytes) else { return };
         let mut at_node = vec![0u64; self.nodes];
@@ -124,7 +125,7 @@ impl Round {
         }
     }
 
-    /// A pair's turn: whether it sent anything.
+    /// One turn of a pair; returns whether it sent any packets.
     fn turn(&mut self, from: usize, to: usize, load: &mut u64) -> bool {
         let mut left = self.turn_packets;
         while left > 0 && *load > 0 {
@@ -136,7 +137,7 @@ impl Round {
         left < self.turn_packets
     }
 
-    /// Sends packets of one size on one link, at most `most`; how many, or that none fits.
+    /// Sends at most `most` packets of one size on one link; returns their number, or `None` if no packet fits.
     fn send(&mut self, from: usize, to: usize, load: &mut u64, most: u64) -> ControlFlow<(), u64> {
         let packet = self.packet_bytes.min(*load);
         let nic = self.nic_limit_bytes - self.nic_bytes[from].max(self.nic_bytes[to]);
@@ -159,7 +160,7 @@ impl Round {
         self.nic_bytes[to] += packets * packet_bytes;
     }
 
-    /// The first link in this direction, or in none yet, with room for a packet.
+    /// The first link in this direction, or without a direction, that has room for a packet.
     fn first_fit(&mut self, from: usize, to: usize, packet_bytes: u64) -> Option<usize> {
         let pair = pair(from, to);
         let links = &self.links[pair * self.num_links..][..self.num_links];
@@ -173,7 +174,7 @@ impl Round {
     }
 }
 
-/// Where the unordered pair of nodes is among all.
+/// Index of an unordered pair of nodes.
 fn pair(a: usize, b: usize) -> usize {
     let (i, j) = (a.min(b), a.max(b));
     j * (j - 1) / 2 + i

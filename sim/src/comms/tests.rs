@@ -12,7 +12,7 @@ fn run(params: &Params, load: &Load, schedule: Schedule) -> Exchange {
     exchange(params, load, schedule, None).unwrap()
 }
 
-/// The published program's rules packet by packet, as one reads them in `docs/simulator.md`: what the counting must come to.
+/// The published program's rules packet by packet, as described in `docs/simulator.md`: the reference for the counted version.
 fn packet_by_packet(params: &Params, load: &Load) -> Vec<f64> {
     let n = load.nodes;
     let mut left: Vec<i64> = load.layers[0].iter().map(|bytes| *bytes as i64).collect();
@@ -103,7 +103,7 @@ fn counting_packets_is_sending_them_one_by_one() {
         let nic = params.nic_rate_bytes < params.intra_bw_bytes_per_ms * params.num_links as f64;
         bound = (bound.0 + usize::from(nic), bound.1 + usize::from(got.runs.iter().any(|run| run.repeats > 1)));
     }
-    // The cases are such that NICs bind and rounds repeat.
+    // NICs bind and rounds repeat in these cases.
     assert!(bound.0 > 50 && bound.1 > 50, "{bound:?}");
 }
 
@@ -140,7 +140,7 @@ fn the_closed_form_is_exact_where_it_is_given() {
 
 #[test]
 fn both_directions_get_their_turn() {
-    // The one link is 0's in even rounds and 1's in odd ones; as published 0 keeps it until it has nothing more.
+    // The one link belongs to 0 in even rounds and to 1 in odd ones; as published 0 keeps it until its load is sent.
     let load = Load::new(2, vec![vec![0, 200, 100, 0]]);
     for (schedule, senders) in [(Schedule::Fair, [0, 1, 0]), (Schedule::Compat, [0, 0, 1])] {
         let mut trace = Vec::new();
@@ -172,10 +172,10 @@ fn clusters_overlap_and_layers() {
     assert_eq!((inside.rounds, inside.time_ms), (1, 5.0));
     let between = run(&params(base), &one(1, 2, 100), Schedule::Fair);
     assert_eq!((between.rounds, between.time_ms, between.closed_form_ms), (2, 6.0, None));
-    // Preparing takes 1 ms and crossing 0.25: four preparations and the last crossing, times 1.2.
+    // Preparation takes 1 ms and transfer 0.25: four preparations and the last transfer, times 1.2.
     let overlapped = Params { parallelization_multiplier: Some(1.2), ..params(base) };
     assert!((run(&overlapped, &one(0, 1, 100), Schedule::Fair).time_ms - 1.2 * 4.25).abs() < 1e-12);
-    // Crossing takes 0.5 and preparing 0.1: one preparation and two crossings, in each of two rounds.
+    // Transfer takes 0.5 and preparation 0.1: one preparation and two transfers, in each of two rounds.
     let slow = Params { packet_prep_delay_ms: 0.1, ..overlapped };
     assert!((run(&slow, &one(1, 2, 100), Schedule::Fair).time_ms - 2.0 * 1.2 * 1.1).abs() < 1e-12);
     // Layers one after the other, the initial delay once.
@@ -197,13 +197,13 @@ fn nothing_to_send_takes_no_round() {
         let exchange = run(&params, &load, Schedule::Compat);
         assert_eq!((exchange.time_ms, exchange.rounds), (3.0, 0));
     }
-    // What is on the diagonal stays where it is.
+    // The diagonal is not sent.
     let local = Load::from_json(r#"{"load_bytes": [[900, 0], [0, 900]]}"#).unwrap();
     assert_eq!(run(&params, &local, Schedule::Compat).time_ms, 3.0);
 }
 
 #[test]
-fn bad_input_is_one_line() {
+fn bad_input_is_reported_in_one_line() {
     let error = |text: &str| Params::from_json(text).unwrap_err().to_string();
     assert_eq!(error(r#"{"num_links": 0}"#), "num_links is 0, expected 1 to 4194304");
     assert!(error(r#"{"base_delay_ms": -1}"#).starts_with("base_delay_ms is -1.0, expected 0 or"));
@@ -221,7 +221,7 @@ fn bad_input_is_one_line() {
     assert!(error(r#"{"load_bytes": [[0, -1], [1, 0]]}"#).starts_with("load_bytes[0][1]: "));
     assert!(error(r#"{"load_bytes": [[0, 1e15], [1e15, 0]]}"#).contains("bytes in all"));
     assert!(error(r#"{"layers": [{"load_bytes": [[0]]}, {"load_bytes": [[0, 1], [1, 0]]}]}"#).contains("layers[1]."));
-    // A packet that would never fit, in the link or in the NIC; where all loads are small it does.
+    // A packet that never fits, through the link or the NIC; it is accepted if all loads are small.
     let params = params(r#"{"packet_size_bytes": 200}"#);
     let error = exchange(&params, &even(2, 300), Schedule::Compat, None).unwrap_err().to_string();
     assert!(error.starts_with("packet_size_bytes is 200, expected at most 100 (intra_bw_bytes_per_ms"), "{error}");
@@ -236,7 +236,7 @@ fn bad_input_is_one_line() {
 
 #[test]
 fn many_packets_are_few_steps() {
-    // 8 nodes with uneven loads of some MB in packets of 20 bytes: tens of millions of packets, and as little work as there are changes.
+    // 8 nodes with uneven loads of some MB in packets of 20 bytes: tens of millions of packets, but little work.
     let mut state = 3;
     let load = Load::new(
         8,
@@ -251,7 +251,7 @@ fn many_packets_are_few_steps() {
     };
     let (layer, work) = of(WORK_MOST);
     assert!(layer.unwrap().rounds > 1000 && work < 1_000_000, "{work}");
-    // With less than that it is refused.
+    // A smaller work limit rejects it.
     let error = of(work / 2).0.unwrap_err().to_string();
     assert!(error.starts_with("num_links is 1, expected fewer links, or fewer than 8 nodes"), "{error}");
 }

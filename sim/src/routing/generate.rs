@@ -1,31 +1,32 @@
-//! Made-up routing of a stated skew.
+//! Synthetic routing of a given skew.
 
 use aristos_formats::InputError;
 use aristos_formats::routing::{CHOICES_MOST, EXPERTS_MOST, NODES_MOST, Record, Routing};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Draws of an expert that a token has already, before the others are looked at one by one.
+/// Maximum number of rejected draws (of experts that the token has already) before the remaining experts are enumerated.
 const DRAWS_MOST: usize = 16;
 
-/// How often experts are chosen.
+/// The distribution of the experts' popularity.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Popularity {
-    /// This share of the experts, rounded, at least one, have this share of the probability; the others share the rest. All of a class are alike.
+    /// A fraction of the experts (rounded, at least one) has a fraction of the probability; the others share the rest. Experts of a class
+    /// are equally likely.
     Hot {
-        /// Share of the experts.
+        /// Fraction of the experts.
         ratio: f64,
-        /// Share of the probability.
+        /// Fraction of the probability.
         weight: f64,
     },
-    /// The expert of number e has a probability in proportion to (e + 1)^-s.
+    /// The probability of expert e is proportional to (e + 1)^-s.
     Zipf {
         /// The exponent s, at least 0.
         exponent: f64,
     },
 }
 
-/// What routing is to be made.
+/// The routing to generate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Workload {
     /// Experts of a layer.
@@ -36,21 +37,21 @@ pub struct Workload {
     pub top_k: usize,
     /// Nodes.
     pub nodes: usize,
-    /// How often experts are chosen; those of small numbers are the popular ones.
+    /// The distribution of popularity; low-numbered experts are the popular ones.
     pub popularity: Popularity,
     /// Layers.
     pub layers: usize,
     /// Steps.
     pub steps: usize,
-    /// Of the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
 impl Workload {
-    /// Draws the routing: each token its `top_k` experts one after the other, by their probabilities, without replacement.
+    /// Draws the routing: `top_k` experts for each token, one after the other by their probabilities, without replacement.
     ///
     /// # Errors
-    /// One line that names the field, its value and what would be right.
+    /// Returns an error that names the field, its value and the values allowed.
     pub fn routing(&self) -> Result<Routing, InputError> {
         let mut cumulative = self.probabilities()?;
         let mut sum = 0.0;
@@ -75,7 +76,7 @@ impl Workload {
         Ok(Routing::new(self.experts, self.top_k, self.nodes, records))
     }
 
-    /// Each expert's probability, up to a factor.
+    /// The probability of each expert, up to a factor.
     fn probabilities(&self) -> Result<Vec<f64>, InputError> {
         let wrong = |field: &str, found: String, expected: String| {
             Err(InputError::value(format!("`{field}`"), found, expected))
@@ -107,7 +108,7 @@ impl Workload {
                 }
                 let hot = ((self.experts as f64 * ratio).round() as usize).max(1);
                 let others = self.experts - hot;
-                // Where one class is all there is, or has all, the rest could not be drawn.
+                // If one class has all experts or all probability, the remaining choices cannot be drawn from the other.
                 let possible = if weight == 0.0 {
                     others
                 } else if weight == 1.0 {
@@ -136,13 +137,13 @@ impl Workload {
     }
 }
 
-/// The experts of one token.
+/// Draws the experts of one token.
 fn draw(rng: &mut ChaCha8Rng, cumulative: &[f64], top_k: usize, choices: &mut Vec<u32>) {
     let from = choices.len();
     let sum = cumulative[cumulative.len() - 1];
     let probability = |e: usize| cumulative[e] - if e == 0 { 0.0 } else { cumulative[e - 1] };
     for _ in 0..top_k {
-        // A draw that is thrown away when the expert is taken is a draw from those that are left.
+        // Rejecting an expert that the token has already draws from the remaining ones.
         let fresh = (0..DRAWS_MOST).find_map(|_| {
             let point = rng.random::<f64>() * sum;
             let expert = cumulative.partition_point(|&end| end <= point).min(cumulative.len() - 1);
@@ -183,7 +184,7 @@ mod tests {
         }
     }
 
-    /// Probability that a token has each expert, by summing over all ordered draws of two.
+    /// Probability that a token has each expert, summed over all ordered draws of two.
     fn of_two(probabilities: &[f64]) -> Vec<f64> {
         let sum: f64 = probabilities.iter().sum();
         let mut of = vec![0.0; probabilities.len()];
@@ -198,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_those_of_drawing_without_replacement() {
+    fn shares_match_draws_without_replacement() {
         for popularity in [
             Popularity::Hot { ratio: 0.25, weight: 0.8 },
             Popularity::Zipf { exponent: 0.0 },
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_start_in_turn_and_seeds_repeat() {
+    fn tokens_alternate_between_nodes_and_seeds_repeat() {
         let routing = workload().routing().unwrap();
         assert_eq!(routing.records.len(), 4);
         assert_eq!(routing.records[1].tokens_per_node, [1001, 1001, 1001, 1000]);
@@ -226,9 +227,9 @@ mod tests {
         assert_eq!(workload().routing().unwrap(), routing);
         assert_ne!(Workload { seed: 6, ..workload() }.routing().unwrap().records[0], routing.records[0]);
         assert_ne!(routing.records[0].choices, routing.records[1].choices);
-        // What is written is what is read, with its checks.
+        // The written text passes the checks on reading.
         assert_eq!(Routing::from_json(&routing.to_json()).unwrap(), routing);
-        // As many as there are, and a class that nothing is left of.
+        // All experts, and a class without probability.
         let all = Workload { top_k: 16, popularity: Popularity::Zipf { exponent: 20.0 }, ..workload() };
         assert_eq!(all.routing().unwrap().tokens_per_expert(), [4.0 * 4003.0; 16]);
         let hot = Workload { top_k: 4, popularity: Popularity::Hot { ratio: 0.25, weight: 1.0 }, ..workload() };
@@ -236,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_input_is_one_line() {
+    fn bad_input_is_reported_in_one_line() {
         let error = |workload: Workload| workload.routing().unwrap_err().to_string();
         let hot = |ratio, weight| Popularity::Hot { ratio, weight };
         assert_eq!(error(Workload { experts: 0, ..workload() }), "`experts` is 0, expected 1 to 65536");

@@ -8,41 +8,41 @@ use aristos_formats::routing::{NO_EXPERT, Record, Routing};
 use crate::comms::Load;
 pub use generate::{Popularity, Workload};
 
-/// Bytes that go with each token to each of its experts.
+/// Bytes that accompany each token to each of its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Payload {
-    /// Its routing weight.
+    /// Bytes of the routing weight.
     pub weight_bytes: u64,
-    /// Each of two numbers: its source and its place there.
+    /// Bytes of each of two numbers: the token's source, and its index there.
     pub id_bytes: u64,
-    /// The expert's number.
+    /// Bytes of the expert number.
     pub routing_bytes: u64,
-    /// Elements of its hidden state.
+    /// Elements of the hidden state.
     pub embed_dim: u64,
-    /// Bytes of one of them.
+    /// Bytes of an element of the hidden state.
     pub element_bytes: u64,
 }
 
 impl Default for Payload {
-    /// That of the routing-simulation document that `docs/simulator.md` names: no hidden state.
+    /// The values of the routing-simulation document that `docs/simulator.md` names, without a hidden state.
     fn default() -> Payload {
         Payload { weight_bytes: 4, id_bytes: 2, routing_bytes: 1, embed_dim: 0, element_bytes: 2 }
     }
 }
 
 impl Payload {
-    /// All of it.
+    /// Total bytes.
     pub fn bytes(&self) -> u64 {
         self.weight_bytes + 2 * self.id_bytes + self.routing_bytes + self.embed_dim * self.element_bytes
     }
 }
 
-/// What nodes send each other in a dispatch, layer by layer and step by step, with the experts in consecutive blocks on the nodes. A token goes to
-/// each of its experts by itself, as in the routing-simulation document; what stays on its node is left out.
+/// The bytes between nodes in a dispatch, by layer and step, with the experts in consecutive blocks on the nodes. A token is sent to each
+/// of its experts separately, as in the routing-simulation document; tokens for experts of the same node are not counted.
 ///
 /// # Errors
-/// One line: experts that the nodes do not divide, or more bytes than can be counted.
+/// Returns an error if the number of nodes does not divide that of the experts, or if the bytes overflow.
 pub fn dispatch_load(routing: &Routing, payload: &Payload) -> Result<Load, InputError> {
     if !routing.experts.is_multiple_of(routing.nodes) {
         let expected = format!("a divisor of the {} experts, which are in blocks on them", routing.experts);
@@ -75,7 +75,7 @@ mod tests {
     #[test]
     fn loads_by_hand() {
         let routing = Routing::from_json(SMALL).unwrap();
-        // Experts 0 and 1 are on node 0. Node 0 sends its tokens' copies for 3 and 2, node 1 one for 0; 9 bytes each.
+        // Experts 0 and 1 are on node 0. Node 0 sends copies of its tokens for 3 and 2, node 1 one for 0; 9 bytes each.
         let load = dispatch_load(&routing, &Payload::default()).unwrap();
         assert_eq!(load, Load::new(2, vec![vec![0, 18, 9, 0]]));
         let payload = Payload { embed_dim: 16, ..Payload::default() };
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_node_counts_are_one_line() {
+    fn bad_node_counts_are_reported_in_one_line() {
         let error = |experts, nodes| {
             let routing = Routing::new(experts, 2, nodes, Routing::from_json(SMALL).unwrap().records);
             dispatch_load(&routing, &Payload::default()).unwrap_err().to_string()

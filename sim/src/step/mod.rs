@@ -1,8 +1,8 @@
 //! One step of an MoE layer in virtual time, event by event: the layer's protocol (`docs/protocol.md`) over an alpha-beta network.
 //!
-//! A PE computes one tile at a time, while rows travel. Its own work, the order of what it sends, the chunks, the windows and their credits and the
-//! tiles are the layer's; a [`GroupPlan`] is made of the layer's own routes. Between expert-parallel groups gradients are summed when the backward
-//! of all of an expert's owners is done.
+//! A PE computes one tile at a time while rows travel. The work and the send order of a PE, the chunks, the windows, their credits and the tiles are
+//! those of the layer: a [`GroupPlan`] is derived from the layer's own routes. Between expert-parallel groups gradients are summed once all
+//! owners of an expert have finished its backward.
 
 mod engine;
 mod plan;
@@ -19,49 +19,49 @@ pub use plan::{Cutting, GroupPlan, Relay, Rows};
 /// How the PEs exchange rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Schedule {
-    /// Rows, tiles and results flow as they come.
+    /// Rows, tiles and results are processed as they arrive.
     #[default]
     Pipelined,
-    /// All PEs of a group finish each phase (counts, rows, experts, results) before any begins the next.
+    /// All PEs of a group finish each phase (counts, rows, experts, results) before any starts the next.
     Bulk,
 }
 
-/// What a layer's parts cost. Work is in FLOP: what the device does at its nominal rate in the time that the work takes.
+/// The costs of a layer's parts. Work is given in FLOP: its time multiplied by the device's nominal rate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerCost {
-    /// Bytes of a row on its way.
+    /// Bytes of a row on the wire.
     pub row_bytes: f64,
-    /// Bytes that go with a row, and with each of its slots, out in a forward.
+    /// Bytes sent with a row, and with each of its slots, in the dispatch of a forward.
     pub out_bytes: (f64, f64),
-    /// Bytes that go back with each slot in a backward.
+    /// Bytes returned with each slot in a backward.
     pub back_bytes: f64,
     /// Bytes of a header.
     pub header_bytes: f64,
-    /// An expert's tiles, by pass, of so many slots.
+    /// The tiles of an expert, by pass, per slot.
     pub tile_flop: [Affine; 2],
-    /// The gradients of an expert's weights, of so many slots.
+    /// The gradients of an expert's weights, per slot.
     pub gradient_flop: Affine,
-    /// The router, by pass, of so many tokens, with what else a pass begins and ends with.
+    /// The router, by pass, per token, including other work at the beginning and the end of a pass.
     pub router_flop: [Affine; 2],
-    /// The shared expert, by pass, of so many tokens.
+    /// The shared expert, by pass, per token.
     pub shared_flop: [Affine; 2],
-    /// What a PE does itself to have rows sent and summed, by pass.
+    /// Work of the PE itself to send and sum rows, by pass.
     pub copy_flop: [CopyFlop; 2],
-    /// Bytes of one expert's gradients, and of those of what every PE has.
+    /// Gradient bytes of one expert, and of the replicated weights.
     pub gradient_bytes: (f64, f64),
 }
 
-/// A cost that grows with a number of rows, slots or tokens.
+/// A cost that grows with the number of rows, slots or tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Affine {
-    /// Of any number above 0.
+    /// Constant part, for any number above 0.
     pub base: f64,
-    /// Of each.
+    /// Per unit.
     pub each: f64,
 }
 
 impl Affine {
-    /// A cost of nothing but each.
+    /// A cost without a constant part.
     pub fn each(each: f64) -> Affine {
         Affine { base: 0.0, each }
     }
@@ -72,37 +72,37 @@ impl Affine {
     }
 }
 
-/// What a PE's own processor does with rows, FLOP; 0 where rows travel by themselves.
+/// Work of a PE's processor to copy rows, FLOP; 0 if rows travel without it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CopyFlop {
-    /// Puts one chunk under its signal: of rows, of results.
+    /// Puts a chunk and its signal: a chunk of rows, of results.
     pub message: [f64; 2],
     /// Puts one row: out, back.
     pub put_row: [f64; 2],
-    /// Gathers one slot of a row that came, or is the PE's own.
+    /// Gathers one slot of a received row, or of the PE's own.
     pub gather_slot: f64,
-    /// Sums one slot's result.
+    /// Sums the result of one slot.
     pub sum_slot: f64,
-    /// Adds one row of results to the token's.
+    /// Adds one row of results to its token.
     pub add_row: f64,
-    /// Takes in one message that comes from a PE, of rows or of results, and one of its rows: a thread beside the PE's own, which takes the PE's time where
-    /// the host has no idle core ([`Cores`]).
+    /// Receives one message of rows or results, plus the cost per row of it. A second thread of the PE does this; it delays the PE if the
+    /// host has no idle core ([`Cores`]).
     pub take_message: f64,
     /// See `take_message`.
     pub take_row: f64,
 }
 
-/// Processors that the PEs of a host share, where a PE is a thread.
+/// Cores that the PEs of a host share, if PEs are threads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cores {
-    /// How many a host has.
+    /// Cores per host.
     pub count: usize,
-    /// How many times as long the same work takes with all of them busy as with one.
+    /// Slowdown of the same work if all cores are busy, relative to one busy core.
     pub busy_factor: f64,
 }
 
 impl Cores {
-    /// How many times as long work takes with so many of the cores busy.
+    /// The slowdown with this number of busy cores.
     pub fn slowdown(&self, busy: usize) -> f64 {
         let share = if self.count > 1 { busy.saturating_sub(1) as f64 / (self.count - 1) as f64 } else { 0.0 };
         1.0 + (self.busy_factor - 1.0) * share
@@ -112,57 +112,57 @@ impl Cores {
 /// An expert-parallel group.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// Its PEs, as indices of the cluster's devices, in the order of their numbers in the group.
+    /// Members as device indices of the cluster, in the order of their numbers in the group.
     pub members: Vec<usize>,
-    /// By member, the experts that it has, ascending.
+    /// By member, the experts that it holds, ascending.
     pub experts: Vec<Vec<usize>>,
-    /// Which of the plans it has.
+    /// Index of its plan.
     pub plan: usize,
 }
 
-/// Slower and faster PEs.
+/// Random speed differences between PEs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Jitter {
-    /// Of the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
     /// Standard deviation of the logarithm of a PE's time for the same work, drawn for each step.
     pub sigma: f64,
 }
 
-/// What is simulated.
+/// A step to simulate.
 pub struct Step<'a> {
     /// The PEs and their links.
     pub cluster: &'a Cluster,
-    /// All PEs, each in one group.
+    /// The groups; each PE is in one of them.
     pub groups: &'a [Group],
-    /// What groups do.
+    /// The groups' plans.
     pub plans: &'a [GroupPlan],
-    /// What that costs.
+    /// The costs of the work.
     pub cost: &'a LayerCost,
-    /// How rows are exchanged.
+    /// The schedule.
     pub schedule: Schedule,
     /// Whether a step has a backward pass.
     pub backward: bool,
     /// Chunks of a window.
     pub window_chunks: usize,
-    /// Steps.
+    /// Number of steps.
     pub steps: usize,
-    /// Slower and faster PEs, where there are any.
+    /// Random speed differences, if any.
     pub jitter: Option<Jitter>,
-    /// The cores that PEs share, where they do.
+    /// The cores that PEs share, if they do.
     pub cores: Option<Cores>,
-    /// Whether a put takes its PE's time until its target has taken it, which that does while it is in a put of its own or waits: one-sided operations over
-    /// messages, with nobody beside the PE to make progress.
+    /// Whether a put blocks its PE until the target has received it, which the target does only while it is in a put of its own or waits:
+    /// one-sided operations over messages without a progress thread.
     pub puts_block: bool,
-    /// Who has a port to the network.
+    /// Which PEs have a port to the network.
     pub nics: Nics,
-    /// How many times as fast as the cluster says: ports to the network, and FLOP.
+    /// Factors on the speed of the network ports, and of FLOP.
     pub speed: (f64, f64),
-    /// PEs of which a timeline is kept, the first so many.
+    /// Timelines are recorded for PEs `0..traced`.
     pub traced: usize,
 }
 
-/// A PE's time in all steps, s.
+/// Times of a PE over all steps, s.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct PeTime {
@@ -176,11 +176,11 @@ pub struct PeTime {
     pub combine_s: [f64; 2],
     /// Waiting for rows, results or other PEs, by pass.
     pub waiting_s: [f64; 2],
-    /// Forward and backward, from the step's beginning to the PE's end.
+    /// Forward and backward, from the start of the step to the end of the PE.
     pub pass_s: [f64; 2],
-    /// Sums of gradients, waiting for them included.
+    /// Sums of gradients, including waits for them.
     pub all_reduce_s: f64,
-    /// How long its busiest port sent or received.
+    /// Time in which its busiest port sent or received.
     pub port_s: f64,
 }
 
@@ -197,29 +197,29 @@ impl PeTime {
     }
 }
 
-/// What steps come to.
+/// The times of the steps.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct StepTimes {
-    /// Each step, from its beginning to the end of the last PE, s.
+    /// Each step, from its start to the end of the last PE, s.
     pub step_s: Vec<f64>,
-    /// By PE.
+    /// Times by PE.
     pub pes: Vec<PeTime>,
-    /// Of every PE and step: how much later than the first PE of its group it ended its passes, or in the bulk schedule the last pass's experts; s,
-    /// ascending.
+    /// For each PE and step, its delay relative to the first PE of its group at the end of the passes, or in the bulk schedule at the end
+    /// of the last pass's experts; s, ascending.
     pub straggler_s: Vec<f64>,
-    /// What the traced PEs did: computing in track 0, receiving inside the host in 1 and from the network in 2.
+    /// Timelines of the traced PEs: computation in track 0, reception inside the host in track 1 and from the network in track 2.
     pub spans: Vec<Span>,
-    /// Bytes of all rows and results that PEs sent each other, with their slots.
+    /// Bytes of all rows and results between PEs, with their slots.
     pub sent_bytes: f64,
-    /// Those of them between hosts.
+    /// Bytes between hosts, included in `sent_bytes`.
     pub network_bytes: f64,
-    /// Events that were simulated.
+    /// Simulated events.
     pub events: u64,
 }
 
 impl StepTimes {
-    /// These steps and further ones of the same PEs.
+    /// Appends later steps of the same PEs.
     pub fn then(mut self, next: StepTimes) -> StepTimes {
         self.step_s.extend(next.step_s);
         for (pe, next) in self.pes.iter_mut().zip(next.pes) {
@@ -233,7 +233,7 @@ impl StepTimes {
         self
     }
 
-    /// The share of the ports' busy time that no PE waited for: 1 - waiting / port time, at least 0.
+    /// The fraction of the ports' busy time during which no PE waited: 1 - waiting / port time, at least 0.
     pub fn overlap_efficiency(&self) -> f64 {
         let waiting: f64 = self.pes.iter().map(|pe| pe.waiting_s.iter().sum::<f64>()).sum();
         let ports: f64 = self.pes.iter().map(|pe| pe.port_s).sum();

@@ -1,31 +1,31 @@
-//! Who sends which rows to whom in an expert-parallel group, in which chunks, and which tiles they make there.
+//! The rows between the PEs of an expert-parallel group, their chunks, and the tiles that they form at the receivers.
 
 use std::ops::Range;
 
-/// The rows of one PE for another: of each row the experts, by their numbers there, that it goes to.
+/// The rows that one PE sends to another: for each row its experts, numbered as at the receiver.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rows {
-    /// Row j's experts are `experts[starts[j]..starts[j + 1]]`.
+    /// The experts of row j are `experts[starts[j]..starts[j + 1]]`.
     pub starts: Vec<u32>,
-    /// The experts.
+    /// The experts of all rows.
     pub experts: Vec<u32>,
-    /// The rows in the order in which their results come back.
+    /// The rows in the order in which their results return.
     pub returns: Vec<u32>,
-    /// How they cross the network, where not by themselves.
+    /// How they cross the network; `None` if each row crosses on its own.
     pub relay: Option<Relay>,
 }
 
-/// How rows for a PE cross the network together with those for the other PEs of its host: each token once, to a PE that hands it on there, and
-/// adds up what comes back.
+/// How rows cross the network together with those for the other PEs of the destination host: each token crosses once, to a relay, which
+/// forwards the rows and sums the results.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Relay {
-    /// Number in the group of the PE that hands them on; one for all PEs of the host.
+    /// Number in the group of the relay; the same for all PEs of the host.
     pub pe: u32,
     /// Rows that cross for the host.
     pub rows: u32,
-    /// Of each row its place among those, ascending.
+    /// For each row its index among the crossing rows, ascending.
     pub places: Vec<u32>,
-    /// The same of results, in the order of `returns`, among those that cross back.
+    /// For each result, in the order of `returns`, its index among the crossing results.
     pub result_places: Vec<u32>,
 }
 
@@ -39,8 +39,8 @@ impl Rows {
         &self.experts[self.starts[row] as usize..self.starts[row + 1] as usize]
     }
 
-    /// Its chunks: the rows of each, and the places in `returns` of the results that go back under its number. Where a relay hands them on, they are
-    /// cut as they cross, and may be empty.
+    /// Chunks: the rows of each, and the places in `returns` of the results that return under the chunk's number. If a relay forwards them,
+    /// the chunks follow those of the crossing and may be empty.
     fn chunks(&self, chunk_rows: usize) -> Vec<[Range<usize>; 2]> {
         let Some(relay) = &self.relay else {
             let run = |start: usize| start..self.len().min(start + chunk_rows);
@@ -53,35 +53,35 @@ impl Rows {
     }
 }
 
-/// Rows under one signal, at who receives them.
+/// Rows under one signal, at their receiver.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Chunk {
-    /// Number in the group of who sends it.
+    /// Number in the group of the sender.
     pub from: u32,
-    /// Its number among those of its sender.
+    /// Number of the chunk among those of its sender.
     pub index: u32,
     pub rows: u32,
     pub slots: u32,
-    /// Rows and slots of the results that come back as chunk `index`.
+    /// Rows and slots of the results that return as chunk `index`.
     pub result_rows: u32,
     pub result_slots: u32,
-    /// The PE that hands it on, by its number in the group, and the number of what it is a part of there.
+    /// The relay that forwards the chunk, by its number in the group, and the number of the crossing there.
     pub relay: Option<(u32, u32)>,
 }
 
-/// Rows for the PEs of a host that cross the network under one signal, at who hands them on.
+/// Rows for the PEs of a host that cross the network under one signal, at their relay.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Crossing {
-    /// Number in the group of who sends it.
+    /// Number in the group of the sender.
     pub from: u32,
-    /// Rows, both out and back.
+    /// Rows in each direction.
     pub rows: u32,
-    /// Slots of the rows, and of the results that go back under the same number.
+    /// Slots of the rows, and of the results that return under the same number.
     pub slots: u32,
     pub result_slots: u32,
-    /// The PEs, by number in the group, that get some of it, and their chunks.
+    /// The PEs that receive a part, by number in the group, and their chunks.
     pub parts: Vec<(u32, u32)>,
-    /// How many PEs have some of its results.
+    /// Number of PEs that hold a part of its results.
     pub result_parts: u32,
 }
 
@@ -90,13 +90,13 @@ pub(super) struct Crossing {
 pub(super) struct Tile {
     pub expert: u32,
     pub rows: u32,
-    /// Whether it is cut before the other PEs' counts are in.
+    /// Whether it is formed before the other PEs' counts arrive.
     pub early: bool,
-    /// Whether all its rows are the PE's own: nobody else waits for it.
+    /// Whether all its rows are the PE's own, so that no other PE waits for it.
     pub own: bool,
 }
 
-/// Slots that a chunk has in a tile: of rows that come, or of results.
+/// The slots of a chunk in a tile, of received rows or of results.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Piece {
     pub chunk: u32,
@@ -104,29 +104,29 @@ pub(super) struct Piece {
     pub slots: u32,
 }
 
-/// The tiles of a pass, and what they are made of.
+/// The tiles of a pass, and their rows.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Tiling {
     pub tiles: Vec<Tile>,
-    /// By chunk: those of chunk c are `pieces[chunk_starts[c]..chunk_starts[c + 1]]`.
+    /// By chunk: the pieces of chunk c are `pieces[chunk_starts[c]..chunk_starts[c + 1]]`.
     pub pieces: Vec<Piece>,
     pub chunk_starts: Vec<u32>,
-    /// The same of chunks of results, by tile.
+    /// By tile: the pieces of result chunks.
     pub results: Vec<Piece>,
     pub tile_starts: Vec<u32>,
-    /// Tiles of each expert.
+    /// Number of tiles of each expert.
     pub tiles_of_expert: Vec<u32>,
 }
 
-/// What one PE of a group receives, and computes.
+/// The rows that one PE of a group receives and computes.
 #[derive(Clone, Debug)]
 pub(super) struct PePlan {
     pub tokens: u32,
-    /// By sender, then by number; the PE's own rows are chunks too.
+    /// By sender, then by number; includes chunks of the PE's own rows.
     pub chunks: Vec<Chunk>,
-    /// Where each sender's begin; one more than there are PEs.
+    /// Start of each sender's chunks, with one entry more than PEs.
     pub first_chunk: Vec<u32>,
-    /// What it hands on, by sender, and where each sender's begins.
+    /// Crossings that it forwards, by sender, and the start of each sender's.
     pub crossings: Vec<Crossing>,
     pub first_crossing: Vec<u32>,
     pub expert_rows: Vec<u32>,
@@ -134,19 +134,19 @@ pub(super) struct PePlan {
     pub backward: Tiling,
 }
 
-/// What the PEs of an expert-parallel group do in a step. Groups that route alike may share one.
+/// The plan of an expert-parallel group for a step. Groups that route alike may share one.
 #[derive(Clone, Debug)]
 pub struct GroupPlan {
     pub(super) pes: Vec<PePlan>,
-    /// The most chunks that any PE has for another one.
+    /// Maximum number of chunks between two PEs.
     pub(super) most_chunks: u32,
 }
 
-/// How rows become chunks and tiles: the layer's own rules.
+/// The layer's own rules for cutting rows into chunks and tiles.
 pub struct Cutting<'f> {
     /// Rows of a full chunk.
     pub chunk_rows: usize,
-    /// An expert's own rows are cut before the others' are known where they are this many.
+    /// Minimum number of an expert's own rows for which tiles are formed before the other PEs' counts arrive.
     pub early_rows: usize,
     /// Cuts a run of an expert's rows into tiles.
     pub tiles: &'f dyn Fn(Range<usize>) -> Vec<Range<usize>>,
@@ -156,7 +156,7 @@ impl GroupPlan {
     /// The plan of a group: `rows[source][destination]` for PEs with `tokens` tokens and `experts` experts each.
     ///
     /// # Panics
-    /// If the three are not of as many PEs.
+    /// If the lengths of the three arguments differ.
     pub fn new(rows: &[Vec<Rows>], tokens: &[usize], experts: &[usize], cutting: &Cutting) -> GroupPlan {
         assert!(rows.len() == tokens.len() && rows.len() == experts.len(), "one for each PE");
         let mut pes: Vec<PePlan> = (0..rows.len())
@@ -185,7 +185,7 @@ impl GroupPlan {
     }
 }
 
-/// Makes what crosses the network for several PEs of its chunks for each.
+/// Derives the crossings from the chunks of each PE.
 fn cross(pes: &mut [PePlan], rows: &[Vec<Rows>], chunk_rows: usize) {
     for (source, rows) in rows.iter().enumerate() {
         for (pe, rows) in rows.iter().enumerate() {
@@ -245,7 +245,7 @@ impl PePlan {
         }
         let total = |expert: usize| counts.iter().map(|counts| counts[expert]).sum::<usize>();
         let expert_rows: Vec<u32> = (0..experts).map(|expert| total(expert) as u32).collect();
-        // An expert's batch: own rows first, then those of the next PEs in turn.
+        // Batch of an expert: own rows first, then those of the next PEs in turn.
         let starts = starts(me, &counts);
         let tiling = |early: bool| {
             let mut tiling = Tiling::default();
@@ -282,23 +282,23 @@ impl PePlan {
         self.first_chunk[sender]..self.first_chunk[sender + 1]
     }
 
-    /// The chunks of a sender that come from it by themselves.
+    /// The chunks of a sender that are not forwarded by a relay.
     pub fn direct_from(&self, sender: usize) -> Range<u32> {
         let all = self.from(sender);
-        // A relay hands on all of a sender's or none.
+        // A relay forwards all chunks of a sender, or none.
         match self.chunks[all.start as usize..all.end as usize].first() {
             Some(Chunk { relay: Some(_), .. }) => all.end..all.end,
             _ => all,
         }
     }
 
-    /// What it hands on of a sender's.
+    /// The crossings of a sender that this PE forwards.
     pub fn crossings_from(&self, sender: usize) -> Range<u32> {
         self.first_crossing[sender]..self.first_crossing[sender + 1]
     }
 }
 
-/// Where each PE's rows begin in each expert's batch.
+/// Start of each PE's rows in each expert's batch.
 fn starts(me: usize, counts: &[Vec<usize>]) -> Vec<Vec<usize>> {
     let n = counts.len();
     let mut starts = vec![vec![0; counts[me].len()]; n];
@@ -320,7 +320,7 @@ impl Tiling {
         let mut next_chunk = 0;
         for (source, rows) in from.iter().enumerate() {
             let mut place = starts[source].clone();
-            // By slot, as they come.
+            // By slot, in order of arrival.
             let mut tiles = Vec::with_capacity(rows.experts.len());
             for &expert in &rows.experts {
                 tiles.push(tile_at[expert as usize][place[expert as usize]]);
@@ -342,18 +342,18 @@ impl Tiling {
         self.tile_starts = tile_starts;
     }
 
-    /// What a chunk has in tiles.
+    /// The pieces of a chunk, by tile.
     pub fn of_chunk(&self, chunk: u32) -> &[Piece] {
         &self.pieces[self.chunk_starts[chunk as usize] as usize..self.chunk_starts[chunk as usize + 1] as usize]
     }
 
-    /// What chunks of results have of a tile.
+    /// The pieces of result chunks of a tile.
     pub fn results_of(&self, tile: u32) -> &[Piece] {
         &self.results[self.tile_starts[tile as usize] as usize..self.tile_starts[tile as usize + 1] as usize]
     }
 }
 
-/// Adds a chunk's slots, by tile; its slots of an expert are consecutive there, so that they are in few tiles each.
+/// Adds the slots of a chunk to its tiles; the slots of an expert are consecutive there, so each expert has few tiles.
 fn count<'t>(pieces: &mut Vec<Piece>, chunk: u32, tiles: impl Iterator<Item = &'t u32>) {
     let first = pieces.len();
     for &tile in tiles {

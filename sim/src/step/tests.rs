@@ -19,7 +19,7 @@ fn rows(experts: &[u32]) -> Rows {
     }
 }
 
-/// Tiles of at most so many rows.
+/// Tiles of at most `rows` rows.
 fn group_plan(rows: &[Vec<Rows>], experts: &[usize], chunk_rows: usize, tile_rows: usize) -> GroupPlan {
     let tokens: Vec<usize> = rows.iter().map(|rows| rows.iter().map(Rows::len).sum()).collect();
     let tiles = |run: std::ops::Range<usize>| -> Vec<_> {
@@ -87,15 +87,15 @@ fn near(got: f64, want: f64) {
 }
 
 #[test]
-fn one_token_there_and_back() {
-    // PE 0 has a token for PE 1's expert: 1 + 10 s there, 100 s of work, 1 + 10 s back.
+fn one_token_makes_a_round_trip() {
+    // PE 0 has a token for PE 1's expert: 1 + 10 s to PE 1, 100 s of work, 1 + 10 s back.
     let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[])]], &[0, 1], 4, 4);
     let case = Case::one_group(plan, &[0, 1]);
     let times = simulate(&case.step());
     near(times.step_s[0], 122.0);
     near(times.pes[1].expert_s[0], 100.0);
     near(times.pes[0].waiting_s[0], 122.0);
-    // PE 1 is done when its tile is; PE 0 waits for the result.
+    // PE 1 ends with its tile; PE 0 waits for the result.
     near(times.straggler_s[1], 11.0);
     let names: Vec<&str> = times.spans.iter().map(|span| span.name.as_str()).collect();
     assert_eq!(names, ["router", "router", "rows from PE 0", "expert 0", "results from PE 1"]);
@@ -104,12 +104,12 @@ fn one_token_there_and_back() {
     near(bulk.straggler_s[1], 100.0);
     near(bulk.step_s[0], 1.0 + 1.0 + 11.0 + 1.0 + 100.0 + 1.0 + 11.0 + 1.0);
     near(times.sent_bytes, 20.0);
-    // 3 bytes with a row and 4 with its slot on their way out.
+    // 3 bytes with a row and 4 with its slot in the dispatch.
     let mut with = Case::one_group(case.plans[0].clone(), &[0, 1]);
     (with.cost.out_bytes, with.cost.back_bytes) = ((3.0, 4.0), 5.0);
     near(simulate(&with.step()).step_s[0], 129.0);
     near(simulate(&Step { backward: true, ..with.step() }).sent_bytes, 27.0 + 25.0);
-    // Backward: the gradient there, 100 s for the input's, and 100 s for the weights' while that travels back.
+    // Backward: the gradient travels to PE 1, 100 s for the input's gradient, and 100 s for the weights' while that returns.
     let backward = simulate(&Step { backward: true, ..case.step() });
     near(backward.step_s[0], 122.0 + 111.0 + 100.0);
     near(backward.pes[1].expert_s[1], 200.0);
@@ -119,16 +119,17 @@ fn one_token_there_and_back() {
 }
 
 #[test]
-fn rows_travel_while_others_compute() {
-    // PE 1 has two tokens of its own and gets two of PE 0, in chunks of one row and tiles of one.
+fn transfers_overlap_computation() {
+    // PE 1 has two tokens of its own and receives two from PE 0, in chunks of one row and tiles of one row.
     let plan = group_plan(&[vec![rows(&[]), rows(&[0, 0])], vec![rows(&[]), rows(&[0, 0])]], &[0, 1], 1, 1);
     let case = Case::one_group(plan, &[0, 1]);
     let times = simulate(&case.step());
-    // Rows are there at 11 and 21, while PE 1 computes a row of its own until 100; then theirs, which are waited for, until 300, and the other one.
+    // Rows arrive at 11 and 21, while PE 1 computes an own row until 100; then the two received rows, for which PE 0 waits, until 300, then
+    // the other own row.
     near(times.step_s[0], 400.0);
     near(times.pes[1].waiting_s[0], 0.0);
     assert!(times.overlap_efficiency() < 1.0);
-    // A window of one chunk: the second row waits for a credit of the first, 11 + 1, and is there at 12 + 11.
+    // A window of one chunk: the second row waits for the credit of the first, 11 + 1, and arrives at 12 + 11.
     let window = simulate(&Step { window_chunks: 1, ..case.step() });
     near(window.step_s[0], 400.0);
     let second = window.spans.iter().filter(|span| span.name == "rows from PE 0").nth(1).unwrap();
@@ -142,8 +143,8 @@ fn rows_travel_while_others_compute() {
 }
 
 #[test]
-fn a_tile_waits_for_all_its_rows() {
-    // One tile of two rows, of PEs 0 and 2, which both send to PE 1: the second row arrives behind the first.
+fn tile_waits_for_all_its_rows() {
+    // One tile of two rows, from PEs 0 and 2, which both send to PE 1: the second row arrives behind the first.
     let none = || rows(&[]);
     let plan = group_plan(
         &[vec![none(), rows(&[0]), none()], vec![none(), none(), none()], vec![none(), rows(&[0]), none()]],
@@ -153,7 +154,7 @@ fn a_tile_waits_for_all_its_rows() {
     );
     let case = Case::one_group(plan, &[0, 1, 0]);
     let times = simulate(&case.step());
-    // There at 11 and 21; 200 s of work; results leave one after the other: 1 + 20.
+    // Arrivals at 11 and 21; 200 s of work; results leave one after the other: 1 + 20.
     near(times.step_s[0], 21.0 + 200.0 + 21.0);
 }
 
@@ -169,7 +170,7 @@ fn groups_sum_their_gradients() {
     // 300 s of work, then 2 latencies and 2 (2 - 1) / 2 of 50 bytes.
     near(times.step_s[0], 300.0 + 2.0 + 50.0);
     near(times.pes[0].all_reduce_s, 52.0);
-    // What every PE has: two rounds of one latency, and as many bytes.
+    // Replicated weights: two rounds of one latency, and as many bytes.
     case.cost.gradient_bytes = (50.0, 70.0);
     near(simulate(&Step { backward: true, ..case.step() }).step_s[0], 300.0 + 72.0);
 }
@@ -193,7 +194,7 @@ fn jitter_is_seeded_and_makes_stragglers() {
 }
 
 #[test]
-fn all_work_is_done_whatever_the_rows() {
+fn all_work_is_done_for_random_rows() {
     let mut state = 5u64;
     let mut random = |below: u64| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -244,7 +245,7 @@ fn pes_share_cores() {
     let with = |count, busy_factor| {
         simulate(&Step { cores: Some(Cores { count, busy_factor }), backward: true, ..case.step() })
     };
-    // Headers take 1 s, in which own rows are computed: of each PE 300 s of work.
+    // Headers take 1 s, in which own rows are computed: each PE has 300 s of work.
     for (count, busy_factor, step_s) in
         [(4, 1.0, 300.0), (4, 1.5, 450.0), (2, 1.0, 600.0), (2, 1.5, 900.0), (1, 7.0, 1200.0)]
     {
@@ -254,20 +255,20 @@ fn pes_share_cores() {
     }
     // Three of four cores at work: two thirds of the way from one to all.
     near(Cores { count: 4, busy_factor: 1.3 }.slowdown(3), 1.2);
-    // Three on two cores: one of them alone, the others take turns; nobody moves to a core that becomes idle.
+    // Three PEs on two cores: one has a core alone, the others alternate; PEs at work do not move to a core that becomes idle.
     let own = |from: usize| (0..3).map(|to| rows(if from == to { &[0][..] } else { &[] })).collect::<Vec<_>>();
     let three = Case::one_group(group_plan(&(0..3).map(own).collect::<Vec<_>>(), &[1; 3], 4, 1), &[1; 3]);
     let times = simulate(&Step { cores: Some(Cores { count: 2, busy_factor: 1.0 }), ..three.step() });
     near(times.pes[0].expert_s[0], 200.0);
     near(times.pes[1].expert_s[0], 100.0);
-    // Five on two, those of the second core with less work: once one of them is done, the other one gets one of the first core's three.
+    // Five PEs on two cores, those of the second core with less work: once one of them ends, one of the first core's three moves there.
     let own = |from: usize| {
         let tokens = &[0, 0][..2 - from % 2];
         (0..5).map(|to| rows(if from == to { tokens } else { &[] })).collect::<Vec<_>>()
     };
     let five = Case::one_group(group_plan(&(0..5).map(own).collect::<Vec<_>>(), &[1; 5], 4, 1), &[1; 5]);
     let times = simulate(&Step { cores: Some(Cores { count: 2, busy_factor: 1.0 }), ..five.step() });
-    // Both have 100 s and are done at 200. The three have done a tile each at 300; whose second one begins first moves.
+    // Both have 100 s and end at 200. The three have finished a tile each at 300; the first to start its second tile moves.
     near(times.pes[1].expert_s[0], 200.0);
     let mut ends: Vec<f64> = [0, 2, 4].map(|pe| times.pes[pe].expert_s[0]).to_vec();
     ends.sort_by(f64::total_cmp);
@@ -283,8 +284,8 @@ fn pes_share_cores() {
 
 #[test]
 fn pes_copy_rows_themselves() {
-    // PE 0 has a token for PE 1's expert. Putting the row takes 2 + 3 s, its way 1, gathering it 5, the expert 100, summing and putting the result
-    // 7 + 2 + 3, its way 1, adding it 11.
+    // PE 0 has a token for PE 1's expert. Putting the row takes 2 + 3 s, its transfer 1, gathering it 5, the expert 100, summing and
+    // putting the result 7 + 2 + 3, its transfer 1, adding it 11.
     let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[])]], &[0, 1], 4, 4);
     let mut case = Case::one_group(plan, &[0, 1]);
     let copy = CopyFlop {
@@ -302,44 +303,44 @@ fn pes_copy_rows_themselves() {
     near(times.pes[1].dispatch_s[0], 5.0);
     near(times.pes[1].combine_s[0], 12.0);
     near(times.pes[0].combine_s[0], 11.0);
-    // In bulk the same, with barriers of 1 s after counts, rows, experts and results.
+    // The bulk schedule adds barriers of 1 s after counts, rows, experts and results.
     let bulk = simulate(&Step { schedule: Schedule::Bulk, ..case.step() });
     near(bulk.step_s[0], times.step_s[0] + 1.0 + 4.0);
-    // A row that stays is gathered, summed and added, and nothing else.
+    // A local row is only gathered, summed and added.
     let mut own = Case::one_group(group_plan(&[vec![rows(&[0])]], &[1], 4, 4), &[1]);
     own.cost.copy_flop = [copy; 2];
     near(simulate(&own.step()).step_s[0], 5.0 + 100.0 + 18.0);
 }
 
 #[test]
-fn what_comes_is_taken_in_beside() {
-    // PE 0 has a token for PE 1's expert, and each PE one for its own. PE 1 computes its own one's tile, 100 s, when the other comes, which takes 6 + 7 s of
-    // that where no core is idle.
+fn receiving_thread_uses_idle_cores() {
+    // PE 0 has a token for PE 1's expert, and each PE one for its own. PE 1 computes the tile of its own token, 100 s, when the other
+    // arrives; receiving it takes 6 + 7 s of PE 1's time if no core is idle.
     let plan = group_plan(&[vec![rows(&[0]), rows(&[0])], vec![rows(&[]), rows(&[0])]], &[1, 1], 4, 1);
     let mut case = Case::one_group(plan, &[1, 1]);
     case.cost.copy_flop = [CopyFlop { take_message: 6.0, take_row: 7.0, ..CopyFlop::default() }; 2];
     for (count, expert_s) in [(3, 200.0), (2, 213.0)] {
         let times = simulate(&Step { cores: Some(Cores { count, busy_factor: 1.0 }), ..case.step() });
         near(times.pes[1].expert_s[0], expert_s);
-        // PE 0 waits when its result comes.
+        // PE 0 is waiting when its result arrives.
         near(times.pes[0].expert_s[0], 100.0);
     }
 }
 
 #[test]
-fn puts_may_block() {
-    // PE 0 has a token for PE 1's expert, and PE 1 two for its own, which it computes for 200 s before it is in a call. Then the row takes 1 + 10 s, and its
-    // result too, for which PE 0 waits.
+fn blocking_puts_wait_for_their_targets() {
+    // PE 0 has a token for PE 1's expert, and PE 1 two for its own, which it computes for 200 s before its next call. Then row and result
+    // take 1 + 10 s each, and PE 0 waits for the result.
     let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[0, 0])]], &[0, 1], 4, 2);
     let case = Case::one_group(plan, &[0, 1]);
     let times = simulate(&Step { puts_block: true, ..case.step() });
-    // A fifth of the latency is over by then: that of announcing.
+    // A fifth of the latency, that of the announcement, has passed by then.
     near(times.pes[0].dispatch_s[0], 210.8);
     near(times.pes[1].combine_s[0], 11.0);
     near(times.pes[1].expert_s[0], 300.0);
     near(times.step_s[0], 200.0 + 10.4 + 100.0 + 11.0);
-    // Both put at once, and neither waits for the other. Rows are there two fifths of the latency before that is known where they are from: a phase of all
-    // PEs is over then, while a PE that goes by its own puts is told.
+    // Both PEs put at once, and neither waits for the other. The senders are told two fifths of the latency after the rows have arrived: a
+    // phase of all PEs ends with the arrival, while a PE that continues after its own puts waits to be told.
     let both = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[0]), rows(&[])]], &[1, 1], 4, 4);
     let both = Case::one_group(both, &[1, 1]);
     for (schedule, sooner) in [(Schedule::Pipelined, 0.0), (Schedule::Bulk, 0.8)] {
@@ -349,8 +350,8 @@ fn puts_may_block() {
         near(blocking.pes[0].dispatch_s[0], 11.0);
         near(without.pes[0].dispatch_s[0], 0.0);
     }
-    // PE 0 puts two rows to PE 1 from 0.4 to 20.4. PE 1, which has put one to PE 2 until 11, announces one for PE 0: that is granted behind the two rows and
-    // leaves at 20.6. They are there then, which PE 0 knows when that one has left, at 30.6.
+    // PE 0 puts two rows to PE 1 from 0.4 to 20.4. PE 1, which has put one to PE 2 until 11, announces one for PE 0: the grant queues
+    // behind the two rows and leaves at 20.6. The rows have then arrived, which PE 0 is told when PE 1's row has left, at 30.6.
     let none = || rows(&[]);
     let from =
         [vec![none(), rows(&[0, 0]), none()], vec![rows(&[0]), none(), rows(&[0])], vec![none(), none(), none()]];
@@ -358,7 +359,7 @@ fn puts_may_block() {
     let times = simulate(&Step { puts_block: true, ..crossing.step() });
     near(times.pes[0].dispatch_s[0], 30.8);
     near(times.pes[1].dispatch_s[0], 31.2);
-    // Every message comes, whatever is asked of whom: many PEs, small windows, both passes.
+    // Every message arrives: many PEs, small windows, both passes.
     let n = 5;
     let all = |from: usize| (0..n).map(|to| rows(&vec![0; (from * to) % 4 + from % 2])).collect::<Vec<_>>();
     let many = Case::one_group(group_plan(&(0..n).map(all).collect::<Vec<_>>(), &vec![1; n], 1, 2), &vec![1; n]);
@@ -370,9 +371,9 @@ fn puts_may_block() {
 }
 
 #[test]
-fn results_come_back_in_the_order_of_their_last_expert() {
-    // PE 0's rows for PE 1, in chunks of two: the first and the last have experts 0 and 1, the others expert 0 alone, and return first. PE 1 has a row of
-    // its own for expert 2, which fills the time until theirs are there.
+fn results_return_in_order_of_last_expert() {
+    // PE 0's rows for PE 1, in chunks of two: the first and the last have experts 0 and 1, the others only expert 0, and return first. PE 1
+    // has a row of its own for expert 2, which fills the time until PE 0's rows arrive.
     let four =
         Rows { starts: vec![0, 2, 3, 4, 6], experts: vec![0, 1, 0, 0, 0, 1], returns: vec![1, 2, 0, 3], relay: None };
     let none = || Rows { starts: vec![0], ..Rows::default() };
@@ -397,7 +398,7 @@ fn two_hosts() -> Cluster {
 }
 
 #[test]
-fn rows_cross_the_network_once() {
+fn relayed_rows_cross_the_network_once() {
     // PE 0 has one token, for the experts of PEs 2 and 3, each of 100 s; a row has 10 B.
     let none = || rows(&[]);
     let relayed = |relay: Option<u32>| Rows {
@@ -411,12 +412,13 @@ fn rows_cross_the_network_once() {
         case.cluster = two_hosts();
         case
     };
-    // By PE: there at 10 + 40 and, behind that, 90; results leave at 150 and 190, and are there 50 s later.
+    // Rows for each PE: arrivals at 10 + 40 and, behind that, 90; results leave at 150 and 190, and arrive 50 s later.
     let direct = simulate(&case(None).step());
     near(direct.step_s[0], 90.0 + 100.0 + 50.0);
     near(direct.sent_bytes, 40.0);
     near(direct.network_bytes, 40.0);
-    // By PE 2: there at 50, at PE 3 at 50 + 1 + 10; its result is back at PE 2 at 161 + 11, and the sum 50 s later.
+    // Through PE 2 as relay: arrival there at 50, at PE 3 at 50 + 1 + 10; its result is back at PE 2 at 161 + 11, and the sum arrives 50 s
+    // later.
     let (once, once_case) = (simulate(&case(Some(2)).step()), case(Some(2)));
     near(once.step_s[0], 61.0 + 100.0 + 11.0 + 50.0);
     near(once.sent_bytes, 40.0);
@@ -425,7 +427,7 @@ fn rows_cross_the_network_once() {
     let names: Vec<&str> =
         once.spans.iter().map(|span| span.name.as_str()).filter(|name| name.contains(" PE ")).collect();
     assert_eq!(names, ["rows from PE 0", "rows from PE 2", "results from PE 3", "results from PE 2"]);
-    // 3 bytes with a row and 4 with a slot out, 5 with a slot back in a backward: both slots cross, one is handed on.
+    // 3 bytes with a row and 4 with a slot in the dispatch, 5 with a slot returned in a backward: both slots cross, one is forwarded.
     let mut with = case(Some(2));
     (with.cost.out_bytes, with.cost.back_bytes) = ((3.0, 4.0), 5.0);
     let with = simulate(&Step { backward: true, ..with.step() });
@@ -438,8 +440,9 @@ fn rows_cross_the_network_once() {
 }
 
 #[test]
-fn relays_give_their_places_back() {
-    // Three tokens for both PEs of the other host, in crossings of one row and a window of one: the next leaves when both PEs have gathered the last.
+fn relays_return_their_slots() {
+    // Three tokens for both PEs of the other host, in crossings of one row and a window of one: the next one leaves when both PEs have
+    // gathered the previous one.
     let none = || rows(&[]);
     let three = || Rows {
         relay: Some(Relay { pe: 2, rows: 3, places: vec![0, 1, 2], result_places: vec![0, 1, 2] }),
@@ -450,7 +453,8 @@ fn relays_give_their_places_back() {
     let mut case = Case::one_group(group_plan(&sent, &[0, 0, 1, 1], 1, 1), &[0, 0, 1, 1]);
     case.cluster = two_hosts();
     let times = simulate(&Step { window_chunks: 1, ..case.step() });
-    // There at 50, handed on by 61, credits at 62 and 72: at 122, 133, 144; at 194 and 205. PE 3 then computes from 61 to 361, and a sum takes 11 + 50.
+    // Arrival at 50, forwarded by 61, credits at 62 and 72: at 122, 133, 144; at 194 and 205. PE 3 then computes from 61 to 361, and a sum
+    // takes 11 + 50.
     let ends: Vec<f64> =
         times.spans.iter().filter(|span| span.name == "rows from PE 0").map(|span| span.start_s + span.dur_s).collect();
     assert_eq!(ends, [50.0, 122.0, 194.0]);

@@ -1,12 +1,12 @@
-//! What an operation costs on a device.
+//! The cost of an operation on a device.
 
-/// Whose arithmetic.
+/// The arithmetic of the cost model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cost {
-    /// The corrected one.
+    /// Corrected.
     #[default]
     Default,
-    /// The published one, its faults included.
+    /// As published, faults included.
     Compat,
 }
 
@@ -18,9 +18,9 @@ const DRAM_BYTES_PER_S: f64 = 1.2e12;
 const LINK_GBPS: f64 = 200.0;
 /// Bytes of a gigabit.
 const GIGABIT_BYTES: f64 = 1.25e8;
-/// What the published arithmetic takes for that.
+/// The value for `GIGABIT_BYTES` in the published arithmetic.
 const COMPAT_GIGABIT_BYTES: f64 = 8e9;
-/// Launching a kernel, s.
+/// Kernel launch, s.
 const LAUNCH_S: f64 = 1e-5;
 /// Splitting a batch into microbatches, s.
 const SPLIT_S: f64 = 1e-6;
@@ -28,7 +28,7 @@ const SPLIT_S: f64 = 1e-6;
 pub const ELEMENT_BYTES: f64 = 4.0;
 
 impl Cost {
-    /// A product of an (a, b) and a (b, c) matrix, s; of `experts` pairs of them that share the rows, where there are experts.
+    /// Product of an (a, b) and a (b, c) matrix, s; with experts, `experts` pairs of them that share the rows.
     pub fn matmul_s(self, a: f64, b: f64, c: f64, experts: f64) -> f64 {
         let elements = a * b + experts * b * c;
         match self {
@@ -37,11 +37,11 @@ impl Cost {
         }
     }
 
-    /// The gradients of such a product, of the (a, c) gradient of its result, s: one product for each operand.
+    /// The gradients of such a product from the (a, c) gradient of its result, s: one product per operand.
     pub fn matmul_grad_s(self, a: f64, b: f64, c: f64, experts: f64) -> f64 {
         let of_weights = match self {
             Cost::Compat => self.matmul_s(b, a, c, 1.0),
-            // What it reads are activations and their gradients, once each, whatever the number of experts.
+            // Activations and their gradients are read once, regardless of the number of experts.
             Cost::Default => {
                 LAUNCH_S + ELEMENT_BYTES * (b * a + a * c) / DRAM_BYTES_PER_S + 2.0 * a * b * c / FLOP_PER_S
             }
@@ -49,7 +49,7 @@ impl Cost {
         self.matmul_s(a, c, b, experts) + of_weights
     }
 
-    /// An operation on each of `elements` elements of so many operands, s.
+    /// An elementwise operation on `elements` elements of each operand, s.
     pub fn elementwise_s(self, elements: f64, operands: f64) -> f64 {
         match self {
             Cost::Compat => ELEMENT_BYTES * elements / FLOP_PER_S,
@@ -57,16 +57,16 @@ impl Cost {
         }
     }
 
-    /// Sending so many elements over a link, s, at both of its ends.
+    /// Time to send `elements` elements over a link, s, at each of its ends.
     pub fn send_s(self, elements: f64) -> f64 {
         match self {
-            // The element size is counted twice, and bits and bytes are mixed up.
+            // The element size is counted twice, and bits are taken for bytes.
             Cost::Compat => ELEMENT_BYTES * ELEMENT_BYTES * elements / COMPAT_GIGABIT_BYTES / LINK_GBPS,
             Cost::Default => ELEMENT_BYTES * elements / GIGABIT_BYTES / LINK_GBPS,
         }
     }
 
-    /// An all-reduce of so many elements over `k` devices, s: ring, reduce-scatter and all-gather.
+    /// All-reduce of `elements` elements over `k` devices, s: ring, reduce-scatter and all-gather.
     pub fn all_reduce_s(self, elements: f64, k: f64) -> f64 {
         let bytes = 2.0 * (ELEMENT_BYTES * elements) * (k - 1.0) / k;
         match self {
@@ -75,12 +75,12 @@ impl Cost {
         }
     }
 
-    /// An all-to-all in which each of `k` devices has so many elements for all of them, itself included, s.
+    /// All-to-all in which each of `k` devices has `elements` elements for all devices together, itself included, s.
     pub fn all_to_all_s(self, elements: f64, k: f64) -> f64 {
         self.send_s(elements * (k - 1.0) / k)
     }
 
-    /// One device giving each of others a part of so many elements in all, or giving all to each along a chain, s.
+    /// Scatter of `elements` elements from one device to others, or broadcast along a chain, s.
     pub fn distribute_s(self, elements: f64) -> f64 {
         match self {
             Cost::Compat => 0.0,
@@ -93,7 +93,7 @@ impl Cost {
         SPLIT_S
     }
 
-    /// The step of an optimizer without state, of so many weights, s: weights and gradients read.
+    /// Step of an optimizer without state, s: reads weights and gradients.
     pub fn optimizer_s(self, weights: f64) -> f64 {
         match self {
             Cost::Compat => 0.0,

@@ -6,11 +6,11 @@ use aristos_formats::InputError;
 
 use super::{Cost, Model, Outcome, Strategy};
 
-/// Microbatches times layers of all strategies: beyond, nobody waits for an answer.
+/// Maximum of microbatches times layers, summed over all strategies.
 const WORK_MOST: u64 = 1 << 31;
 const DEVICES_MOST: usize = 1 << 20;
 
-/// One kind of parallelism alone.
+/// A single kind of parallelism.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isolate {
     /// Data parallelism.
@@ -21,7 +21,7 @@ pub enum Isolate {
     Pipeline,
 }
 
-/// Which strategies are of interest; what is left empty may be anything.
+/// The strategies to simulate; empty fields allow all values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Degrees {
@@ -33,9 +33,9 @@ pub struct Degrees {
     pub pp: Vec<usize>,
     /// Expert-parallel degrees.
     pub ep: Vec<usize>,
-    /// Numbers of microbatches, where there is a pipeline.
+    /// Numbers of microbatches, with a pipeline.
     pub microbatches: Vec<usize>,
-    /// One kind of parallelism alone.
+    /// A single kind of parallelism.
     pub isolate: Option<Isolate>,
 }
 
@@ -45,12 +45,13 @@ impl Degrees {
     }
 }
 
-/// Simulates all strategies of `devices` devices whose degrees divide what they split, by dp, hp, pp, ep and microbatches ascending.
+/// Simulates all strategies of `devices` devices whose degrees divide the dimensions they split, ascending by dp, hp, pp, ep and
+/// microbatches.
 ///
-/// Where microbatches are not given, they are the published grid's: powers of two from 2 to below the square root of a replica's batch.
+/// The default numbers of microbatches are those of the published grid: powers of two from 2 to below the square root of a replica's batch.
 ///
 /// # Errors
-/// One line: a number of devices that is none, a given degree that no strategy has, or as [`Model::simulate`].
+/// Returns an error if `devices` is 0, if no strategy has a given degree, or those of [`Model::simulate`].
 pub fn grid(
     model: &Model,
     devices: usize,
@@ -83,7 +84,7 @@ pub fn grid(
         (false, _) => Ok(rows),
         (true, Some(error)) if degrees.any_given() => Err(error),
         (true, Some(error)) => {
-            // Nobody chose the degree that the error names.
+            // The user did not choose the degree that the error names.
             let expected = format!("a number that some strategy fits; of the first, {error}");
             Err(InputError::value("`devices`", format!("is {devices}"), expected))
         }
@@ -131,7 +132,7 @@ fn microbatches(model: &Model, dp: usize, pp: usize, given: &[usize], cost: Cost
     // As published: 2^k for k from 1 to below log2(batch) / 2, rounded down.
     let end = if batch == 0 { 0 } else { ((batch as f64).log2() / 2.0).floor() as u32 };
     let powers: Vec<usize> = (1..end).map(|k| 1 << k).filter(|count| batch.is_multiple_of(*count)).collect();
-    // A batch too small for any of these goes through the pipeline whole; the published grid leaves it out.
+    // A batch too small for any of these passes through the pipeline whole; the published grid omits it.
     if powers.is_empty() && cost == Cost::Default { vec![1] } else { powers }
 }
 

@@ -1,11 +1,11 @@
 //! Throughput of data, horizontal (tensor) and pipeline parallelism, and of expert parallelism, of an MLP.
 //!
-//! The MLP has linear layers with a ReLU after each, a loss, and their backward. It is trained with D-way data, H-way horizontal (column and row
-//! splits in turn) and P-way pipeline parallelism with microbatches (1F1B), and each strategy is simulated op by op. Where there are experts, each
-//! pair of layers is a layer of them, and expert-parallel groups of devices of several replicas share them.
+//! The MLP has linear layers with a ReLU after each, a loss, and their backward. Training uses D-way data, H-way horizontal (column
+//! and row splits in turn) and P-way pipeline parallelism with microbatches (1F1B). Each strategy is simulated op by op. With experts, each
+//! pair of layers is an expert layer, and expert-parallel groups of devices of several replicas share its experts.
 //!
-//! [`Cost::Compat`] gives the published numbers, [`Cost::Default`] what remains of them when the published program's faults are corrected;
-//! `docs/simulator.md` lists those.
+//! [`Cost::Compat`] gives the published numbers, [`Cost::Default`] corrects the faults of the published program, which `docs/simulator.md`
+//! lists.
 
 mod cost;
 mod grid;
@@ -18,7 +18,7 @@ use serde::Serialize;
 pub use cost::Cost;
 pub use grid::{Degrees, Isolate, grid};
 
-/// An MLP, and what it is trained with.
+/// An MLP and its batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Model {
@@ -28,30 +28,30 @@ pub struct Model {
     pub width: usize,
     /// Samples of a batch.
     pub batch: usize,
-    /// Experts of each pair of layers, where there are any.
+    /// Experts of each pair of layers, if any.
     pub experts: Option<Experts>,
 }
 
 /// The experts of a pair of layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Experts {
-    /// How many.
+    /// Number of experts.
     pub count: usize,
-    /// How many a sample goes to; all experts get as many.
+    /// Experts per sample; all experts get the same number of samples.
     pub top_k: usize,
 }
 
-/// Sizes beyond this are not exact as floating-point numbers when they are multiplied.
+/// Maximum size such that products of sizes are exact in floating point.
 const SIZE_MOST: usize = 1 << 24;
 const LAYERS_MOST: usize = 1 << 16;
-/// Microbatches times layers: beyond, nobody waits for an answer.
+/// Maximum of microbatches times layers.
 const WORK_MOST: usize = 1 << 23;
 
 impl Model {
     /// An MLP without experts.
     ///
     /// # Errors
-    /// One line that names the field.
+    /// Returns an error that names the field.
     pub fn new(layers: usize, width: usize, batch: usize) -> Result<Model, InputError> {
         for (field, value, most) in
             [("`layers`", layers, LAYERS_MOST), ("`width`", width, SIZE_MOST), ("`batch`", batch, SIZE_MOST)]
@@ -63,10 +63,10 @@ impl Model {
         Ok(Model { layers, width, batch, experts: None })
     }
 
-    /// The same with experts.
+    /// Adds experts.
     ///
     /// # Errors
-    /// One line that names the field.
+    /// Returns an error that names the field.
     pub fn with_experts(self, count: usize, top_k: usize) -> Result<Model, InputError> {
         if !(1..=SIZE_MOST).contains(&count) {
             return Err(InputError::value("`experts`", format!("is {count}"), format!("1 to {SIZE_MOST}")));
@@ -145,7 +145,7 @@ impl Model {
     }
 }
 
-/// How a model is spread over devices, `dp * hp * pp` of them.
+/// The split of a model over `dp * hp * pp` devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Strategy {
@@ -169,18 +169,18 @@ impl Strategy {
         Strategy { dp, hp, pp, ep: 1, microbatches }
     }
 
-    /// With expert-parallel groups of `ep` replicas.
+    /// Sets expert-parallel groups of `ep` replicas.
     pub fn ep(self, ep: usize) -> Strategy {
         Strategy { ep, ..self }
     }
 
-    /// Devices.
+    /// Number of devices.
     pub fn devices(self) -> usize {
         self.dp * self.hp * self.pp
     }
 }
 
-/// What a strategy comes to.
+/// The simulated performance of a strategy.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Outcome {
@@ -188,11 +188,11 @@ pub struct Outcome {
     pub throughput: f64,
     /// Time of a batch, s.
     pub latency_s: f64,
-    /// The most that a device holds at a time, bytes.
+    /// Peak memory of a device, bytes.
     pub peak_memory_bytes: f64,
-    /// Share of communication in the time that all devices are at work.
+    /// Fraction of the devices' busy time that is communication.
     pub communication_fraction: f64,
-    /// Operations simulated, counted once for each device that they take time of.
+    /// Simulated operations, counted once for each device that they occupy.
     #[serde(skip)]
     pub ops: u64,
 }

@@ -1,12 +1,12 @@
-//! Which stage of a pipeline does what in which timestep: 1F1B as PipeDream has it.
+//! The schedule of a pipeline: 1F1B as in PipeDream.
 //!
-//! In a timestep each device runs at most one stage, forward or backward, of one microbatch; it alternates between them where both are ready.
+//! In a timestep each device runs at most one stage, forward or backward, of one microbatch; it alternates if both are ready.
 
 use std::collections::VecDeque;
 
-/// Forward or backward.
+/// Direction of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Direction {
     /// Forward.
     Forward,
     /// Backward.
@@ -18,19 +18,19 @@ pub enum Way {
 pub struct Slot {
     /// The stage.
     pub stage: usize,
-    /// Its way.
-    pub way: Way,
+    /// The direction.
+    pub way: Direction,
     /// The microbatch.
     pub microbatch: usize,
 }
 
-/// The slots of each timestep, by stage ascending. `at_once`: what a stage makes ready may be run in the same timestep by a stage after it, as in
-/// the published program; otherwise from the next timestep on.
+/// The slots of each timestep, ascending by stage. `at_once`: a later stage may run a microbatch in the timestep in which it became ready,
+/// as in the published program; otherwise from the next timestep on.
 pub fn timesteps(stages: usize, microbatches: usize, at_once: bool) -> Vec<Vec<Slot>> {
     let mut ready = vec![[VecDeque::new(), VecDeque::new()]; stages];
-    let mut last = vec![Way::Backward; stages];
+    let mut last = vec![Direction::Backward; stages];
     ready[0][0].extend(0..microbatches);
-    // Stages that have been ready for anything: in the published program the others are not looked at in the timestep that first makes them so.
+    // Stages that have had ready work: the published program skips the others in the timestep in which they first have some.
     let mut known = 1;
     let mut steps = Vec::new();
     let mut left = 2 * stages * microbatches;
@@ -41,22 +41,22 @@ pub fn timesteps(stages: usize, microbatches: usize, at_once: bool) -> Vec<Vec<S
         for stage in 0..known {
             let queues = &mut ready[stage];
             let first = match last[stage] {
-                Way::Forward => Way::Backward,
-                Way::Backward => Way::Forward,
+                Direction::Forward => Direction::Backward,
+                Direction::Backward => Direction::Forward,
             };
             let way = match (first, queues[0].is_empty(), queues[1].is_empty()) {
                 (_, true, true) => continue,
-                (Way::Forward, false, _) | (Way::Backward, _, true) => Way::Forward,
-                _ => Way::Backward,
+                (Direction::Forward, false, _) | (Direction::Backward, _, true) => Direction::Forward,
+                _ => Direction::Backward,
             };
             let Some(microbatch) = queues[way as usize].pop_front() else { continue };
             last[stage] = way;
             left -= 1;
             step.push(Slot { stage, way, microbatch });
             let next = match way {
-                Way::Forward if stage + 1 < stages => Some((stage + 1, Way::Forward)),
-                Way::Forward => Some((stage, Way::Backward)),
-                Way::Backward => stage.checked_sub(1).map(|stage| (stage, Way::Backward)),
+                Direction::Forward if stage + 1 < stages => Some((stage + 1, Direction::Forward)),
+                Direction::Forward => Some((stage, Direction::Backward)),
+                Direction::Backward => stage.checked_sub(1).map(|stage| (stage, Direction::Backward)),
             };
             if let Some((next, way)) = next {
                 seen = seen.max(next + 1);
@@ -79,12 +79,12 @@ pub fn timesteps(stages: usize, microbatches: usize, at_once: bool) -> Vec<Vec<S
 mod tests {
     use super::*;
 
-    /// "F0" or "B1" of each stage in each timestep; "-" where it does nothing.
+    /// "F0" or "B1" of each stage in each timestep; "-" if it is idle.
     fn text(stages: usize, microbatches: usize, at_once: bool) -> Vec<String> {
         let cell = |step: &Vec<Slot>, stage: usize| {
             let slot = step.iter().find(|slot| slot.stage == stage);
             slot.map_or("-".to_string(), |slot| {
-                format!("{}{}", if slot.way == Way::Forward { "F" } else { "B" }, slot.microbatch)
+                format!("{}{}", if slot.way == Direction::Forward { "F" } else { "B" }, slot.microbatch)
             })
         };
         let steps = timesteps(stages, microbatches, at_once);
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn every_slot_is_run_once_and_after_what_it_needs() {
+    fn every_slot_runs_once_after_its_inputs() {
         for (stages, microbatches) in [(1, 1), (1, 4), (2, 1), (3, 5), (4, 8), (16, 32), (5, 2)] {
             for at_once in [false, true] {
                 let mut done = std::collections::HashSet::new();
@@ -109,9 +109,9 @@ mod tests {
                     assert!(step.windows(2).all(|pair| pair[0].stage < pair[1].stage));
                     for Slot { stage, way, microbatch } in step {
                         let needs = match way {
-                            Way::Forward => stage.checked_sub(1).map(|stage| (stage, 0, microbatch)),
-                            Way::Backward if stage + 1 == stages => Some((stage, 0, microbatch)),
-                            Way::Backward => Some((stage + 1, 1, microbatch)),
+                            Direction::Forward => stage.checked_sub(1).map(|stage| (stage, 0, microbatch)),
+                            Direction::Backward if stage + 1 == stages => Some((stage, 0, microbatch)),
+                            Direction::Backward => Some((stage + 1, 1, microbatch)),
                         };
                         let done_by_now = if at_once { &done } else { &before };
                         assert!(needs.is_none_or(|needs| done_by_now.contains(&needs)));

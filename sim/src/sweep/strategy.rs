@@ -1,15 +1,15 @@
 //! One strategy, simulated op by op, with one clock per device.
 //!
-//! Replicas and shards do the same at the same time, so one device of each stage stands for all `dp * hp` of them; device 0, where inputs and weights
-//! come from, has a clock of its own. An operation on several devices first brings their clocks to the latest.
+//! Replicas and shards work in lockstep, so one device of each stage represents all `dp * hp` of them. Device 0, which sends inputs and
+//! weights, has a clock of its own. An operation on several devices first advances their clocks to the latest.
 
 use super::cost::{Cost, ELEMENT_BYTES};
-use super::pipeline::{Slot, Way, timesteps};
+use super::pipeline::{Direction, Slot, timesteps};
 use super::{Model, Outcome, Strategy};
 use aristos_formats::InputError;
 
 impl Model {
-    /// The time on one device that has everything, s.
+    /// The time on a single device, s.
     pub fn sequential_s(&self, cost: Cost) -> f64 {
         Simulation::new(self, Strategy::SEQUENTIAL, cost, true).run().latency_s
     }
@@ -17,28 +17,28 @@ impl Model {
     /// Simulates one strategy.
     ///
     /// # Errors
-    /// One line: a degree that does not divide what it splits, or experts with the published arithmetic, which knows none.
+    /// Returns an error if a degree does not divide the dimension it splits, or for experts with the published arithmetic, which has none.
     pub fn simulate(&self, strategy: Strategy, cost: Cost, steady_state: bool) -> Result<Outcome, InputError> {
         self.check(strategy, cost)?;
         Ok(Simulation::new(self, strategy, cost, steady_state).run())
     }
 }
 
-/// What decides how long what takes.
+/// State of the simulation of one strategy.
 pub struct Simulation<'a> {
     model: &'a Model,
     strategy: Strategy,
     cost: Cost,
     steady_state: bool,
     devices: Vec<Device>,
-    /// Device 0.
+    /// Clock of device 0, s.
     root_s: f64,
-    /// Of device 0 and of the one device that it sends to.
+    /// Sums for device 0 and the one device that it sends to.
     root: Sums,
     sums: Sums,
-    /// Whether stage s has what stage s - 1 (forward) or s + 1 (backward) made of a microbatch.
+    /// Whether stage s has received a microbatch from stage s - 1 (forward) or s + 1 (backward).
     arrived: [Vec<bool>; 2],
-    /// Whether the forward of the microbatch fetched its input itself, and a copy came after it.
+    /// Whether the forward of the microbatch fetched its input before the copy arrived.
     fetched: Vec<bool>,
     widths: Widths,
 }
@@ -51,7 +51,7 @@ struct Device {
     peak_bytes: f64,
 }
 
-/// Of the devices that stand for others.
+/// Sums over the represented devices.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     total_s: f64,
@@ -59,16 +59,16 @@ struct Sums {
     ops: u64,
 }
 
-/// Numbers of elements.
+/// Numbers of elements and rows.
 #[derive(Clone, Copy)]
 struct Widths {
-    /// Rows of a microbatch, as tokens and as what experts compute.
+    /// Rows of a microbatch: tokens, and rows that experts compute.
     tokens: f64,
     rows: f64,
     /// Width of a layer, whole and of a shard.
     whole: f64,
     shard: f64,
-    /// Experts of a device; 1 where there are none.
+    /// Experts of a device; 1 without experts.
     experts: f64,
     /// Weights of a layer on a device.
     weights: f64,
@@ -111,8 +111,8 @@ impl<'a> Simulation<'a> {
         for step in timesteps(self.strategy.pp, self.strategy.microbatches, at_once) {
             for &slot in &step {
                 match slot.way {
-                    Way::Forward => self.forward(slot),
-                    Way::Backward => self.backward(slot),
+                    Direction::Forward => self.forward(slot),
+                    Direction::Backward => self.backward(slot),
                 }
             }
             for &slot in &step {
@@ -123,7 +123,7 @@ impl<'a> Simulation<'a> {
         self.outcome()
     }
 
-    /// An operation of a stage: its time, and what it takes of memory and gives back, elements.
+    /// An operation of a stage: its time, and the elements that it allocates and frees.
     fn op(&mut self, stage: usize, kind: Kind, time_s: f64, takes: f64, gives_back: f64) {
         self.devices[stage].clock_s += time_s;
         self.count(kind, time_s);
@@ -157,7 +157,7 @@ impl<'a> Simulation<'a> {
         self.memory(from, 0.0, gives_back);
     }
 
-    /// Weights and gradients, which the published program does not count.
+    /// Weights and gradients, which the published program omits.
     fn keep_resident(&mut self) {
         if self.cost == Cost::Compat {
             return;
@@ -206,7 +206,7 @@ impl<'a> Simulation<'a> {
             }
         }
         if !counted {
-            // Labels and inputs of all microbatches; the weights are there anyway.
+            // Labels and inputs of all microbatches; the weights are sent in any case.
             self.memory(0, 2.0 * batch, 0.0);
         }
     }
@@ -225,8 +225,8 @@ impl<'a> Simulation<'a> {
         stage * self.strategy.microbatches + microbatch
     }
 
-    /// Elements of a layer's input and output on a device, as they stand between layers: even layers are split by columns, odd ones by rows. Where
-    /// there are experts, each takes a pair of layers, and between pairs a token is one row.
+    /// Elements of a layer's input and output on a device between layers: even layers are split by columns, odd ones by rows. With experts,
+    /// each takes a pair of layers, and between pairs a token is one row.
     fn in_out(&self, layer: usize) -> (f64, f64) {
         let Widths { tokens, rows, whole, shard, .. } = self.widths;
         if is_even(layer) { (tokens * whole, rows * shard) } else { (rows * shard, tokens * whole) }
@@ -247,7 +247,7 @@ impl<'a> Simulation<'a> {
             let is_first = layer == self.layers(stage).start;
             let mut last_use = 0.0;
             if is_first && stage > 0 && !self.arrived[0][at] {
-                // The sender's copy is needed once more, when it is handed on.
+                // The sender's copy is needed again when it is forwarded.
                 self.send(stage - 1, stage, input, 0.0);
                 self.fetched[at] = true;
                 last_use = input;
@@ -256,7 +256,7 @@ impl<'a> Simulation<'a> {
                 self.fetch_weights(stage);
             }
             if is_even(layer) {
-                self.route(stage, Way::Forward);
+                self.route(stage, Direction::Forward);
                 self.all_to_all(stage, 0.0, self.widths.rows * self.widths.whole, 0.0);
             }
             let (rows, inputs, outputs) = self.product(layer);
@@ -277,7 +277,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// The weights of a stage's next layer from the first stage's device.
+    /// Sends the weights of a stage's next layer from the first stage's device.
     fn fetch_weights(&mut self, stage: usize) {
         let weights = self.widths.weights;
         let counted = if self.cost == Cost::Compat { weights } else { 0.0 };
@@ -302,7 +302,7 @@ impl<'a> Simulation<'a> {
         self.op(stage, Kind::Compute, self.cost.elementwise_s(elements, 2.0), elements, outputs + labels);
     }
 
-    /// An output of all microbatches together: concatenated, or added up.
+    /// Joins the outputs of all microbatches: concatenated, or summed.
     fn aggregate(&mut self, stage: usize, microbatch: usize, elements: f64, concatenate: bool) {
         let before = if concatenate { microbatch as f64 * elements } else { elements };
         match (self.strategy.microbatches, microbatch) {
@@ -328,7 +328,7 @@ impl<'a> Simulation<'a> {
             if !is_even(layer) {
                 self.all_to_all(stage, 0.0, rows * outputs, output);
             }
-            // In steady state, and of what is not counted, the first layer's input is not there to be given back.
+            // In steady state, and in the uncounted part, the first layer's input is not freed.
             let batch = if layer == 0 && (self.steady_state || !compat) { input } else { 0.0 };
             let moe = self.model.experts.is_some();
             let mut frees = rows * outputs + if moe { rows * inputs } else { input - batch };
@@ -344,7 +344,7 @@ impl<'a> Simulation<'a> {
                     self.op(stage, Kind::Communication, self.cost.all_reduce_s(of_rows, hp), of_rows, of_rows);
                 }
                 self.all_to_all(stage, input - batch, input, rows * inputs);
-                self.route(stage, Way::Backward);
+                self.route(stage, Direction::Backward);
             }
             if compat {
                 if layer == 0 {
@@ -363,17 +363,17 @@ impl<'a> Simulation<'a> {
     }
 
     /// The router's product, or its gradients.
-    fn route(&mut self, stage: usize, way: Way) {
+    fn route(&mut self, stage: usize, way: Direction) {
         let Some(experts) = self.model.experts else { return };
         let (tokens, whole, count) = (self.widths.tokens, self.widths.whole, experts.count as f64);
         let time_s = match way {
-            Way::Forward => self.cost.matmul_s(tokens, whole, count, 1.0),
-            Way::Backward => self.cost.matmul_grad_s(tokens, whole, count, 1.0),
+            Direction::Forward => self.cost.matmul_s(tokens, whole, count, 1.0),
+            Direction::Backward => self.cost.matmul_grad_s(tokens, whole, count, 1.0),
         };
         self.op(stage, Kind::Compute, time_s, 0.0, 0.0);
     }
 
-    /// Rows between the devices of an expert-parallel group, to experts or back: elements that were kept beside them, that come and that go.
+    /// Exchanges rows between the devices of an expert-parallel group, to experts or back: elements kept, received and sent.
     fn all_to_all(&mut self, stage: usize, kept: f64, takes: f64, gives_back: f64) {
         if self.model.experts.is_none() {
             return;
@@ -388,13 +388,13 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// What a stage made of a microbatch goes to the next one.
+    /// Sends a stage's result of a microbatch to the next stage.
     fn hand_on(&mut self, slot: Slot) {
         let Slot { stage, way, microbatch } = slot;
         let layers = self.layers(stage);
         let (next, elements) = match way {
-            Way::Forward if stage + 1 < self.strategy.pp => (stage + 1, self.in_out(layers.end - 1).1),
-            Way::Backward if stage > 0 => (stage - 1, self.in_out(layers.start).0),
+            Direction::Forward if stage + 1 < self.strategy.pp => (stage + 1, self.in_out(layers.end - 1).1),
+            Direction::Backward if stage > 0 => (stage - 1, self.in_out(layers.start).0),
             _ => return,
         };
         self.send(stage, next, elements, elements);
@@ -402,12 +402,12 @@ impl<'a> Simulation<'a> {
         self.arrived[way as usize][at] = true;
     }
 
-    /// Gradients between replicas, and the optimizer.
+    /// All-reduces gradients between replicas, and runs the optimizer.
     fn reduce(&mut self) {
         let Strategy { dp, hp, ep, .. } = self.strategy;
         let compat = self.cost == Cost::Compat;
         let (weights, batch) = (self.widths.weights, self.widths.tokens * self.widths.whole);
-        // As published: within a replica, where there are shards.
+        // As published: within a replica, if it has shards.
         let devices = if compat && hp > 1 { hp } else { dp / ep };
         for stage in 0..self.strategy.pp {
             for layer in self.layers(stage).rev() {

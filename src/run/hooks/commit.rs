@@ -1,60 +1,13 @@
-//! Measurements of the steps, and which steps are final when a PE may be lost.
+//! Measurements of the steps; decides when a step is final.
 
 use std::collections::BTreeMap;
 
 use anyhow::Result;
 
 use super::{Pass, StepContext, StepHook};
+use crate::moe::MoeLayer;
 use crate::moe::metrics::{PassOutcome, Phase, Traffic};
-use crate::moe::{MoeLayer, WeightId};
-use crate::report::{PassReport, PeReport, StepReport, StepSample, TraceSpan, TrafficReport};
-
-/// The progress of this PE. It outlives the layer when the job continues after a loss.
-#[derive(Default)]
-pub(in crate::run) struct Progress {
-    /// Number of final steps: every PE has their results.
-    settled: usize,
-    /// The step after these, if this PE has its results and does not know yet whether every other PE has them.
-    pending: Option<StepReport>,
-    /// With SGD, the weights that this PE holds after the pending step.
-    pub(super) weights: Vec<(WeightId, Vec<f32>)>,
-    /// The weights before the pending step, if that may have to be repeated.
-    pub(super) weights_before: Vec<(WeightId, Vec<f32>)>,
-    /// Spans that are not sent yet.
-    pub(super) spans: Vec<TraceSpan>,
-    sample: StepSample,
-    traffic: Traffic,
-    all_reduce_bytes: u64,
-    rounds: [u64; 2],
-}
-
-impl Progress {
-    /// Number of final steps.
-    pub(in crate::run) fn settled(&self) -> usize {
-        self.settled
-    }
-
-    /// Number of steps whose results this PE has.
-    pub(in crate::run) fn complete(&self) -> usize {
-        self.settled + usize::from(self.pending.is_some())
-    }
-
-    fn settle(&mut self) {
-        if let Some(report) = self.pending.take() {
-            self.sample.offer(report);
-            self.settled += 1;
-        }
-    }
-
-    /// Continues with `step`: the pending step becomes final if it is before `step`, and is undone otherwise.
-    pub(in crate::run) fn resume_from(&mut self, step: usize) {
-        if step > self.settled {
-            self.settle();
-        } else if self.pending.take().is_some() {
-            self.weights = std::mem::take(&mut self.weights_before);
-        }
-    }
-}
+use crate::report::{PassReport, PeReport, StepReport, TrafficReport};
 
 /// Measures the passes, and makes each step final once every PE has its results.
 pub(super) struct Commit<'h> {

@@ -1,68 +1,78 @@
-//! Changes of groups and placement.
+//! Random changes of groups and placement.
 
 use super::{Joint, Others, Part, Role, Times, exchange_ms, larger};
 use crate::cluster::LinkTable;
+use crate::objective::IDLE;
 use crate::random::Random;
 
-/// So many proposals in four are of the group that takes longest.
+/// Proposals in four that begin with the slowest group.
 const WORST_IN_FOUR: usize = 3;
-/// One in so many proposals moves a device to another group.
-const JOIN_ONE_IN: usize = 12;
-/// Of the others so many in so many are changes of places.
-const SWAP_OF: (usize, usize) = (3, 10);
-/// One in so many moves of experts is of several at once.
-const POUR_ONE_IN: usize = 4;
-/// So many devices are looked at for a change of places.
+/// One proposal in this many moves a device to another group.
+const MOVE_ONE_IN: usize = 12;
+/// Of the others, this many in so many swap two devices.
+const SWAPS_OF: (usize, usize) = (3, 10);
+/// One change of experts in this many moves several at once.
+const SEVERAL_ONE_IN: usize = 4;
+/// One proposal in this many brings an idle device back.
+const IDLE_ONE_IN: usize = 8;
+/// Devices compared as partners of a swap.
 const CANDIDATES: usize = 4;
-/// How much of what a device takes in its new place counts beside what it is over the limit there.
+/// Weight of what a device takes in its new group, against its excess there.
 const TAKES: f64 = 0.3;
-/// One in so many changes of places lets experts go elsewhere, too.
+/// One swap in this many also moves experts to where they end earlier.
 const BALANCE_ONE_IN: usize = 3;
-/// Where a change of groups is too much, an expert of each group passes on, up to so many times.
-const STEPS: usize = 4;
 
 impl<L: LinkTable> Joint<'_, '_, '_, L> {
-    /// Makes a random change, unless the excess would be over `most`.
+    /// Makes a random change unless the excess would be above `most`.
     pub(super) fn random_change(&mut self, random: &mut Random, most: f64) -> bool {
         let several = self.groups.len() > 1;
-        let g = if random.below(4) < WORST_IN_FOUR { self.worst() } else { random.below(self.groups.len()) };
-        let members = &self.groups[g];
-        // Of two devices the one that exchanges for longer.
-        let two = [0; 2].map(|_| members[random.below(members.len())]);
-        let i = if self.exchange_ms(g, two[1]) > self.exchange_ms(g, two[0]) { two[1] } else { two[0] };
-        if several && random.below(JOIN_ONE_IN) == 0 {
-            return self.join(i, random.below(self.groups.len()), most);
+        if let Some(idle) = self.groups.get(self.n_groups).filter(|idle| !idle.is_empty())
+            && random.below(IDLE_ONE_IN) == 0
+        {
+            let i = idle[random.below(idle.len())];
+            return self.move_device(i, random.below(self.n_groups), most);
         }
-        if several && random.below(SWAP_OF.1) < SWAP_OF.0 {
+        let g = if random.below(4) < WORST_IN_FOUR { self.worst() } else { random.below(self.n_groups) };
+        let members = &self.groups[g];
+        // Of two devices the one that exchanges longer.
+        let two = [0; 2].map(|_| members[random.below(members.len())]);
+        let i = if self.exchange_of(g, two[1]) > self.exchange_of(g, two[0]) { two[1] } else { two[0] };
+        if several && random.below(MOVE_ONE_IN) == 0 {
+            return self.move_device(i, random.below(self.groups.len()), most);
+        }
+        if several && random.below(SWAPS_OF.1) < SWAPS_OF.0 {
             let Some(j) = self.most_promising(i, g, random) else { return false };
-            return self.swap(i, j, random.below(BALANCE_ONE_IN) != 0, most);
+            return self.swap(i, j, random.below(BALANCE_ONE_IN) == 0, most);
         }
         let j = members[random.below(members.len())];
         let (held, other) = (self.experts[i as usize].len(), self.experts[j as usize].len());
         if i == j || held == 0 {
             return false;
         }
-        if held > 1 && random.below(POUR_ONE_IN) == 0 {
-            return self.pour(i, j, 1 + random.below(held), most);
+        if held > 1 && random.below(SEVERAL_ONE_IN) == 0 {
+            return self.give_several(i, j, 1 + random.below(held), most);
         }
         let place = random.below(held);
         let uniform = self.placed.experts.uniform.is_some();
         let other = (!uniform && other > 0 && random.below(2) == 0).then(|| random.below(other));
-        self.shift((i, place), (j, other), most)
+        self.give_or_swap((i, place), (j, other), most)
     }
 
-    /// What device `i` would exchange with the members of a group as they are, ms.
-    fn exchange_ms(&self, g: usize, i: u32) -> f64 {
+    /// What device `i` would exchange with the members of a group, ms.
+    fn exchange_of(&self, g: usize, i: u32) -> f64 {
         exchange_ms(&self.sums[g * self.n() + i as usize], self.roles[i as usize])
     }
 
-    /// Of some devices of other groups the one that is best to change places with device `i` of group `g`.
+    /// The device of another group, of some drawn at random, that suits a swap with device `i` of group `g` best.
     fn most_promising(&mut self, i: u32, g: usize, random: &mut Random) -> Option<u32> {
         self.ops += CANDIDATES as u64 / 2;
         let mut best = (f64::INFINITY, None);
         for _ in 0..CANDIDATES {
             let j = random.below(self.n()) as u32;
-            let Some(h) = self.group(j).filter(|h| *h != g) else { continue };
+            let h = self.group(j);
+            if h == g {
+                continue;
+            }
             let loss = self.loss(i, (h, j)) + self.loss(j, (g, i));
             if loss < best.0 {
                 best = (loss, Some(j));
@@ -71,8 +81,11 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         best.1
     }
 
-    /// How bad device `x` is in the place of `out` of a group, with the experts of that, ms: what it is over the limit, and some of what it takes.
+    /// How bad device `x` is in the place of `out` in a group, with the experts of `out`: its excess there, and some of what it takes, ms.
     fn loss(&self, x: u32, (g, out): (usize, u32)) -> f64 {
+        if self.is_idle(g) {
+            return 0.0;
+        }
         let (n, at, role) = (self.n(), out as usize * self.n() + x as usize, self.roles[out as usize]);
         let (mut sums, to, from) = (self.sums[g * n + x as usize], self.pairs.to[at], self.pairs.from[at]);
         if role.holds {
@@ -82,53 +95,44 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         sums[2] -= from[0];
         sums[3] -= from[1];
         let exchange = exchange_ms(&sums, role);
-        let compute = self.groups[g].len() as f64 * role.load / self.placed.problem.flops[x as usize];
+        let compute = self.groups[g].len() as f64 * role.load / self.flops[x as usize];
         larger(larger(self.times[g].compute, compute) + exchange - self.limit, 0.0) + TAKES * (compute + exchange)
     }
 
-    /// Two devices of different groups change places, each taking the other's experts, and, where they are not to be `kept` or do not fit, some of them
-    /// to others or from others; where that is too much, but not by far, experts pass on. Unless the excess would be over `most`.
-    fn swap(&mut self, i: u32, j: u32, kept: bool, most: f64) -> bool {
-        let (Some(g), Some(h)) = (self.group(i), self.group(j)) else { return false };
+    /// Swaps two devices of different groups, each taking the other's experts, and, with `balance` or where those do not fit, moves some to or from others.
+    fn swap(&mut self, i: u32, j: u32, balance: bool, most: f64) -> bool {
+        let (g, h) = (self.group(i), self.group(j));
         let Some(others) = self.hopeful((i, g, h), Some(j), most) else { return false };
-        self.follow((i, g, h), Some(j), others, most, |joint| {
-            joint.exchange_experts(i, j);
-            joint.balance(j, (g, i), kept) && joint.balance(i, (h, j), kept)
-        })
+        self.keep_loads();
+        self.exchange_experts(i, j);
+        let fits = self.balance(j, (g, i), balance) && self.balance(i, (h, j), balance);
+        let changed = fits && self.changed((i, g, h), Some(j), others, most);
+        if !changed {
+            self.take_back();
+            self.experts.swap(i as usize, j as usize);
+        }
+        changed
     }
 
-    /// Device `i` goes from group `g` to group `h`, and `back` from there to `g`, each with what experts it has when they are `dealt`; where that is too
-    /// much, but not by far, experts pass on. Unless the excess would be over `most`, or they cannot be dealt.
-    fn follow(
-        &mut self,
-        (i, g, h): (u32, usize, usize),
-        back: Option<u32>,
-        others: Others,
-        most: f64,
-        dealt: impl FnOnce(&mut Self) -> bool,
-    ) -> bool {
-        let room = most + self.slack * self.limit * (self.groups[g].len() + self.groups[h].len()) as f64;
-        self.save_loads();
-        self.given.clear();
-        let changed = dealt(self) && self.changed((i, g, h), back, others, room);
-        let mut open = [g, h].map(|_| changed);
-        for _ in 0..STEPS {
-            for (open, k) in open.iter_mut().zip([g, h]) {
-                *open = *open && self.excess > most && self.pass_on(k);
-            }
+    /// Moves device `i` to group `h`: its experts go to those that stay, and it takes some of those in `h`. If that is its own group, it gives all
+    /// its experts away, or takes some if it has none.
+    fn move_device(&mut self, i: u32, h: usize, most: f64) -> bool {
+        let g = self.group(i);
+        if !self.is_idle(g) && self.groups[g].len() == 1 {
+            return false;
         }
-        let good = changed && self.excess <= most;
-        if !good {
+        let Some(others) = self.hopeful((i, g, h), None, most) else { return false };
+        let takes = g != h || self.experts[i as usize].is_empty();
+        self.keep_loads();
+        let fits = self.give_all(i, (g, i), 0);
+        if takes {
+            self.take(i, (h, i));
+        }
+        let changed = fits && self.changed((i, g, h), None, others, most);
+        if !changed {
             self.take_back();
-            back.into_iter().for_each(|j| self.experts.swap(i as usize, j as usize));
-            if changed {
-                self.move_to(i, g);
-                back.into_iter().for_each(|j| self.move_to(j, h));
-                self.restore([g, h]);
-            }
-            self.restore_loads();
         }
-        good
+        changed
     }
 
     fn exchange_experts(&mut self, i: u32, j: u32) {
@@ -136,162 +140,148 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         self.load.swap(i as usize, j as usize);
     }
 
-    /// Device `i` goes to group `h`: those that stay take its experts, and those there give it some; unless the excess would be over `most`. If that is
-    /// its own group, it gives all experts to the others, or takes some where it has none.
-    fn join(&mut self, i: u32, h: usize, most: f64) -> bool {
-        let Some(g) = self.group(i).filter(|g| self.groups[*g].len() > 1) else { return false };
-        let Some(others) = self.hopeful((i, g, h), None, most) else { return false };
-        let takes = g != h || self.experts[i as usize].is_empty();
-        self.follow((i, g, h), None, others, most, |joint| {
-            let dealt = joint.give_away(i, (g, i), 0);
-            if takes {
-                joint.take(i, (h, i));
-            }
-            dealt
-        })
-    }
-
-    /// The expert at `place` of device `i`'s goes to `j` of the same group, for that at `other` of `j`'s if there is one, unless the excess would be
-    /// over `most`.
-    fn shift(&mut self, (i, place): (u32, usize), (j, other): (u32, Option<usize>), most: f64) -> bool {
-        let Some(g) = self.group(i) else { return false };
+    /// Gives device `j` of the same group the expert at `place` of device `i`, for the one at `other` of `j` if that is given.
+    fn give_or_swap(&mut self, (i, place): (u32, usize), (j, other): (u32, Option<usize>), most: f64) -> bool {
         let costs = &self.placed.experts.costs;
         let e = self.experts[i as usize][place];
         let f = other.map(|other| self.experts[j as usize][other]);
-        let (held, there) = (self.experts[i as usize].len(), self.experts[j as usize].len());
-        if f.is_none() && there >= self.memory(j) {
-            return false;
-        }
         let moved = costs[e as usize] - f.map_or(0.0, |f| costs[f as usize]);
-        if f.is_some() && moved == 0.0 {
+        if (f.is_none() && self.experts[j as usize].len() >= self.memory[j as usize]) || (f.is_some() && moved == 0.0) {
             return false;
         }
         let one = usize::from(f.is_none());
-        let parts = [self.loaded(i, -moved, held - one), self.loaded(j, moved, there + one)];
-        if !self.change_one(g, &parts, most) {
-            return false;
-        }
-        self.give(e, i, j);
-        f.into_iter().for_each(|f| self.give(f, j, i));
-        self.settle(i as usize);
-        self.settle(j as usize);
-        true
+        self.change_inside((i, j), moved, one, most, |joint| {
+            joint.give(e, i, j);
+            f.into_iter().for_each(|f| joint.give(f, j, i));
+        })
     }
 
-    /// Device `i` gives `j` of the same group its last `count` experts, unless the excess would be over `most`.
-    fn pour(&mut self, i: u32, j: u32, count: usize, most: f64) -> bool {
-        let Some(g) = self.group(i) else { return false };
-        let costs = &self.placed.experts.costs;
+    /// Device `i` gives `j` of the same group its last `count` experts.
+    fn give_several(&mut self, i: u32, j: u32, count: usize, most: f64) -> bool {
         let (held, there) = (self.experts[i as usize].len(), self.experts[j as usize].len());
-        if there + count > self.memory(j) {
+        if there + count > self.memory[j as usize] {
             return false;
         }
+        let costs = &self.placed.experts.costs;
         let moved: f64 = self.experts[i as usize][held - count..].iter().map(|&e| costs[e as usize]).sum();
-        let parts = [self.loaded(i, -moved, held - count), self.loaded(j, moved, there + count)];
-        if !self.change_one(g, &parts, most) {
+        self.change_inside((i, j), moved, count, most, |joint| {
+            while joint.experts[i as usize].len() > held - count
+                && let Some(&e) = joint.experts[i as usize].last()
+            {
+                joint.give(e, i, j);
+            }
+        })
+    }
+
+    /// Moves `moved` FLOP in `count` experts from device `i` to `j` of the same group, by `give`.
+    fn change_inside(
+        &mut self,
+        (i, j): (u32, u32),
+        moved: f64,
+        count: usize,
+        most: f64,
+        give: impl FnOnce(&mut Self),
+    ) -> bool {
+        let (g, held) = (self.group(i), self.experts[i as usize].len() - count);
+        let there = self.experts[j as usize].len() + count;
+        let parts = [self.loaded(i, -moved, held), self.loaded(j, moved, there)];
+        let Some(times) = self.after(g, &parts, self.limit, most - self.excess + self.times[g].over) else {
             return false;
-        }
-        while self.experts[i as usize].len() > held - count
-            && let Some(&e) = self.experts[i as usize].last()
-        {
-            self.give(e, i, j);
-        }
+        };
+        self.put(g, &parts, times);
+        self.given.clear();
+        give(self);
         self.settle(i as usize);
         self.settle(j as usize);
         true
     }
 
-    /// Device `i` where it is, with `more` FLOP, in so many experts.
-    pub(super) fn loaded(&self, i: u32, more: f64, experts: usize) -> Part {
+    /// Device `i` in its group, with `more` FLOP, in this many experts.
+    fn loaded(&self, i: u32, more: f64, experts: usize) -> Part {
         let before = self.roles[i as usize];
         let load = if experts > 0 { before.load + more } else { 0.0 };
         Part::new(i as usize, before, Role { member: true, holds: experts > 0, load })
     }
 
-    /// Where these devices change between two groups: the slowest link then, the limit, and the excess of all other groups.
-    fn others(&mut self, g: usize, h: usize, i: u32, back: Option<u32>) -> Others {
+    /// What moving device `i` from group `g` to `h`, and `back` from there to `g`, means to the other groups.
+    fn others(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>) -> Others {
+        let idle = self.n_groups as u32;
+        let named = |g: u32| if g == idle { IDLE } else { g };
         let to = |x: u32| match x {
-            _ if x == i => h as u32,
-            _ if Some(x) == back => g as u32,
-            _ => self.group_of[x as usize],
+            _ if x == i => named(h as u32),
+            _ if Some(x) == back => named(g as u32),
+            _ => named(self.group_of[x as usize]),
         };
-        let slowest = self.placed.problem.slowest_after(self.slowest, [Some(i), back], to);
+        let slowest = match self.n_groups > 1 {
+            true => self.placed.problem.slowest_after(self.slowest, [Some(i), back], to),
+            false => None,
+        };
         self.ops += slowest.unwrap_or(0) as u64 / 2;
-        if slowest == self.slowest {
-            let excess = self.excess - self.times[g].over - self.times[h].over;
-            return Others { slowest, limit: self.limit, excess };
+        let mut workers = self.workers;
+        if back.is_none() {
+            workers = workers + usize::from(self.is_idle(g)) - usize::from(self.is_idle(h));
         }
-        let limit = self.limit_of(slowest);
+        if slowest == self.slowest && workers == self.workers {
+            let excess = self.excess - self.times[g].over - self.times[h].over;
+            return Others { slowest, workers, limit: self.limit, excess };
+        }
+        let limit = self.limit_of(slowest, workers);
         self.ops += self.n() as u64;
-        let others = (0..self.groups.len()).filter(|&k| k != g && k != h);
-        Others { slowest, limit, excess: others.map(|k| self.group_times(k, limit).over).sum() }
+        let others = (0..self.n_groups).filter(|&k| k != g && k != h);
+        Others { slowest, workers, limit, excess: others.map(|k| self.group_times(k, limit).over).sum() }
     }
 
-    /// Whether device `i` may go from group `g` to group `h`, and `back` from there to `g`, with an excess of at most `most`: what it sends there, to
-    /// experts where they are now, and experts as if they could be cut, leave that open.
+    /// Whether such a change can stay at or below an excess of `most`, judged by what each newcomer sends to the experts where they are, and by compute as
+    /// if experts could be divided.
     fn hopeful(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>, most: f64) -> Option<Others> {
         if g == h {
-            return Some(Others { slowest: self.slowest, limit: self.limit, excess: 0.0 });
+            let excess = self.excess - self.times[g].over;
+            return Some(Others { slowest: self.slowest, workers: self.workers, limit: self.limit, excess });
         }
-        let others = self.others(g, h, i, back);
-        let (n, flops) = (self.n(), &self.placed.problem.flops);
+        let others = self.others((i, g, h), back);
         let mut excess = others.excess;
-        for (into, to, out) in [(Some(i), h, back), (back, g, Some(i))] {
-            let flops_of = |i: Option<u32>| i.map_or(0.0, |i| flops[i as usize]);
+        for (into, to, out) in [(Some(i), h, back), (back, g, Some(i))].into_iter().filter(|part| !self.is_idle(part.1))
+        {
+            let flops_of = |i: Option<u32>| i.map_or(0.0, |i| self.flops[i as usize]);
             let rate = self.rates[to] + flops_of(into) - flops_of(out);
             let size = (self.groups[to].len() + usize::from(into.is_some()) - usize::from(out.is_some())) as f64;
             let sent = into.map_or(0.0, |into| {
-                let sums = &self.sums[to * n + into as usize];
+                let sums = &self.sums[to * self.n() + into as usize];
                 let to_out = out.map_or(0.0, |out| {
-                    let (links, role) = (self.pairs.to[out as usize * n + into as usize], self.roles[out as usize]);
+                    let links = self.pairs.to[out as usize * self.n() + into as usize];
+                    let role = self.roles[out as usize];
                     if role.holds { links[0] + links[1] * role.load } else { 0.0 }
                 });
                 sums[0] + sums[1] - to_out
             });
             let compute = size * self.placed.experts.total / rate;
-            excess += (compute + sent - others.limit).max(0.0) + (size - 1.0) * (compute - others.limit).max(0.0);
+            let over = compute - others.limit;
+            excess += (over + sent).max(0.0) + (size - 1.0) * over.max(0.0);
         }
         self.ops += 4;
         (excess <= most).then_some(others)
     }
 
-    /// Device `i` goes from group `g` to group `h`, and `back` from there to `g`; they and others hold what they are to hold, of which the sums know
-    /// nothing yet. Or nothing of the sort, and false, where the excess would be over `most`.
+    /// Moves device `i` from group `g` to `h`, and `back` from there to `g`, after experts have been given: brings sums and times up to date. Returns false,
+    /// with nothing changed, where the excess would be above `most`.
     fn changed(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>, others: Others, most: f64) -> bool {
         let [mut into_g, mut into_h] = std::mem::take(&mut self.parts);
         into_g.clear();
         into_h.clear();
-        let none = Role::default();
-        let of = |j: u32| (j as usize, self.roles[j as usize], self.role(j as usize));
-        let stay = |k: usize, into: &mut Vec<Part>| {
-            let all = self.groups[k].iter().filter(|j| g == h || (**j != i && Some(**j) != back)).map(|&j| of(j));
-            let changing = all.filter(|(_, before, after)| before != after);
-            into.extend(changing.map(|(j, before, after)| Part::new(j, before, after)));
-        };
         if g != h {
-            let (joins, leaves) = (
-                |j: u32| Part::new(j as usize, none, self.role(j as usize)),
-                |j: u32| Part::new(j as usize, self.roles[j as usize], none),
-            );
+            let none = Role::default();
+            let joins = |j: u32| Part::new(j as usize, none, self.role(j as usize));
+            let leaves = |j: u32| Part::new(j as usize, self.roles[j as usize], none);
             into_h.push(joins(i));
             into_h.extend(back.map(leaves));
             into_g.extend(back.map(joins));
             into_g.push(leaves(i));
-            stay(g, &mut into_g);
+            self.add_changing(g, (i, back), &mut into_g);
+            self.add_changing(h, (i, back), &mut into_h);
+        } else {
+            self.add_changing(h, (u32::MAX, None), &mut into_h);
         }
-        stay(h, &mut into_h);
-        let changed = match (g == h, back) {
-            (true, _) => {
-                let times = self.after_one(g, &into_h, most);
-                if let Some(times) = times {
-                    self.save([g, h]);
-                    self.put(g, &into_h, times);
-                }
-                times.is_some()
-            }
-            (false, None) => self.change_two((g, &into_g), (h, &into_h), &[(i, h)], others, most),
-            (false, Some(j)) => self.change_two((g, &into_g), (h, &into_h), &[(i, h), (j, g)], others, most),
-        };
+        let changed = self.enter_both((i, g, h), back, [&into_g, &into_h], others, most);
         if changed {
             for part in into_g.iter().chain(&into_h).filter(|part| part.after.member) {
                 self.settle(part.device);
@@ -301,49 +291,41 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         changed
     }
 
-    /// What group `g` takes after a change inside it, unless the excess would be over `most`.
-    fn after_one(&mut self, g: usize, parts: &[Part], most: f64) -> Option<Times> {
-        self.after(g, parts, self.limit, most - self.excess + self.times[g].over)
+    /// Adds the members of a group whose experts have changed, except those that move.
+    fn add_changing(&self, g: usize, (i, back): (u32, Option<u32>), into: &mut Vec<Part>) {
+        if !self.is_idle(g) {
+            for &j in self.groups[g].iter().filter(|j| **j != i && Some(**j) != back) {
+                let (before, after) = (self.roles[j as usize], self.role(j as usize));
+                if before != after {
+                    into.push(Part::new(j as usize, before, after));
+                }
+            }
+        }
     }
 
-    /// A change inside group `g`, as far as sums and times go, unless the excess would be over `most`.
-    fn change_one(&mut self, g: usize, parts: &[Part], most: f64) -> bool {
-        let Some(times) = self.after_one(g, parts, most) else { return false };
-        self.put(g, parts, times);
-        true
-    }
-
-    /// Enters a change inside group `g`, which takes `times` then.
-    pub(super) fn put(&mut self, g: usize, parts: &[Part], times: Times) {
-        self.enter(g, parts);
-        self.times[g] = times;
-        self.excess = self.times.iter().map(|times| times.over).sum();
-    }
-
-    /// The same in two groups, between which these devices move; what was before is kept.
-    fn change_two(
+    fn enter_both(
         &mut self,
-        (g, from_g): (usize, &[Part]),
-        (h, into_h): (usize, &[Part]),
-        moved: &[(u32, usize)],
-        Others { slowest, limit, excess }: Others,
+        (i, g, h): (u32, usize, usize),
+        back: Option<u32>,
+        [into_g, into_h]: [&[Part]; 2],
+        Others { slowest, workers, limit, excess }: Others,
         most: f64,
     ) -> bool {
         let Some(there) = self.after(h, into_h, limit, most - excess) else { return false };
-        let Some(here) = self.after(g, from_g, limit, most - excess - there.over) else { return false };
-        self.save([g, h]);
-        self.enter(h, into_h);
-        self.enter(g, from_g);
-        for &(i, to) in moved {
-            let (from, flops) = (self.group_of[i as usize] as usize, self.placed.problem.flops[i as usize]);
-            self.rates[from] -= flops;
-            self.rates[to] += flops;
-            self.move_to(i, to);
+        if g == h {
+            self.put(g, into_h, there);
+            return true;
         }
-        (self.times[g], self.times[h], self.slowest) = (here, there, slowest);
+        let Some(here) = self.after(g, into_g, limit, most - excess - there.over) else { return false };
+        self.enter(h, into_h);
+        self.enter(g, into_g);
+        self.move_to(i, h);
+        back.into_iter().for_each(|j| self.move_to(j, g));
+        (self.times[g], self.times[h]) = (here, there);
+        (self.slowest, self.workers) = (slowest, workers);
         if limit != self.limit {
             self.limit = limit;
-            for k in (0..self.groups.len()).filter(|&k| k != g && k != h) {
+            for k in (0..self.n_groups).filter(|&k| k != g && k != h) {
                 self.times[k] = self.group_times(k, limit);
             }
         }
@@ -351,13 +333,131 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         true
     }
 
-    /// Device `i` is a member of group `to`.
+    /// Enters a change inside group `g`, which takes `times` then.
+    fn put(&mut self, g: usize, parts: &[Part], times: Times) {
+        self.enter(g, parts);
+        self.times[g] = times;
+        self.excess = self.times.iter().map(|times| times.over).sum();
+    }
+
     fn move_to(&mut self, i: u32, to: usize) {
-        let from = &mut self.groups[self.group_of[i as usize] as usize];
-        if let Some(place) = from.iter().position(|&j| j == i) {
-            from.swap_remove(place);
+        let (from, flops) = (self.group(i), self.flops[i as usize]);
+        self.rates[from] -= flops;
+        self.rates[to] += flops;
+        let members = &mut self.groups[from];
+        if let Some(place) = members.iter().position(|&j| j == i) {
+            members.swap_remove(place);
         }
         self.groups[to].push(i);
         self.group_of[i as usize] = to as u32;
+    }
+
+    /// How long device `i` computes and receives in group `g` with this load, ms.
+    #[inline]
+    fn end(&self, g: usize, i: u32, load: f64) -> f64 {
+        let sums = &self.sums[g * self.n() + i as usize];
+        let received = if load > 0.0 { sums[2] + sums[3] * load } else { 0.0 };
+        self.groups[g].len() as f64 * load / self.flops[i as usize] + received
+    }
+
+    /// Moves expert `e` from one device to another.
+    fn give(&mut self, e: u32, from: u32, to: u32) {
+        let cost = self.placed.experts.costs[e as usize];
+        let here = &mut self.experts[from as usize];
+        if let Some(place) = here.iter().rposition(|held| *held == e) {
+            here.swap_remove(place);
+        }
+        self.load[from as usize] = if here.is_empty() { 0.0 } else { self.load[from as usize] - cost };
+        self.experts[to as usize].push(e);
+        self.load[to as usize] += cost;
+        self.given.push((e, from, to));
+    }
+
+    /// Keeps the loads for [`Self::take_back`].
+    fn keep_loads(&mut self) {
+        self.given.clear();
+        self.load_before.clone_from(&self.load);
+        self.ops += self.n() as u64 / 8;
+    }
+
+    /// Returns all experts that were given since [`Self::keep_loads`].
+    fn take_back(&mut self) {
+        while let Some((e, from, to)) = self.given.pop() {
+            let there = &mut self.experts[to as usize];
+            if let Some(place) = there.iter().rposition(|held| *held == e) {
+                there.swap_remove(place);
+            }
+            self.experts[from as usize].push(e);
+        }
+        std::mem::swap(&mut self.load, &mut self.load_before);
+    }
+
+    /// Device `i` gives experts to those of a group, except `out`, until it holds no more than `most`. Returns false where there is no room.
+    fn give_all(&mut self, i: u32, from: (usize, u32), most: usize) -> bool {
+        while self.experts[i as usize].len() > most {
+            if !self.give_one(i, from, f64::INFINITY) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Device `i` gives its last expert to the device that ends first with it. Returns false where none ends before `latest`.
+    fn give_one(&mut self, i: u32, (g, out): (usize, u32), latest: f64) -> bool {
+        let Some(&e) = self.experts[i as usize].last() else { return false };
+        let cost = self.placed.experts.costs[e as usize];
+        let mut first = (latest, None);
+        for &j in self.groups[g].iter().filter(|j| **j != i && **j != out) {
+            if self.experts[j as usize].len() < self.memory[j as usize] {
+                let end = self.end(g, j, self.load[j as usize] + cost);
+                if end < first.0 {
+                    first = (end, Some(j));
+                }
+            }
+        }
+        self.ops += self.groups[g].len() as u64;
+        let Some(to) = first.1 else { return false };
+        self.give(e, i, to);
+        true
+    }
+
+    /// Device `i` takes experts of those of a group, except `out`, as long as it ends before the giver did.
+    fn take(&mut self, i: u32, (g, out): (usize, u32)) {
+        let costs = &self.placed.experts.costs;
+        while !self.is_idle(g) && self.experts[i as usize].len() < self.memory[i as usize] {
+            let mut last = (self.end(g, i, self.load[i as usize]), None);
+            for &j in self.groups[g].iter().filter(|j| **j != i && **j != out) {
+                let end = self.end(g, j, self.load[j as usize]);
+                if end > last.0 {
+                    last = (end, Some(j));
+                }
+            }
+            self.ops += self.groups[g].len() as u64;
+            let (end, Some(from)) = last else { break };
+            self.ops += self.experts[from as usize].len() as u64 / 4;
+            let ends = |e: u32| self.end(g, i, self.load[i as usize] + costs[e as usize]);
+            let earlier = self.experts[from as usize].iter().copied().filter(|&e| ends(e) < end);
+            let Some(e) = earlier.max_by(|&a, &b| costs[a as usize].total_cmp(&costs[b as usize])) else { break };
+            self.give(e, from, i);
+        }
+    }
+
+    /// Device `i`, new in a group that `out` leaves, gives away what it has no room for. With `more` it also gives what others end earlier with, or else
+    /// takes experts. Returns false where there is no room.
+    fn balance(&mut self, i: u32, from: (usize, u32), more: bool) -> bool {
+        if self.is_idle(from.0) {
+            return self.experts[i as usize].is_empty();
+        }
+        if !self.give_all(i, from, self.memory[i as usize]) {
+            return false;
+        }
+        if more {
+            let before = self.given.len();
+            while self.give_one(i, from, self.end(from.0, i, self.load[i as usize])) {}
+            if self.given.len() == before {
+                self.take(i, from);
+            }
+        }
+        true
     }
 }

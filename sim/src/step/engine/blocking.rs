@@ -1,23 +1,23 @@
-//! Puts that take until their target has taken them, over messages that a PE sends and takes only while it is in a call: while it puts or waits.
+//! Blocking puts: a put returns when its target has received it, and a PE sends and receives messages only while it puts or waits.
 //!
-//! A put is announced, granted by its target, sent, asked for, and acknowledged: five ways, which share the link's latency. Grants and acknowledgements go the
-//! way of the target's own rows, behind those that are leaving: of two PEs that put to each other, the one that comes later waits until the other's rows have
-//! left, and the first one until those of the later one have.
+//! A put takes five messages: announcement, grant, data, request, acknowledgement. The five share the link's latency. Grants and
+//! acknowledgements queue behind the target's own outgoing rows: if two PEs put to each other, the later one waits until the other's rows
+//! have left, then the first one waits for the rows of the later one.
 
 use super::Engine;
 use super::event::{Kind, Message, What};
 use super::types::Work;
 
-/// Of the link's latency what each way takes.
+/// Fraction of the link's latency per message.
 const WAY: f64 = 0.2;
 
 impl Engine<'_> {
-    /// Whether a PE's messages move.
+    /// Whether the PE is in a call, so that its messages move.
     fn is_in_call(&self, p: usize) -> bool {
         matches!(self.pes[p].working, None | Some((Work::Put(_), _)))
     }
 
-    /// A PE is in a call now: what was announced to it is granted, and what has come is taken. Says whether anything was.
+    /// Called while a PE is in a call: grants announced messages and receives arrived ones. Returns whether there were any.
     pub(super) fn in_call(&mut self, p: usize) -> bool {
         std::mem::take(&mut self.pes[p].announced).into_iter().for_each(|message| self.grant(message));
         let untaken = std::mem::take(&mut self.pes[p].untaken);
@@ -39,7 +39,7 @@ impl Engine<'_> {
         self.at(there_s, to, pass, What::Announced { at: at as u32, chunk, kind });
     }
 
-    /// The target grants it in its next call, or at once in one.
+    /// The target grants it in its next call, or at once if it is in one.
     pub(super) fn announced(&mut self, message: Message) {
         match self.is_in_call(message.to) {
             true => self.grant(message),
@@ -56,7 +56,7 @@ impl Engine<'_> {
         self.leave(message, WAY);
     }
 
-    /// A message is there; whose it is takes it in its next call, or at once in one.
+    /// A message has arrived; its receiver takes it in its next call, or at once if it is in one.
     pub(super) fn arrived_at_call(&mut self, message: Message) {
         match self.is_in_call(message.to) {
             true => self.take(message),
@@ -64,26 +64,26 @@ impl Engine<'_> {
         }
     }
 
-    /// The target has the message.
+    /// The target has received the message.
     fn take(&mut self, Message { from, to, at, chunk, kind, pass }: Message) {
         let asked_s = self.now_s + WAY * self.network.alpha_s(from, to);
         self.at(asked_s, to, pass, What::Asked { from: from as u32 });
         self.arrived(to, at as u32, chunk, kind, pass);
     }
 
-    /// A PE that has taken a message is asked whether it has.
+    /// A PE that has received a message is asked for its acknowledgement.
     pub(super) fn asked(&mut self, to: usize, from: usize, pass: u32) {
         let there_s = self.answer_s(to, from);
         self.at(there_s, from, pass, What::Taken);
     }
 
-    /// Who put a message goes on.
+    /// The sender of a put continues.
     pub(super) fn taken(&mut self, from: usize) {
         self.worked(from);
         self.compute(from);
     }
 
-    /// When what `from` says now is at `to`: it goes behind the rows that are leaving.
+    /// Arrival time at `to` of a control message that `from` sends now: it queues behind the outgoing rows.
     fn answer_s(&self, from: usize, to: usize) -> f64 {
         self.network.sending_until_s(from, to).max(self.now_s) + WAY * self.network.alpha_s(from, to)
     }

@@ -1,4 +1,4 @@
-//! The bulk schedule: all PEs of a group finish a phase before any begins the next.
+//! The bulk schedule: all PEs of a group finish a phase before any starts the next.
 
 use std::cmp::Reverse;
 
@@ -13,7 +13,7 @@ impl Engine<'_> {
         state.counts_s = self.now_s;
     }
 
-    /// In the bulk schedule: one more of what the phase waits for is done.
+    /// Counts one completion of the current phase; in the bulk schedule only.
     pub(super) fn one_less(&mut self, group: usize) {
         let state = &mut self.groups[group];
         state.pending -= 1;
@@ -45,7 +45,7 @@ impl Engine<'_> {
             members.iter().for_each(|&pe| self.compute(pe));
         }
         if self.groups[group].pending == 0 {
-            // Nothing to wait for, but the barrier.
+            // Only the barrier remains.
             self.groups[group].pending = 1;
             return self.one_less(group);
         }
@@ -82,7 +82,7 @@ impl Engine<'_> {
         sent as u32
     }
 
-    /// All results are back. The router's gradients are what is left of a backward.
+    /// All results have returned. A backward ends with the router's gradients.
     fn end_bulk(&mut self, group: usize, members: &[usize]) {
         let start_s = self.now_s;
         self.begin_bulk(group);

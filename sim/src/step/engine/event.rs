@@ -1,8 +1,8 @@
-//! What happens, and in which order.
+//! Events and their order.
 
 use std::cmp::Ordering;
 
-/// What a message is: rows on their way out, or results on their way back; a chunk's, or those that cross the network for all PEs of a host.
+/// The content of a message: rows of a dispatch or results of a combine, of one chunk or of a crossing for all PEs of a host.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Kind {
     Rows,
@@ -17,7 +17,7 @@ impl Kind {
     }
 }
 
-/// A message of the rows that `at` receives as its chunk `chunk`, or hands on as its crossing of that number, in a pass.
+/// A message with the rows of chunk `chunk` of `at`, or of the crossing of that number that `at` forwards, in a pass.
 #[derive(Clone, Copy)]
 pub struct Message {
     pub from: usize,
@@ -28,30 +28,31 @@ pub struct Message {
     pub pass: u32,
 }
 
-/// What happens.
+/// The kind of an event.
 #[derive(Clone, Copy)]
 pub enum What {
-    /// A PE has the headers of all.
+    /// The headers of all PEs have arrived at a PE.
     Headers,
-    /// A chunk may leave: its place at the receiver is free. Its own numbers are the receiver's.
+    /// A chunk may leave: its slot at the receiver is free. Numbers are those of the receiver.
     Leave {
         to: u32,
         chunk: u32,
         kind: Kind,
     },
-    /// The head of a chunk's message has arrived; its own numbers are as in [`Message`].
+    /// The head of a chunk's message has arrived; numbers as in [`Message`].
     Head {
         at: u32,
         chunk: u32,
         kind: Kind,
     },
-    /// All of it has.
+    /// The whole message has arrived.
     Arrived {
         at: u32,
         chunk: u32,
         kind: Kind,
     },
-    /// Where puts block: a message is announced to the PE; it may leave the PE; the PE is asked whether it has it, and knows that it was taken.
+    /// Blocking puts: a message is announced to the PE; it may leave the PE; the PE is asked for its acknowledgement; the acknowledgement
+    /// has arrived.
     Announced {
         at: u32,
         chunk: u32,
@@ -66,7 +67,7 @@ pub enum What {
         from: u32,
     },
     Taken,
-    /// A PE's piece of work is done, where nothing has changed on its host since event `turn`.
+    /// A PE has finished a piece of work, unless its host has changed since event `turn`.
     Computed {
         turn: u64,
     },
@@ -76,9 +77,9 @@ pub enum What {
 
 pub struct Event {
     pub time_s: f64,
-    /// Order of events at the same time.
+    /// Breaks ties between events at the same time.
     pub number: u64,
-    /// The PE, or of [`What::Phase`] the group.
+    /// The PE, or for [`What::Phase`] the group.
     pub who: u32,
     pub pass: u32,
     pub what: What,

@@ -1,4 +1,4 @@
-//! The events of a step.
+//! The engine of a step: its state, and the PE's place in the plan.
 
 mod blocking;
 mod bulk;
@@ -22,49 +22,49 @@ use crate::network::Network;
 use aristos_formats::Span;
 pub use run::simulate;
 
-/// A PE in a pass.
+/// The state of a PE in a pass.
 #[derive(Default)]
 struct Pe {
     group: u32,
     index: u32,
-    /// Passes so far, this one included.
+    /// Passes started.
     pass: u32,
     start_s: f64,
-    /// Whether tiles are cut.
+    /// Whether tiles are formed.
     placed: bool,
     working: Option<(Work, f64)>,
     missing: Vec<u32>,
     undone: Vec<u32>,
-    /// Tiles whose rows are there: whether they are all this PE's own, which nobody else waits for, and the tile.
+    /// Tiles whose rows have arrived, as (all rows are this PE's own, tile): tiles for which other PEs wait come first.
     ready: BinaryHeap<Reverse<(bool, u32)>>,
-    /// What is to be put, gathered and summed.
+    /// Pending copies: puts, gathers and sums.
     copies: Copies,
-    /// FLOP of work that nobody waits for.
+    /// FLOP of background work.
     fillers: Vec<f64>,
     /// FLOP of the router's gradients, which need those of all choices' weights.
     router_last: Option<f64>,
     tiles_left: Vec<u32>,
     all_tiles_left: u32,
-    /// Chunks that this PE has not had results of, its own included.
+    /// Chunks whose results have not arrived, including its own.
     results_left: u32,
-    /// Chunks that came before they could be gathered.
+    /// Chunks that arrived before they could be gathered.
     early: Vec<(u32, u32)>,
-    /// What it hands on.
+    /// Crossings that it forwards.
     relaying: Vec<Relaying>,
-    /// Where puts block: messages that are to be sent to it, and others that have come, which wait until it is in a call.
+    /// Blocking puts: messages announced to this PE, and arrived messages, which wait until it is in a call.
     announced: Vec<Message>,
     untaken: Vec<Message>,
-    /// It takes some, and begins nothing until it has them all.
+    /// Whether it is receiving messages; no other work starts until it has them all.
     taking: bool,
     headers: u32,
     headers_s: f64,
-    /// How many times as long as usual its work takes in this step.
+    /// Slowdown of its work in this step.
     slowness: f64,
-    /// Its core, where PEs share them, and until when it has worked there, s.
+    /// The PE's core, if PEs share cores, and the end of its last work there, s.
     core: usize,
     worked_until_s: f64,
     end_s: f64,
-    /// When it had done its experts' work, in the bulk schedule.
+    /// End of its experts' work, in the bulk schedule.
     experts_until_s: f64,
     time: PeTime,
 }
@@ -81,7 +81,7 @@ enum Phase {
 struct GroupState {
     phase: Phase,
     pending: u32,
-    /// Waiting for all PEs of the group at once.
+    /// Time of a barrier of the group, s.
     barrier_s: f64,
     counts_s: f64,
 }
@@ -91,7 +91,7 @@ struct Engine<'a> {
     network: Network<'a>,
     pes: Vec<Pe>,
     groups: Vec<GroupState>,
-    /// Who is at work on each host, where PEs share cores.
+    /// The PEs at work on each host, if PEs share cores.
     hosts: Vec<HostWork>,
     queue: BinaryHeap<Reverse<Event>>,
     number: u64,
@@ -126,7 +126,7 @@ impl<'a> Engine<'a> {
         self.queue.push(Reverse(Event { time_s, number: self.number, who: who as u32, pass, what }));
     }
 
-    /// Time of so many FLOP on a PE.
+    /// Time of `flop` FLOP on a PE.
     fn compute_s(&self, pe: usize, flop: f64) -> f64 {
         let per_s = self.step.cluster.devices[pe].flop_per_ms * 1e3 * self.step.speed.1;
         flop / per_s * self.pes[pe].slowness

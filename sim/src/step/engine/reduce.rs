@@ -1,10 +1,11 @@
-//! What follows the passes: who was late, and the sums of gradients.
+//! After the passes: stragglers, and the sums of gradients.
 
 use super::Engine;
 use crate::step::{PeTime, Schedule};
 
 impl Engine<'_> {
-    /// Adds how much later than the first of its group each PE ended; in the bulk schedule, where barriers make them end alike, its experts' work.
+    /// Adds each PE's delay relative to the first PE of its group; in the bulk schedule, where barriers align the ends, the delay of its
+    /// experts' work.
     pub(super) fn stragglers(&self, all: &mut Vec<f64>) {
         for group in self.step.groups {
             let end_s = |&pe: &usize| match self.step.schedule {
@@ -16,7 +17,8 @@ impl Engine<'_> {
         }
     }
 
-    /// Sums the gradients of replicas, in a group or in several, and those of what every PE has; when the last PE has them, s.
+    /// Sums the gradients of replicas, in one group or several, and those of the replicated weights; returns the time at which the last PE
+    /// has them, s.
     pub(super) fn all_reduce(&mut self) -> f64 {
         let (step, n) = (self.step, self.pes.len());
         let (expert_bytes, replicated_bytes) = step.cost.gradient_bytes;
@@ -51,7 +53,7 @@ impl Engine<'_> {
                 ready_s[pe] = all_s + 2.0 * self.network.alpha_s(pe, to) + self.network.wire_s(pe, to, bytes);
             }
         }
-        // What every PE has: reduce-scatter and all-gather by halving and doubling.
+        // Replicated weights: reduce-scatter and all-gather by halving and doubling.
         let rounds = f64::from(n.next_power_of_two().trailing_zeros());
         let replicated_s = match n {
             1 => 0.0,

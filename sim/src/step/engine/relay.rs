@@ -1,10 +1,10 @@
-//! Rows that cross the network once for all PEs of a host: a relay there hands them on, and sends back one sum of their results.
+//! Relays: rows cross the network once for all PEs of a host; a relay there forwards them, and returns one sum of their results.
 
 use super::Engine;
 use super::event::{Kind, Message};
 
 impl Engine<'_> {
-    /// Rows have crossed: the relay passes each PE its part, whatever else it is at.
+    /// Crossing rows have arrived: the relay forwards each PE its part, even while it is at work.
     pub(super) fn hand_on(&mut self, p: usize, crossing: u32, pass: u32) {
         for &(to, chunk) in &self.plan(p).crossings[crossing as usize].parts {
             match self.member(p, to) {
@@ -14,7 +14,7 @@ impl Engine<'_> {
         }
     }
 
-    /// A PE has gathered its part. With the last one the crossing's place is free.
+    /// A PE has gathered its part of a crossing. The last part frees the crossing's slot.
     pub(super) fn part_gathered(&mut self, p: usize, relay: u32, crossing: u32) {
         let relay = self.member(p, relay);
         let there_s = if relay == p { self.now_s } else { self.now_s + self.network.alpha_s(p, relay) };

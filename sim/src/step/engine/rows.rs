@@ -1,4 +1,4 @@
-//! Rows and results on their way: what a PE puts, gathers and sums, and when it may.
+//! Rows and results in flight: puts, gathers and sums of a PE, and their credits.
 
 use std::cmp::Reverse;
 
@@ -10,7 +10,7 @@ use crate::step::plan::Chunk;
 use aristos_formats::Span;
 
 impl Engine<'_> {
-    /// Has a PE copy, which is done at once where it costs nothing. [`Engine::compute`] is to follow.
+    /// Queues a copy for a PE; it completes at once if its cost is 0. The caller then calls [`Engine::compute`].
     pub(super) fn copy(&mut self, p: usize, copy: Copying) {
         let cost = &self.step.cost.copy_flop[usize::from(self.is_backward(p))];
         let of = |at: usize, chunk: u32| self.plan(at).chunks[chunk as usize];
@@ -37,7 +37,7 @@ impl Engine<'_> {
         }
     }
 
-    /// What is so once a PE has copied.
+    /// Applies the effects of a finished copy.
     pub(super) fn copied(&mut self, p: usize, copy: Copying) {
         let (pass, bulk) = (self.pes[p].pass, self.step.schedule == Schedule::Bulk);
         match copy {
@@ -68,7 +68,7 @@ impl Engine<'_> {
         }
     }
 
-    /// Sends the chunks of one filling of the windows, the next PE's first; says how many PEs get.
+    /// Sends the chunks of one window refill, starting with the next PE; returns the number of chunks that PEs then receive.
     pub(super) fn send_chunks(&mut self, p: usize, round: u32) -> u32 {
         let n = self.step.groups[self.pes[p].group as usize].members.len() as u32;
         let me = self.pes[p].index;
@@ -89,7 +89,7 @@ impl Engine<'_> {
         sent
     }
 
-    /// Puts a message on its way, or asks its target for it.
+    /// Sends a message, or announces it if puts block.
     pub(super) fn message(&mut self, message: Message) {
         match self.step.puts_block {
             true => self.ask(message),
@@ -97,7 +97,7 @@ impl Engine<'_> {
         }
     }
 
-    /// A message leaves its PE; it arrives after so much of the link's latency.
+    /// A message leaves its PE; it arrives after a fraction of the link's latency.
     pub(super) fn leave(&mut self, Message { from, to, at, chunk, kind, pass }: Message, of_latency: f64) {
         let bytes = self.bytes(at, chunk, kind, pass);
         self.sent_bytes += bytes;
@@ -109,7 +109,7 @@ impl Engine<'_> {
         self.at(head_s, from, pass, What::Head { at: at as u32, chunk, kind });
     }
 
-    /// From whom a message is, and for whom.
+    /// The sender and the receiver of a message.
     pub(super) fn ends(&self, at: usize, chunk: u32, kind: Kind) -> (usize, usize) {
         let plan = self.plan(at);
         let other = match kind {
@@ -147,7 +147,7 @@ impl Engine<'_> {
         rows * cost.row_bytes + beside
     }
 
-    /// The bytes that a port is taken by: none inside a host whose PEs copy rows themselves.
+    /// The bytes that occupy a port: 0 inside a host whose PEs copy rows themselves.
     fn on_wire(&self, from: usize, to: usize, bytes: f64, pass: u32) -> f64 {
         let backward = self.step.backward && pass.is_multiple_of(2);
         let copies = self.step.cost.copy_flop[usize::from(backward)].put_row != [0.0; 2];
@@ -168,7 +168,7 @@ impl Engine<'_> {
         self.at(end_s, to, pass, What::Arrived { at: at as u32, chunk, kind });
     }
 
-    /// A message is there, and taken.
+    /// A message has arrived and is received.
     pub(super) fn arrived(&mut self, to: usize, at: u32, chunk: u32, kind: Kind, pass: u32) {
         match kind {
             Kind::Rows => self.rows_arrived(to, chunk, pass),
@@ -197,7 +197,7 @@ impl Engine<'_> {
         }
     }
 
-    /// A chunk's rows are in their tiles; its place is given back.
+    /// A chunk's rows are in their tiles; its slot is returned to the sender.
     fn gathered(&mut self, p: usize, chunk: u32) {
         let (tiling, plan) = (self.tiling(p), self.plan(p));
         let pe = &mut self.pes[p];
@@ -217,7 +217,7 @@ impl Engine<'_> {
         }
     }
 
-    /// Gives the place of a chunk, or of what is handed on, back to who sent it; `end` is the end of the sender's.
+    /// Returns the slot of a chunk or crossing to its sender; `end` is the end of the sender's chunks.
     pub(super) fn credit(&mut self, p: usize, chunk: u32, kind: Kind, end: u32, now_s: f64) {
         let next = chunk.saturating_add(self.step.window_chunks as u32);
         if next < end {

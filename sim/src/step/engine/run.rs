@@ -1,4 +1,4 @@
-//! Steps, passes and events.
+//! Runs steps, passes and events.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -12,10 +12,10 @@ use super::{Engine, GroupState, Pe, Phase};
 use crate::network::{Network, Nics};
 use crate::step::{Schedule, Step, StepTimes};
 
-/// Simulates the steps, each of which begins when all PEs have ended the last one.
+/// Simulates the steps. Each step starts when all PEs have ended the last one.
 ///
 /// # Panics
-/// If puts block and rows are handed on by relays, whose own puts are not modelled.
+/// If puts block and relays forward rows: puts of relays are not modelled.
 pub fn simulate(step: &Step) -> StepTimes {
     let mut engine = Engine::new(step);
     let mut times = StepTimes {
@@ -32,7 +32,7 @@ pub fn simulate(step: &Step) -> StepTimes {
     for _ in 0..step.steps {
         let start_s = engine.now_s;
         engine.draw_slowness(&mut rng);
-        // Groups that share nothing are simulated one after the other: few events are in the queue at a time.
+        // Groups without shared resources are simulated one after the other, which keeps the event queue short.
         for groups in &apart {
             engine.now_s = start_s;
             engine.run(groups);
@@ -64,7 +64,7 @@ impl<'a> Engine<'a> {
                 assert!(crossings.is_empty() || !step.puts_block, "relays and puts that block");
                 pes[pe].relaying = crossings.iter().map(Relaying::new).collect();
             }
-            // A dissemination barrier: as many messages one after the other as the number of PEs has bits.
+            // Dissemination barrier: ceil(log2(n)) messages one after the other.
             let members = &group.members;
             let alpha_s =
                 members.iter().map(|&pe| if pe == members[0] { 0.0 } else { network.alpha_s(members[0], pe) });
@@ -93,7 +93,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// The groups, those together that share a port, or cores.
+    /// The groups, joined if they share a port or cores.
     fn apart(&self) -> Vec<Vec<usize>> {
         let groups = 0..self.step.groups.len();
         let (devices, cluster) = (&self.pes, self.step.cluster);
@@ -114,7 +114,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// A step of these groups, up to their PEs' ends of it.
+    /// A step of these groups, until all their PEs end.
     fn run(&mut self, groups: &[usize]) {
         for &group in groups {
             self.begin_bulk(group);
@@ -195,7 +195,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// A PE knows where its rows go.
+    /// A PE has routed its tokens.
     pub(super) fn routed(&mut self, p: usize) {
         let group = self.pes[p].group as usize;
         let members = &self.step.groups[group].members;
@@ -216,7 +216,7 @@ impl<'a> Engine<'a> {
             self.send_chunks(p, 0);
             return self.place(p);
         }
-        // Headers are small, and wait for no port.
+        // Headers are small and do not occupy a port.
         for &to in members {
             let there_s = match to == p {
                 true => now_s,
@@ -236,7 +236,7 @@ impl<'a> Engine<'a> {
         self.compute(p);
     }
 
-    /// All counts are known: tiles are cut, and what is there already is taken.
+    /// All counts have arrived: tiles are formed, and rows that have arrived are received.
     fn place(&mut self, p: usize) {
         let backward = self.is_backward(p);
         if backward {

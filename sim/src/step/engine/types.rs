@@ -1,4 +1,4 @@
-//! The work, the copies and the relays of a PE.
+//! Pieces of work, copies and relayed crossings of a PE.
 
 use std::collections::VecDeque;
 
@@ -15,19 +15,19 @@ pub(super) enum Work {
     Router,
     Tile(u32),
     Copy(Copying),
-    /// Is in a put, until its target has taken it.
+    /// Blocked in a put until its target has received it.
     Put(Copying),
-    /// Work that nobody waits for: the shared expert, gradients of weights.
+    /// Background work: the shared expert, gradients of weights.
     Filler,
 }
 
-/// The PEs at work on a host whose cores they share.
+/// The PEs at work on a host with shared cores.
 #[derive(Default)]
 pub(super) struct HostWork {
     pub(super) working: Vec<OnCore>,
-    /// As of when, s.
+    /// Time of the last change, s.
     pub(super) at_s: f64,
-    /// Changes of who works: what was expected before one is void.
+    /// Number of changes; completions expected before a change are void.
     pub(super) turn: u64,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct HostWork {
 pub(super) struct OnCore {
     pub(super) pe: usize,
     pub(super) core: usize,
-    /// How long its work would still take alone, s.
+    /// Remaining time of its work if it ran alone, s.
     pub(super) left_s: f64,
 }
 
@@ -60,7 +60,7 @@ impl HostWork {
         }
     }
 
-    /// By PE at work, how many times as long as alone its work takes.
+    /// By PE at work, the slowdown of its work.
     pub(super) fn slowdowns(&self, cores: &Cores) -> Vec<f64> {
         let on = self.on_cores(cores);
         let busy = on.iter().filter(|&&on| on > 0).count();
@@ -68,16 +68,16 @@ impl HostWork {
     }
 }
 
-/// What a PE does with a chunk.
+/// A copy of a chunk.
 #[derive(Clone, Copy)]
 pub(super) enum Copying {
-    /// Puts rows to a PE, which receives them as this chunk, or hands them on.
+    /// Puts rows to a PE, which receives them as this chunk, or forwards them.
     Send { to: u32, chunk: u32, kind: Kind },
-    /// Takes rows that have come, or its own, into their tiles.
+    /// Gathers received or own rows into their tiles.
     Gather { chunk: u32 },
-    /// Sums the results of a chunk, and puts them to where its rows are from.
+    /// Sums the results of a chunk, and puts them to the source of its rows.
     Return { chunk: u32 },
-    /// Adds results that came from `at`, of its chunk `chunk`, or that it has collected.
+    /// Adds results that arrived from `at`, of its chunk `chunk`, or that it has collected.
     Add { at: u32, chunk: u32, kind: Kind },
     /// Sums and adds results of its own rows.
     AddOwn { chunk: u32 },
@@ -89,7 +89,7 @@ impl Copying {
     }
 }
 
-/// What a PE is to do with chunks, by what comes first: sending, gathering, returning, adding.
+/// Pending copies, by priority: send, gather, return, add.
 #[derive(Default)]
 pub(super) struct Copies([VecDeque<(Copying, f64)>; 4]);
 
@@ -104,23 +104,23 @@ impl Copies {
         self.0[rank].push_back((copy, flop));
     }
 
-    /// The next of those that other PEs, or tiles, wait for.
+    /// The next copy that other PEs or tiles wait for.
     pub(super) fn urgent(&mut self) -> Option<(Copying, f64)> {
         self.0[..3].iter_mut().find_map(VecDeque::pop_front)
     }
 
-    /// The next of the others.
+    /// The next of the remaining copies.
     pub(super) fn last(&mut self) -> Option<(Copying, f64)> {
         self.0[3].pop_front()
     }
 }
 
-/// What is still to come of a crossing in a pass.
+/// The open parts of a crossing in a pass.
 pub(super) struct Relaying {
-    /// PEs that have not gathered their part of its rows, and when the last of the others' credits is there, s.
+    /// PEs that have not gathered their part of its rows, and the arrival of the latest credit of the others, s.
     pub(super) ungathered: u32,
     pub(super) free_s: f64,
-    /// PEs whose part of its results is not there.
+    /// PEs whose part of its results has not arrived.
     pub(super) uncollected: u32,
 }
 

@@ -1,4 +1,4 @@
-//! What a PE works on, and how long it takes beside the others of its host.
+//! The work of a PE, and its slowdown by the other PEs of its host.
 
 use std::cmp::Reverse;
 
@@ -9,7 +9,7 @@ use crate::step::{Cores, Schedule};
 use aristos_formats::Span;
 
 impl Engine<'_> {
-    /// Begins a piece of work of so many FLOP on a PE that has none.
+    /// Starts a piece of work on an idle PE.
     pub(super) fn begin_work(&mut self, p: usize, work: Work, flop: f64) {
         let time_s = self.compute_s(p, flop);
         self.pes[p].working = Some((work, self.now_s));
@@ -20,8 +20,8 @@ impl Engine<'_> {
         let host = self.network.host(p);
         self.advance(host, &cores);
         let (pe, state) = (&mut self.pes[p], &mut self.hosts[host]);
-        // As schedulers do: who has waited takes its last core, or one that is idle where that is not; nobody is moved while at work, but from a core
-        // of three.
+        // Model of a scheduler: a waking PE returns to its last core if that is idle, else to any idle core. A PE at work moves only away
+        // from a core with three.
         if pe.worked_until_s < self.now_s {
             let on = state.on_cores(&cores);
             if on[pe.core] > 0 {
@@ -33,7 +33,7 @@ impl Engine<'_> {
         self.expect_next(host, &cores);
     }
 
-    /// Takes what was done since the last change off what is left.
+    /// Subtracts the work done since the last change.
     fn advance(&mut self, host: usize, cores: &Cores) {
         let host = &mut self.hosts[host];
         let passed_s = self.now_s - host.at_s;
@@ -44,7 +44,7 @@ impl Engine<'_> {
         host.at_s = self.now_s;
     }
 
-    /// A message of so many rows has come: the thread that takes it in has an idle core, or takes the time of the PE's own thread.
+    /// A message of `rows` rows has arrived: the receiving thread uses an idle core, or takes time of the PE's own thread.
     pub(super) fn take_in(&mut self, p: usize, rows: u32) {
         let cost = &self.step.cost.copy_flop[usize::from(self.is_backward(p))];
         let flop = cost.take_message + f64::from(rows) * cost.take_row;
@@ -60,7 +60,7 @@ impl Engine<'_> {
         self.expect_next(host, &cores);
     }
 
-    /// Says when the first of a host's PEs at work will be done, if nothing changes before.
+    /// Schedules the completion of the host's first PE at work, assuming no further changes.
     fn expect_next(&mut self, host: usize, cores: &Cores) {
         let host = &mut self.hosts[host];
         host.turn += 1;
@@ -72,7 +72,7 @@ impl Engine<'_> {
         }
     }
 
-    /// Begins the next piece of work, where the PE has none; or ends the pass.
+    /// Starts the next piece of work of an idle PE, or ends the pass.
     pub(super) fn compute(&mut self, p: usize) {
         if self.pes[p].working.is_some() || self.pes[p].taking {
             return;
@@ -105,7 +105,7 @@ impl Engine<'_> {
         }
     }
 
-    /// A PE's piece of work is done, unless its host has changed since that was expected.
+    /// A PE has finished a piece of work, unless its host has changed since this was expected.
     pub(super) fn computed(&mut self, p: usize, turn: u64) {
         if let Some(cores) = self.step.cores {
             let host = self.network.host(p);
@@ -136,7 +136,7 @@ impl Engine<'_> {
         self.compute(p);
     }
 
-    /// Accounts for the work that a PE has done; gives it.
+    /// Accounts for a PE's finished work, and returns it.
     pub(super) fn worked(&mut self, p: usize) -> Option<Work> {
         let backward = usize::from(self.is_backward(p));
         let tiling = self.tiling(p);
