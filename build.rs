@@ -40,7 +40,7 @@ fn layer_memory() {
     build.file("kernels/memory.cpp").file("kernels/params_layout.cpp").compile("aristos_layer_memory");
 }
 
-/// Builds the emulator's library, whose path goes to `ARISTOS_EMULATOR_LIBRARY`.
+/// Builds the emulator's library and sets `ARISTOS_EMULATOR_LIBRARY` to its path.
 fn emulator() {
     let out = shared_folder("emulator");
     let status = process::Command::new("make")

@@ -14,7 +14,7 @@
 //! exchange per step, in which every member sends to every other. All-reduce has two stages per chunk: in reduce-scatter (RS)
 //! every member sends to each member whose part is not empty; in all-gather (AG) each of those sends to every other.
 //! - `m` is an RS: `d`'s part is not empty, so `s` receives `d`'s AG of that chunk, which `d` sends after reading `m`.
-//!   That is before message `m + 2`, since the chunk has at most one message, its AG, after `m`.
+//!   This precedes message `m + 2`, since the chunk has at most one message, its AG, after `m`.
 //! - `m` is an AG or an exchange. Message `m + 1` belongs to a later stage. Before `m + 2`, `s` receives a message of `d` from
 //!   the stage of `m + 1` or later, or, if `m + 1` is an AG, from the RS before it; in either case `d` has then left the stage
 //!   of `m`. For if `m + 1` is an exchange, so is `d`'s of the same step; if it is an RS, `d`'s part is not empty, and either

@@ -1,6 +1,6 @@
-//! The allocator of the symmetric heap. It manages offsets and does not access memory.
+//! The allocator of the symmetric heap, which manages offsets and does not access memory.
 //!
-//! It is deterministic (first fit): PEs that make the same calls in the same order get the same offsets, so an allocation is
+//! Allocation is deterministic (first fit): PEs that make the same calls in the same order get the same offsets, so an allocation is
 //! symmetric without communication.
 
 use std::collections::BTreeMap;

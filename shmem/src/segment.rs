@@ -1,6 +1,6 @@
 //! A PE's symmetric heap as shared memory: an anonymous in-memory file (memfd), mapped by every PE of the host.
 //!
-//! It has no name in a file system: the kernel frees the memory when the last process that maps it ends, even by a crash.
+//! The file has no name in a file system: the kernel frees the memory when the last process that maps it ends, even by a crash.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -40,7 +40,7 @@ pub(super) struct Bell {
 ///
 /// Only the transport copies, with plain loads and stores. If another PE (process or thread) accesses the same bytes
 /// concurrently and one of them writes, the bytes read are unspecified. No type can prevent this, because the other side is
-/// usually another process; the protocol prevents it, whose signals order the copies (see [`super::ShmTransport`]). The rules
+/// usually another process; the protocol's signals order the copies and prevent it (see [`super::ShmTransport`]). The rules
 /// of [the crate](crate) are therefore a contract of callers. Memory safety does not depend on it: objects are
 /// [`Pod`](super::Pod), of which every byte pattern is valid; every access is bounds-checked; and the file's size is sealed, so
 /// that no access faults.

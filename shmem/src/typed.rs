@@ -12,7 +12,7 @@ use super::{Cmp, LostPe, Pod, RawWait, ShmemError, SignalOp, Sym, Team, Transpor
 
 /// One PE's view of the symmetric heap, over a transport.
 ///
-/// It allocates, checks bounds, and forms teams; the crate documentation defines the operations. Collective operations (those
+/// Allocates, checks bounds, and forms teams; the crate documentation defines the operations. Collective operations (those
 /// on teams) must be called by one thread of a PE at a time, by all members, in the same order on every PE. After a collective
 /// operation has timed out, the members' states differ, and the program must end.
 ///
@@ -119,7 +119,7 @@ impl<T: Transport> Shmem<T> {
 
     /// Allocates `len` elements, 64-byte aligned, at the same offset on every PE that makes the same calls in the same order.
     ///
-    /// It does not synchronise: before a PE writes to a peer's new object, the peer must have finished using that memory.
+    /// Does not synchronise: before a PE writes to a peer's new object, the peer must have finished using that memory.
     /// Memory is zero at its first use; after a [`Shmem::free`] it keeps its old contents.
     ///
     /// # Errors
@@ -312,7 +312,7 @@ impl<T: Transport> Shmem<T> {
         parent.split(self.my_pe(), members)
     }
 
-    /// Waits until every member of `team` has called this. It does not complete puts: see [`Shmem::barrier_all`].
+    /// Waits until every member of `team` has called this. Puts are not completed, see [`Shmem::barrier_all`].
     ///
     /// # Errors
     /// [`WaitTimeout`] if `deadline` passes first; `index` is a missing PE.

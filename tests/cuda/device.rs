@@ -97,7 +97,7 @@ fn memory_case() {
     buffer.zero(4, 8).unwrap();
     assert_eq!(buffer.read_vec::<u32>(0, 4).unwrap(), [1, 0, 0, 4]);
     buffer.write::<u32>(16, &[]).unwrap();
-    // An unknown code must not be taken for success.
+    // An unknown code must not count as success.
     assert_says(&Buffer::new(&gpu, 8).map(|_| ()).unwrap_err().to_string(), &["allocate 8 bytes", "CUDA error 1000"]);
     let error = Buffer::new(&gpu, 2 << 20).map(|_| ()).unwrap_err().to_string();
     assert_says(&error, &["out of device memory", "2097152", &format!("{} of 1048576", (1 << 20) - 16)]);

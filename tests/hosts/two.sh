@@ -11,7 +11,7 @@ both() {
     "$aristos" "$@" "${place[@]}" --rank 0
     wait $!
 }
-# limit RATE: limits the link to RATE bit/s per direction; 0 removes the limit. The queue is large enough to drop nothing. Bursts
+# limit RATE: limits the link to RATE bit/s per direction; 0 removes the limit. The queue is large enough to avoid drops. Bursts
 # hold a few segments: with smaller bursts the kernel would split every segment into packets and use CPU time that the layer
 # needs; a network card would do that in hardware.
 limit() {

@@ -64,7 +64,7 @@ const PIECE_BYTES: usize = 1 << 30;
 /// takes a hundred times as long, and with more PEs than CPUs Open MPI yields the CPU in it.
 const POLLS_PER_CALL: u32 = 16;
 
-/// One PE's heap and its access to the other heaps. It must stay in the thread that initialised MPI.
+/// One PE's heap and its access to the other heaps. Must stay in the thread that initialised MPI.
 #[derive(Debug)]
 pub struct MpiTransport<'w> {
     world: &'w MpiWorld,
@@ -348,7 +348,7 @@ impl Transport for MpiTransport<'_> {
     fn put(&self, dest: usize, src: &[u8], pe: usize) {
         if pe == self.my_pe() {
             let to = self.at(dest, src.len());
-            // SAFETY: both ranges were bounds-checked. They do not overlap: the window's memory is never borrowed as a slice.
+            // SAFETY: both ranges were bounds-checked. The window's memory is never borrowed as a slice, so the ranges do not overlap.
             unsafe { to.as_ptr().copy_from_nonoverlapping(src.as_ptr(), src.len()) };
             return;
         }
@@ -371,7 +371,7 @@ impl Transport for MpiTransport<'_> {
     fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
         if pe == self.my_pe() {
             let from = self.at(src, dest.len());
-            // SAFETY: both ranges were bounds-checked. They do not overlap: the window's memory is never borrowed as a slice.
+            // SAFETY: both ranges were bounds-checked. The window's memory is never borrowed as a slice, so the ranges do not overlap.
             unsafe { dest.as_mut_ptr().copy_from_nonoverlapping(from.as_ptr(), dest.len()) };
             return;
         }

@@ -1,7 +1,7 @@
 //! A time limit for MPI calls: a thread that ends the process if a call takes too long.
 //!
 //! If the network sends puts as messages, a flush waits for the target to receive them, and it waits forever if the target
-//! hangs. The same holds for collective calls.
+//! hangs. Collective calls can hang likewise.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 /// Interval between checks.
 const PERIOD: Duration = Duration::from_millis(100);
 
-/// Watches the calls of one thread. Its words need no ordering: a stale read only delays detection until the next check.
+/// Watches the calls of one thread. The shared words need no ordering: a stale read only delays detection until the next check.
 #[derive(Debug)]
 pub struct Watchdog {
     calls: Arc<Calls>,

@@ -225,7 +225,7 @@ impl Engine {
         self.counts[pe].copied_bytes.load(Ordering::SeqCst)
     }
 
-    /// For each PE with pending operations: an answer that is set when all of those have completed, whatever is issued later.
+    /// For each PE with pending operations: an answer that is set when all of those have completed, not counting later operations.
     pub(super) fn drain(&self) -> Vec<(usize, Answer)> {
         let is_open = |counts: &Counts| counts.open.load(Ordering::SeqCst) > 0;
         let open = self.counts.iter().enumerate().filter(|(_, counts)| is_open(counts));

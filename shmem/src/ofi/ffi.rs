@@ -145,7 +145,7 @@ fn text_of(buffer: &[c_char]) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// What other PEs need in order to access this PE's heap, and to check that they can.
+/// The data with which other PEs check compatibility and access this PE's heap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct EndpointInfo {
     /// Address of the heap's start in remote operations.

@@ -53,7 +53,7 @@ impl OfiTransport {
         let (mut fabric, mine) = match open(world, tcp.heap(), provider) {
             Ok(opened) => opened,
             Err(error) => {
-                // So that the other PEs do not wait for this one.
+                // Report the error, so that the other PEs do not wait for this one.
                 send_to_all(format!("\0{error}").as_bytes());
                 return Err(error);
             }

@@ -9,7 +9,7 @@ use crate::gpu::{DeviceLimits, GpuError, SymmetricBy};
 /// devices.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] naming what is missing.
+/// [`GpuError::Unavailable`] with the missing requirement.
 pub fn check_host(pes_here: usize, n_pes: usize, by: SymmetricBy) -> Result<usize, GpuError> {
     let driver = driver::driver()?;
     let devices = device::devices(driver)?;

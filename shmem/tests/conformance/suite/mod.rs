@@ -55,7 +55,7 @@ pub fn puts_are_complete_after_a_barrier(world: &impl World) {
                 shmem.barrier_all(soon()).unwrap();
                 let expected: Vec<u64> = (0..n * 9).map(|i| (i / 9 * 100 + i % 9 + round * 1000) as u64).collect();
                 assert_eq!(read(shmem, table), expected);
-                // So that no PE overwrites rows that another one still reads.
+                // Keeps a PE from overwriting rows that another one still reads.
                 shmem.sync_all(soon()).unwrap();
             }
         });
@@ -344,7 +344,7 @@ pub fn allocation(world: &impl World) {
     });
 }
 
-/// Out-of-bounds operations panic with the numbers and change nothing.
+/// Out-of-bounds operations panic with the numbers and leave memory unchanged.
 pub fn misuse_panics(world: &impl World) {
     world.run(1, |shmem| {
         let sym = shmem.alloc::<u64>(4).unwrap();
