@@ -7,14 +7,14 @@ namespace aristos {
 // Tables of one chunk of one source, in this PE's memory.
 struct ChunkTables {
     u32* row_start;
-    u32* place;
+    u32* position;
     u32* expert;
     char* rows;  // where its rows are kept, if they are
 };
 DEVICE ChunkTables chunk_tables(const Layer& l, u32 source, u32 index, u32 mode) {
     u64 chunk = u64(source) * l.shape.round_chunks + index, slots = u64(l.shape.chunk_rows) * l.sizes.max_slots;
     u8* rows = mode == MODE_GRADIENT ? l.received.grad : l.received.x;
-    return {l.received.row_start + chunk * (l.shape.chunk_rows + 1), l.received.place + chunk * slots,
+    return {l.received.row_start + chunk * (l.shape.chunk_rows + 1), l.received.position + chunk * slots,
             l.received.expert + chunk * slots,
             reinterpret_cast<char*>(rows + chunk * l.shape.chunk_rows * l.sizes.row_bytes)};
 }
@@ -22,7 +22,7 @@ DEVICE ChunkTables chunk_tables(const Layer& l, u32 source, u32 index, u32 mode)
 // Gives the slots [first, end) of a row their places. False: the message is invalid. One thread. `slot(i, word, weight)`: slot i of the
 // chunk.
 template <class Slot>
-DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 first, u32 end, const void* row, Slot slot) {
+DEVICE bool assign_positions(const Layer& l, const ChunkTables& to, u32 source, u32 first, u32 end, const void* row, Slot slot) {
     const u32* counts = l.received.counts + u64(source) * l.shape.n_local;
     for (u32 i = first; i < end; i++) {
         u32 word;
@@ -30,11 +30,11 @@ DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 fir
         slot(i, word, weight);
         u32 expert = slot_expert(word), rank = slot_rank(word);
         if (expert >= l.shape.n_local || rank >= counts[expert]) return false;
-        u32 place = slot_place(l, expert, batch_slot(l, source, expert, rank));
-        to.place[i] = place;
+        u32 position = slot_position(l, expert, batch_slot(l, source, expert, rank));
+        to.position[i] = position;
         to.expert[i] = expert;
-        l.batches.routed.weight[place] = weight;
-        l.batches.routed.x_row[place] = row;
+        l.batches.routed.weight[position] = weight;
+        l.batches.routed.x_row[position] = row;
     }
     return true;
 }
@@ -64,7 +64,7 @@ DEVICE void count_arrived(Block& b, u32 source, const ChunkTables& t, u32 rows, 
     for (u32 r = dev::thread(); b.step.mode != MODE_GRADIENT && r < rows; r += dev::threads())
         dev::fetch_add_acq_rel(placed_rows(b, source, number(r) / l.shape.chunk_rows - l.received.first_chunk[source]), 1u);
     for (u32 i = dev::thread(); i < slots; i += dev::threads())
-        if (placed(i)) dev::fetch_add_acq_rel(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
+        if (placed(i)) dev::fetch_add_acq_rel(b.counters().arrived + tile_of(l, t.expert[i], t.position[i]), 1u);
 }
 
 // The own rows of a chunk: they stay in the layer's input. In two parts (`own_in_parts`): slots in tiles that are this PE's alone, and the others,
@@ -97,15 +97,15 @@ OUTLINE void arrive_own(Block& b, u32 index, bool second) {
         for (u32 i = first; i < end; i++) {
             if (!placed(i)) continue;
             if (gradient) {
-                l.batches.routed.x_row[t.place[i]] = x + at;
-                l.batches.routed.grad_row[t.place[i]] = grad + at;
+                l.batches.routed.x_row[t.position[i]] = x + at;
+                l.batches.routed.grad_row[t.position[i]] = grad + at;
                 continue;
             }
-            const u32 word = l.plan.slot_word[base + i], place = slot_place(l, slot_expert(word), slot_rank(word));
-            t.place[i] = place;
+            const u32 word = l.plan.slot_word[base + i], position = slot_position(l, slot_expert(word), slot_rank(word));
+            t.position[i] = position;
             t.expert[i] = slot_expert(word);
-            l.batches.routed.weight[place] = l.plan.slot_weight[base + i];
-            l.batches.routed.x_row[place] = x + at;
+            l.batches.routed.weight[position] = l.plan.slot_weight[base + i];
+            l.batches.routed.x_row[position] = x + at;
         }
     }
     count_arrived(b, me, t, rows, starts[rows] - first_slot, [&](u32 r) { return numbers[r]; }, placed);
@@ -144,7 +144,7 @@ DEVICE bool arrive_relayed_slots(Block& b, u32 source, u32 chunk, u32 index, u32
     dev::sync_block();
     for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
         u32 i = starts[r], need = 0;
-        ok = place_row(l, t, source, t.row_start[r], t.row_start[r + 1], t.rows + u64(r) * row_bytes, [&](u32, u32& word, float& weight) {
+        ok = assign_positions(l, t, source, t.row_start[r], t.row_start[r + 1], t.rows + u64(r) * row_bytes, [&](u32, u32& word, float& weight) {
                  while (!mine(i)) i++;
                  word = expert_here(l, source, slot_expert(slots[2 * i])) << RANK_BITS | slot_rank(slots[2 * i]);
                  weight = reinterpret_cast<const float*>(slots)[2 * i + 1];
@@ -176,7 +176,7 @@ DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, c
     if (dev::thread() == 0) t.row_start[rows] = all;
     dev::sync_block();
     for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
-        ok = place_row(l, t, source, t.row_start[r], t.row_start[r + 1], kept + u64(r) * row_bytes,
+        ok = assign_positions(l, t, source, t.row_start[r], t.row_start[r + 1], kept + u64(r) * row_bytes,
                        [&](u32 i, u32& word, float& weight) {
                            word = slots[2 * i];
                            weight = reinterpret_cast<const float*>(slots)[2 * i + 1];
@@ -197,16 +197,16 @@ DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
     b.state.stats.signals++;
 }
 // Of a chunk from another host, once this PE has what it needs of it: its home acknowledges it, and gives its place back, when all here have.
-DEVICE void tell_emptied(Block& b, u32 source, u32 index, u64 value) {
+DEVICE void ack_consumed(Block& b, u32 source, u32 index, u64 value) {
     const Layer& l = b.l;
-    if (index >= emptied_told(b, l.received.end_chunk[source] - l.received.first_chunk[source])) return;
+    if (index >= consumed_acks_expected(b, l.received.end_chunk[source] - l.received.first_chunk[source])) return;
     dev::sync_block();
     if (dev::thread() != 0) return;
-    signal_peer(l, emptied_signal(l, l.shape.member, source, index), value, home_of(l, source));
+    signal_peer(l, consumed_signal(l, l.shape.member, source, index), value, relay_of(l, source));
     b.state.stats.signals++;
 }
 // Once the rows are copied: tells `source` that the place of its chunk is free, if it has one more for it in this round.
-DEVICE void give_credit(Block& b, u32 source, u32 index, u64 value) {
+DEVICE void return_credit(Block& b, u32 source, u32 index, u64 value) {
     const Layer& l = b.l;
     if (index + l.shape.window_chunks >= l.received.end_chunk[source] - l.received.first_chunk[source]) return;
     dev::sync_block();
@@ -221,7 +221,7 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     const Received& in = l.received;
     u32 chunk = in.first_chunk[source] + index;
     enter(b, PHASE_DISPATCH);
-    see_network(l);
+    acquire_network(l);
     u32 rows = chunk_count(l, in.rows[source], chunk);
     ChunkTables t = chunk_tables(l, source, index, b.step.mode);
     const char* message = reinterpret_cast<const char*>(incoming(l, source, l.symmetric.window + chunk_offset(l, source, l.shape.my_pe, index)));
@@ -229,7 +229,7 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     if (b.step.mode == MODE_GRADIENT) {
         for (u32 r = dev::thread(); r < rows; r += dev::threads())
             for (u32 i = t.row_start[r]; i < t.row_start[r + 1]; i++)
-                l.batches.routed.grad_row[t.place[i]] = t.rows + u64(r) * row_bytes;
+                l.batches.routed.grad_row[t.position[i]] = t.rows + u64(r) * row_bytes;
     } else if (!arrive_slots(b, source, chunk, index, rows, message, t)) {
         return false;
     }
@@ -241,15 +241,15 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     count_arrived(b, source, t, rows, t.row_start[rows], [&](u32 r) { return words[r] & ((1u << RETURN_BITS) - 1); }, [](u32) { return true; });
     const u64 value = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow));
     if (relayed(l, source)) {
-        if (!serves(l, source)) {
+        if (!is_relay_of(l, source)) {
             u32 read = 0;
             for (u32 r = dev::thread(); r < rows; r += dev::threads()) read += t.row_start[r] < t.row_start[r + 1];
             if (read) dev::shared_add(&b.state.stats.relay_bytes, u64(read) * row_bytes);
         }
-        return tell_emptied(b, source, index, value), true;
+        return ack_consumed(b, source, index, value), true;
     }
     acknowledge(b, source, chunk);
-    give_credit(b, source, index, value);
+    return_credit(b, source, index, value);
     return true;
 }
 

@@ -20,9 +20,9 @@ struct Item { u32 kind, index, pe; };  // items.h
 // What a block knows of a step, so that it need not look again: a set of ItemKinds of which all are taken, and of these.
 enum Known : u32 { KNOWN_OWN = 1u << 16, KNOWN_LAYOUT = 1u << 17, KNOWN_QUEUE = 1u << 18 };  // the first two: made; all tasks of queue q are taken: KNOWN_QUEUE << q
 // Of a wait for an item: when one was last seen to be taken on this PE, when that was looked at, and how many were.
-struct Patience {
-    u64 since, asked;
-    u32 taken;
+struct ProgressWatchdog {
+    u64 last_progress, last_check;
+    u32 items_claimed;
 };
 
 // In shared memory, behind what the GEMM uses. Times and counts have one writing thread at a time.
@@ -41,11 +41,11 @@ struct State {
     u32 served;       // of the sources that this PE is home of
     u32 entry[TASK_QUEUES];
     // What this block has taken and whose inputs are still missing, or NONE: a task of each queue, results for a source.
-    u32 taken[TASK_QUEUES];
-    u32 taken_results, results_source;
+    u32 held_tasks[TASK_QUEUES];
+    u32 held_results, results_source;
     u32 known;        // ItemKinds and Known
-    u32 follows;      // 1: the second block of a pair
-    Patience patience;
+    u32 is_second_cta;      // 1: the second block of a pair
+    ProgressWatchdog watchdog;
     u32 sums[32];     // of warps, for scans
     PassStats stats;
     GemmTask task;
@@ -99,7 +99,7 @@ DEVICE void enter(Block& b, u32 phase) {
 // One thread: whether the word of a thing that is made once in a step says so.
 DEVICE bool knows(Block& b, Known what, const u32* word) {
     if (b.state.known & what) return true;
-    if (!came_local(word, 1)) return false;
+    if (!counter_reached(word, 1)) return false;
     b.state.known |= what;
     return true;
 }
@@ -118,7 +118,7 @@ template <class Word> DEVICE bool wait_block(Block& b, u32 count, Word word) {
 // The same for signals of peers.
 template <class Word> DEVICE bool wait_signals(Block& b, u32 count, Word word) {
     if (!wait_block(b, count, word)) return false;
-    see_network(b.l);
+    acquire_network(b.l);
     return true;
 }
 

@@ -88,7 +88,7 @@ template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, c
         u32 row = row0 + r, column = column0 + piece * 8;
         if (row >= t.rows || column >= t.intermediate) continue;
         float up[8], h[8];
-        T* gu = static_cast<T*>(t.gu) + u64(row) * gu_width(t) + column;
+        T* gate_up = static_cast<T*>(t.gate_up) + u64(row) * gate_up_width(t) + column;
         if (t.gated) {
             float gate[8];
             load_piece<true>(unit, r, piece, gate);
@@ -96,14 +96,14 @@ template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, c
             add_bias(t.gate_bias, column, gate);
             add_bias(t.up_bias, column, up);
             if (t.training) {
-                dev::store16(gu, pack8<T>(gate));
-                dev::store16(gu + t.intermediate, pack8<T>(up));
+                dev::store16(gate_up, pack8<T>(gate));
+                dev::store16(gate_up + t.intermediate, pack8<T>(up));
             }
             UNROLL for (u32 i = 0; i < 8; i++) h[i] = Act::at(gate[i]).value * up[i];
         } else {
             load_piece<true>(unit, r, piece, up);
             add_bias(t.up_bias, column, up);
-            if (t.training) dev::store16(gu, pack8<T>(up));
+            if (t.training) dev::store16(gate_up, pack8<T>(up));
             UNROLL for (u32 i = 0; i < 8; i++) h[i] = Act::at(up[i]).value;
         }
         dev::store16(static_cast<T*>(t.h) + u64(row) * t.intermediate + column, pack8<T>(h));
@@ -125,9 +125,9 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
         saved_g[j] = saved_up[j] = {{0, 0, 0, 0}};
         weights[j] = 1.0f;
         if (row < t.rows && column < I) {
-            const T* gu = static_cast<const T*>(t.gu) + u64(row) * gu_width(t) + column;
-            saved_g[j] = dev::load16(gu);
-            if (t.gated) saved_up[j] = dev::load16(gu + I);
+            const T* gate_up = static_cast<const T*>(t.gate_up) + u64(row) * gate_up_width(t) + column;
+            saved_g[j] = dev::load16(gate_up);
+            if (t.gated) saved_up[j] = dev::load16(gate_up + I);
             if (t.weight) weights[j] = t.weight[row];
         }
     }
@@ -152,9 +152,9 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
             q[i] = weights[j] * h;
         }
         if (valid) {
-            T* gu = static_cast<T*>(t.gu) + u64(row) * gu_width(t) + column;
-            dev::store16(gu, pack8<T>(g));
-            if (t.gated) dev::store16(gu + I, pack8<T>(up));
+            T* gate_up = static_cast<T*>(t.gate_up) + u64(row) * gate_up_width(t) + column;
+            dev::store16(gate_up, pack8<T>(g));
+            if (t.gated) dev::store16(gate_up + I, pack8<T>(up));
             dev::store16(static_cast<T*>(t.h) + u64(row) * I + column, pack8<T>(q));
         }
     }
@@ -240,9 +240,9 @@ template <class T, u32 TILE_M, u32 TILE_N> DEVICE void prefetch_finish_line(cons
     u32 row = t.m0 + i / (TILE_N / width), column = t.n0 + i % (TILE_N / width) * width;
     if (row >= gemm_m(t) || column >= gemm_n(t)) return;
     if (t.kind == BACKWARD_DOWN) {
-        const T* gu = static_cast<const T*>(t.gu) + u64(row) * gu_width(t) + column;
-        dev::prefetch_l2(gu);
-        if (t.gated) dev::prefetch_l2(gu + t.intermediate);
+        const T* gate_up = static_cast<const T*>(t.gate_up) + u64(row) * gate_up_width(t) + column;
+        dev::prefetch_l2(gate_up);
+        if (t.gated) dev::prefetch_l2(gate_up + t.intermediate);
     } else {
         dev::prefetch_l2(t.out + u64(row) * gemm_n(t) + column);
     }

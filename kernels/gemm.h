@@ -42,7 +42,7 @@ struct GemmTask {
     u8 unused[3];
     u32 d_weight_stride;       // f32s from one slot's partial sums to the next one's: at least the tiles across I
     const void* const* row;    // [rows]: each slot's row of X (FORWARD_UP, GRAD_UP) or dY (BACKWARD_DOWN, GRAD_DOWN), [H]
-    void* gu;          // [rows, 2 I]: gate's columns, then up's; not gated: [rows, I]
+    void* gate_up;          // [rows, 2 I]: gate's columns, then up's; not gated: [rows, I]
     void* h;           // [rows, I]
     void* y;           // [rows, H]
     const void *gate, *up, *down;        // [I, H], [I, H], [H, I]; gate only when gated
@@ -59,11 +59,11 @@ struct GemmTask {
 };
 
 // Where a task is counted whose results are stored: null where nobody waits for it, or nobody else does.
-struct Ended { u32 *first, *second; };
+struct DoneCounters { u32 *first, *second; };
 // One thread. Releases what it has stored, and what it knows that others have.
-DEVICE void report(const Ended& ended) {
-    if (ended.first) dev::fetch_add_acq_rel(ended.first, 1u);
-    if (ended.second) dev::fetch_add_acq_rel(ended.second, 1u);
+DEVICE void count_done(const DoneCounters& done_counters) {
+    if (done_counters.first) dev::fetch_add_acq_rel(done_counters.first, 1u);
+    if (done_counters.second) dev::fetch_add_acq_rel(done_counters.second, 1u);
 }
 
 // Within each 64 accumulator columns of a gated FORWARD_UP, the first 32 are of gate and the others are the same 32 of up, so
@@ -71,7 +71,7 @@ DEVICE void report(const Ended& ended) {
 constexpr u32 GATED_GROUP = 32;
 
 DEVICE bool is_paired(const GemmTask& t) { return t.kind == FORWARD_UP && t.gated; }
-DEVICE u32 gu_width(const GemmTask& t) { return t.gated ? 2 * t.intermediate : t.intermediate; }
+DEVICE u32 gate_up_width(const GemmTask& t) { return t.gated ? 2 * t.intermediate : t.intermediate; }
 
 // The product's dimensions: output rows, output columns (of h where two products make one column), and what is summed over.
 DEVICE u32 gemm_m(const GemmTask& t) {
@@ -85,7 +85,7 @@ DEVICE u32 gemm_k(const GemmTask& t) {
     switch (t.kind) {
         case FORWARD_UP: case BACKWARD_DOWN: return t.hidden;
         case FORWARD_DOWN: return t.intermediate;
-        case BACKWARD_UP: return gu_width(t);
+        case BACKWARD_UP: return gate_up_width(t);
         default: return t.rows;
     }
 }
@@ -133,9 +133,9 @@ template <class T> DEVICE RowSource<T> gathered(const void* const* row, u32 rows
 template <class T> DEVICE RowSource<T> a_rows(const GemmTask& t) {
     switch (t.kind) {
         case FORWARD_DOWN: return in_memory<T>(t.h, t.intermediate, t.rows);
-        case BACKWARD_UP: return in_memory<T>(t.gu, gu_width(t), t.rows);
+        case BACKWARD_UP: return in_memory<T>(t.gate_up, gate_up_width(t), t.rows);
         case GRAD_UP:
-            return in_memory<T>(static_cast<const T*>(t.gu) + (t.gated && t.which ? t.intermediate : 0), gu_width(t), t.rows).in_two_parts(t);
+            return in_memory<T>(static_cast<const T*>(t.gate_up) + (t.gated && t.which ? t.intermediate : 0), gate_up_width(t), t.rows).in_two_parts(t);
         case GRAD_DOWN: return gathered<T>(t.row, t.rows).in_two_parts(t);
         default: return gathered<T>(t.row, t.rows);
     }
@@ -147,7 +147,7 @@ template <class T> DEVICE RowSource<T> b_mn_major_rows(const GemmTask& t) {
     switch (t.kind) {
         case BACKWARD_DOWN: return in_memory<T>(t.down, I, H);
         case BACKWARD_UP: {
-            RowSource<T> source = in_memory<T>(t.gated ? t.gate : t.up, H, gu_width(t));
+            RowSource<T> source = in_memory<T>(t.gated ? t.gate : t.up, H, gate_up_width(t));
             u64 up = reinterpret_cast<u64>(t.up) - u64(I) * source.stride;  // where its row 0 would be to have row I at t.up
             if (t.gated) source.split = I, source.jump = up - source.base;
             return source;

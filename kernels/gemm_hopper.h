@@ -5,9 +5,9 @@
 // a thread, which is why the registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's N / 2 columns first, then
 // up's, so that a thread holds both of a column.
 //
-// The scheduler: `bool next(GemmTask&, in_work)`, called by thread 96 alone: the next task of the queue, once all that the task reads
-// is there, while `bool in_work()` says whether the block has one that is not done; false at the end of the queue, after which it is not called again. It may wait for any task before it in the queue, of this
-// block too: the block finishes those it has without the next. `Ended ended(const GemmTask&)`, called by the same thread: where the task is counted when it has
+// The scheduler: `bool next(GemmTask&, task_in_progress)`, called by thread 96 alone: the next task of the queue, once all that the task reads
+// is there, while `bool task_in_progress()` says whether the block has one that is not done; false at the end of the queue, after which it is not called again. It may wait for any task before it in the queue, of this
+// block too: the block finishes those it has without the next. `DoneCounters ended(const GemmTask&)`, called by the same thread: where the task is counted when it has
 // ended, by whichever warp is the last to report its part; the results of all happen before.
 //
 // Nobody waits for results on their way out: a warp reports its part a few stages into its next tile, or at once where it knows of none.
@@ -27,26 +27,26 @@ constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS
 
 // What lives across `next` lies in shared memory: beside it the scheduler has no register left.
 template <class Tile, class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, typename Tile::Control* control) {
-    control->asked = 0;
+    control->requested = 0;
     control->maps = nullptr;
-    for (bool more = true; more; control->asked++) {
-        u32 n = control->asked;
+    for (bool more = true; more; control->requested++) {
+        u32 n = control->requested;
         wait_free<Tile>(&control->done[nth<ENTRIES>(n)], parity<ENTRIES>(n) ^ 1);
-        more = scheduler.next(control->entry[nth<ENTRIES>(n)].task, [&] { return in_work(control, control->asked); });
-        n = control->asked;
+        more = scheduler.next(control->entry[nth<ENTRIES>(n)].task, [&] { return task_in_progress(control, control->requested); });
+        n = control->requested;
         Entry& entry = control->entry[nth<ENTRIES>(n)];
         entry.more = more;
         if (more) {
             fence_maps(control, entry.task);
-            control->ended[nth<REPORTS>(n)] = scheduler.ended(entry.task);
+            control->done_counters[nth<REPORTS>(n)] = scheduler.done_counters(entry.task);
         }
-        dev::mbarrier_arrive(&control->known[nth<ENTRIES>(n)]);
-        if constexpr (Tile::PAIR) dev::mbarrier_arrive_at(&control->offered[nth<ENTRIES>(n)], 1);
+        dev::mbarrier_arrive(&control->filled[nth<ENTRIES>(n)]);
+        if constexpr (Tile::CTA_PAIR) dev::mbarrier_arrive_remote(&control->offered[nth<ENTRIES>(n)], 1);
     }
 }
 
 // A warp reports its last tile once it has asked for so many stages of the next one, or for all.
-constexpr u32 HELD_STAGES = 3;
+constexpr u32 DEFERRED_STAGES = 3;
 
 template <class Tile> struct Consumer {
     using Accumulators = float (&)[Tile::N / 2];
@@ -72,15 +72,15 @@ template <class Tile> DEVICE void wait_stage(const Consumer<Tile>& c, u32 n, boo
 
 // The first lane of a warp, of what all its lanes have stored: counts its part of task number `slot` of REPORTS, and the task, if it is the last.
 template <class Tile> DEVICE void report_part(const Consumer<Tile>& c, u32 slot) {
-    if (!ARISTOS_PLANTED(EARLY_DONE)) dev::bulk_wait<0>();
+    if (!ARISTOS_FAULT(EARLY_DONE)) dev::bulk_wait<0>();
     // Releases this warp's stores; the last to come acquires all of them, and passes them on.
-    if (is_last<Tile>(&c.control->finished[slot])) report(c.control->ended[slot]);
+    if (is_last<Tile>(&c.control->finished[slot])) count_done(c.control->done_counters[slot]);
 }
-template <class Tile> DEVICE void report_held(const Consumer<Tile>& c) {
+template <class Tile> DEVICE void report_deferred(const Consumer<Tile>& c) {
     if (c.leads) {
-        u32& held = c.control->held[dev::warp() - PRODUCERS / 32];
-        if (held != 0) report_part(c, held - 1);
-        held = 0;
+        u32& deferred = c.control->deferred[dev::warp() - PRODUCERS / 32];
+        if (deferred != 0) report_part(c, deferred - 1);
+        deferred = 0;
     }
     dev::sync_warp();
 }
@@ -101,7 +101,7 @@ DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& 
         dev::wgmma_wait<1>();
         if (i > 0) release_stage<A_MN_MAJOR>(c, n - 1);
         // By now what the warp has stored of its last tile is complete.
-        if (i == HELD_STAGES || i + 1 == steps) report_held(c);
+        if (i == DEFERRED_STAGES || i + 1 == steps) report_deferred(c);
     }
     dev::wgmma_wait<0>();
     dev::wgmma_fence_operand(acc);
@@ -151,7 +151,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void consume_loop(Consumer<Tile
         u32 e = nth<ENTRIES>(n);
         const Entry& entry = c.control->entry[e];
         const GemmTask& t = entry.task;
-        dev::mbarrier_wait(&c.control->known[e], parity<ENTRIES>(n));
+        dev::mbarrier_wait(&c.control->filled[e], parity<ENTRIES>(n));
         if (!entry.more) break;
         const u32 steps = task_stages(t);
         if (t.m0 + c.group * PANEL < gemm_m(t)) {
@@ -163,7 +163,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void consume_loop(Consumer<Tile
             else multiply<T, false, false, Tile>(acc, c, steps, copied);
             finish_tile<T, KINDS, Tile>(acc, t, c);
         } else {
-            report_held(c);
+            report_deferred(c);
             for (u32 i = 0; i < steps; i++, c.used++) {
                 wait_stage(c, c.used, true);
                 release_stage<KINDS != FORWARD_KINDS>(c, c.used);
@@ -172,9 +172,9 @@ template <class T, u32 KINDS, class Tile> DEVICE void consume_loop(Consumer<Tile
         dev::sync_warp();  // its stores happen before what its first lane does now
         if (dev::lane() == 0) {
             const u32 next = nth<ENTRIES>(n + 1), slot = nth<REPORTS>(n);
-            const bool known = dev::mbarrier_test(&c.control->known[next], parity<ENTRIES>(n + 1)) && c.control->entry[next].more;
-            if (known || ARISTOS_PLANTED(LATE_DONE)) {
-                c.control->held[dev::warp() - PRODUCERS / 32] = slot + 1;
+            const bool filled = dev::mbarrier_test(&c.control->filled[next], parity<ENTRIES>(n + 1)) && c.control->entry[next].more;
+            if (filled || ARISTOS_FAULT(LATE_DONE)) {
+                c.control->deferred[dev::warp() - PRODUCERS / 32] = slot + 1;
             } else {
                 report_part(c, slot);
             }
@@ -187,7 +187,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void consume_loop(Consumer<Tile
 
 // Runs the scheduler's queue, of tiles of 128 x N, to its end. Called by all 384 threads of a block, with `hopper::Tile<N>::SHARED_BYTES` of
 // 1024-byte aligned shared memory that nobody else uses meanwhile, and whose contents matter neither before nor after.
-// BLOCKS 2: by both blocks of a cluster, of which the first asks for tasks, of tiles of 256 x N; gemm_hopper_pair.h.
+// BLOCKS 2: by both blocks of a cluster, of which the first asks for tasks, of tiles of 256 x N; gemm_hopper_cta_pair.h.
 template <class T, u32 KINDS = ALL_KINDS, u32 N = 256, u32 BLOCKS = 1, class Scheduler>
 DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
     using namespace hopper;
@@ -201,22 +201,22 @@ DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
             dev::mbarrier_init(&control->empty[s], BLOCKS * CONSUMER_WARPS);
         }
         for (u32 e = 0; e < ENTRIES; e++) {
-            dev::mbarrier_init(&control->known[e], 1);
+            dev::mbarrier_init(&control->filled[e], 1);
             dev::mbarrier_init(&control->done[e], LOAD_WARPS + (is_second<Tile>() ? CONSUMER_WARPS : Tile::STORING_WARPS));
-            if (Tile::PAIR) dev::mbarrier_init(&control->offered[e], 1);
+            if (Tile::CTA_PAIR) dev::mbarrier_init(&control->offered[e], 1);
         }
         for (u32 r = 0; r < REPORTS; r++) control->finished[r] = 0;
-        for (u32 w = 0; w < CONSUMER_WARPS; w++) control->held[w] = 0;
+        for (u32 w = 0; w < CONSUMER_WARPS; w++) control->deferred[w] = 0;
         control->copied_until = 0;
         dev::mbarrier_fence_init();
     }
     dev::fence_proxy_async();  // before TMA writes where threads may have written
-    meet<Tile>();
+    sync_tile_blocks<Tile>();
     if (dev::thread() < PRODUCERS) {
         dev::setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (dev::warp() == SCHEDULER_WARP) {
             if (dev::lane() == 0) {
-                if constexpr (Tile::PAIR) {
+                if constexpr (Tile::CTA_PAIR) {
                     if (is_second<Tile>()) follow_loop(scheduler, control);
                     else schedule_loop<Tile>(scheduler, control);
                 } else {
@@ -237,12 +237,12 @@ DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
         dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
         dev::setmaxnreg_dec<EQUAL_REGISTERS>();
     }
-    meet<Tile>();
+    sync_tile_blocks<Tile>();
     // Their memory may be used for other things, and for new ones, only then (PTX ISA, "mbarrier.inval").
     if (dev::thread() == 0) {
         for (u32 s = 0; s < STAGES; s++) dev::mbarrier_inval(&control->full[s]), dev::mbarrier_inval(&control->empty[s]);
-        for (u32 e = 0; e < ENTRIES; e++) dev::mbarrier_inval(&control->known[e]), dev::mbarrier_inval(&control->done[e]);
-        for (u32 e = 0; Tile::PAIR && e < ENTRIES; e++) dev::mbarrier_inval(&control->offered[e]);
+        for (u32 e = 0; e < ENTRIES; e++) dev::mbarrier_inval(&control->filled[e]), dev::mbarrier_inval(&control->done[e]);
+        for (u32 e = 0; Tile::CTA_PAIR && e < ENTRIES; e++) dev::mbarrier_inval(&control->offered[e]);
     }
     dev::sync_block();
 }

@@ -9,7 +9,7 @@
 // writes by waiting for the barrier: gemm_hopper.h, `wait_stage`. TMA later writes where cp.async wrote, of other tasks; the same fence is between
 // these, as it comes before the consumers free the stage.
 #pragma once
-#include "gemm_hopper_pair.h"
+#include "gemm_hopper_cta_pair.h"
 
 #if ARISTOS_HOPPER
 namespace aristos {
@@ -71,13 +71,13 @@ DEVICE u32 task_stages(const GemmTask& t) {
 
 // Brings into L2 what the epilogue is going to read, 32 lines after each of a tile's last stages and what is more at its beginning; by one warp.
 // Weight gradients, where there is something to add to, all at the beginning.
-template <class T, class Tile> DEVICE void prefetch_before(const GemmTask& t, u32 stages) {
+template <class T, class Tile> DEVICE void prefetch_early(const GemmTask& t, u32 stages) {
     for (u32 turn = 0, turns = finish_lines<TILE_M, Tile::N>(t) / 32; turn + stages < turns; turn++) {
         prefetch_finish_line<T, TILE_M, Tile::N>(t, turn * 32 + dev::lane());
     }
 }
 // `left`: stages from this one on.
-template <class T, class Tile> DEVICE void prefetch_beside(const GemmTask& t, u32 left) {
+template <class T, class Tile> DEVICE void prefetch_line(const GemmTask& t, u32 left) {
     u32 turns = finish_lines<TILE_M, Tile::N>(t) / 32;
     if (left <= turns) prefetch_finish_line<T, TILE_M, Tile::N>(t, (turns - left) * 32 + dev::lane());
 }
@@ -106,16 +106,16 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
     const bool mn_major = b_mn_major<KINDS>(t.kind);
     const u32 halves = k_halves(t), half_k = gemm_k(t) / halves;
     u32 left = task_stages(t);
-    if (KINDS != FORWARD_KINDS) prefetch_before<T, Tile>(t, left);
+    if (KINDS != FORWARD_KINDS) prefetch_early<T, Tile>(t, left);
     for (u32 half = 0; half < halves; half++) {
         for (u32 k = 0; k < half_k; k += TILE_K) {
             // The first stages after a gradient's: over the other block's cp.async, which its consumers fenced there.
-            const bool over_copies = Tile::PAIR && KINDS != FORWARD_KINDS && l.begun < l.control->copied_until;
+            const bool over_copies = Tile::CTA_PAIR && KINDS != FORWARD_KINDS && l.begun < l.control->copied_until;
             char* stage = over_copies ? begin_stage<true>(l) : begin_stage(l);
             if (dev::lane() == 0) {
                 u64* full = expect(l, Tile::B_BYTES);
                 if (over_copies) dev::fence_proxy_async_cluster();
-                UNROLL for (u32 i = 0; i < Tile::B_PANELS / (Tile::PAIR ? 2 : 1); i++) {
+                UNROLL for (u32 i = 0; i < Tile::B_PANELS / (Tile::CTA_PAIR ? 2 : 1); i++) {
                     const u32 p = first_panel<Tile>() + i;
                     char* panel = stage + A_BYTES + p * PANEL_BYTES;
                     if (mn_major) {
@@ -129,7 +129,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
             }
             dev::sync_warp();
             l.begun++;
-            if (KINDS != FORWARD_KINDS) prefetch_beside<T, Tile>(t, left--);
+            if (KINDS != FORWARD_KINDS) prefetch_line<T, Tile>(t, left--);
         }
     }
 }
@@ -155,7 +155,7 @@ template <class Tile> DEVICE void load_rows(const GemmTask& t, Loader<Tile>& l) 
 
 // A, rows of the output: two warps, a panel each.
 template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<Tile>& l) {
-    constexpr u32 AT_ONCE = 8;  // addresses that are made before the first copy: each copy keeps its one's registers for a while
+    constexpr u32 ADDRESS_BATCH = 8;  // addresses that are made before the first copy: each copy keeps its one's registers for a while
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8, first = t.m0 + warp * PANEL;
     // Lane i holds the pointers of the panel's lines i and 32 + i. For rows beyond the batch's the last one's: nobody stores what comes of them.
     const RowSource<T> rows = a_rows<T>(t);
@@ -164,7 +164,7 @@ template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<T
         const u32 row = first + lane + 32 * j;
         held[j] = row_or_any(rows.row(row < t.rows ? row : t.rows - 1), t);
     }
-    const u32 place = warp * PANEL_BYTES + swizzled(sub, piece);
+    const u32 offset = warp * PANEL_BYTES + swizzled(sub, piece);
     const bool any = first < t.rows;  // otherwise nobody multiplies the panel
 
     const u32 halves = k_halves(t), half_k = gemm_k(t) / halves;
@@ -174,11 +174,11 @@ template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<T
             const bool inside = k + piece * 8 < half_k;
             const u32 column = half * half_k + k + piece * 8;
             if (any) {
-                UNROLL for (u32 begin = 0; begin < PANEL / 4; begin += AT_ONCE) {
-                    const T* from[AT_ONCE];
-                    UNROLL for (u32 j = 0; j < AT_ONCE; j++) from[j] = shfl_pointer(held[(begin + j) / 8], (begin + j) % 8 * 4 + sub) + column;
+                UNROLL for (u32 begin = 0; begin < PANEL / 4; begin += ADDRESS_BATCH) {
+                    const T* from[ADDRESS_BATCH];
+                    UNROLL for (u32 j = 0; j < ADDRESS_BATCH; j++) from[j] = shfl_pointer(held[(begin + j) / 8], (begin + j) % 8 * 4 + sub) + column;
                     // As `swizzled`: lines are 4 apart, which flips bit 2 of `line & 7` each time.
-                    UNROLL for (u32 j = 0; j < AT_ONCE; j++) dev::cp_async16(stage + (j % 2 ? place ^ 64 : place) + (begin + j) * (4 * 128), from[j], inside);
+                    UNROLL for (u32 j = 0; j < ADDRESS_BATCH; j++) dev::cp_async16(stage + (j % 2 ? offset ^ 64 : offset) + (begin + j) * (4 * 128), from[j], inside);
                 }
             }
             end_stage(l);
@@ -188,18 +188,18 @@ template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<T
 
 // Whether this warp has panels of a gradient's task that are multiplied: the first has A's two, the others two of B's each.
 template <class Tile> DEVICE bool copies_slots(const GemmTask& t) {
-    if (Tile::PAIR && t.m0 >= gemm_m(t)) return false;
+    if (Tile::CTA_PAIR && t.m0 >= gemm_m(t)) return false;
     return Tile::B_PANELS / 2 == LOAD_WARPS - 1 || dev::warp() <= Tile::B_PANELS / 2;
 }
 
 // Both operands MN-major, a line for each slot: weight gradients.
 template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<Tile>& l) {
-    constexpr u32 AT_ONCE = 4;  // as in copy_rows
+    constexpr u32 ADDRESS_BATCH = 4;  // as in copy_rows
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
     const u32 first = warp == 0 ? t.m0 : t.n0 + (warp - 1) * 2 * PANEL, limit = warp == 0 ? gemm_m(t) : gemm_n(t);
     const u32 column = first + piece * 8;
     const bool inside[2] = {column < limit, column + PANEL < limit};
-    const u32 place = (warp == 0 ? 0 : A_BYTES + (warp - 1) * 2 * PANEL_BYTES) + swizzled(sub, piece);
+    const u32 offset = (warp == 0 ? 0 : A_BYTES + (warp - 1) * 2 * PANEL_BYTES) + swizzled(sub, piece);
     // Lane i holds the pointers of lines i and 32 + i: those of this stage, and those of the next, whose loads are in flight.
     // Where they are found waits in shared memory: this loop has no registers to spare.
     RowSource<Bf16>& rows = l.control->rows[warp];
@@ -218,12 +218,12 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
         }
         char* stage = begin_stage(l);
         if (any) {
-            UNROLL for (u32 begin = 0; begin < TILE_K / 4; begin += AT_ONCE) {
-                const T* from[AT_ONCE];
-                UNROLL for (u32 j = 0; j < AT_ONCE; j++) from[j] = shfl_pointer(held[(begin + j) / 8], (begin + j) % 8 * 4 + sub) + column;
-                UNROLL for (u32 j = 0; j < AT_ONCE; j++) {
+            UNROLL for (u32 begin = 0; begin < TILE_K / 4; begin += ADDRESS_BATCH) {
+                const T* from[ADDRESS_BATCH];
+                UNROLL for (u32 j = 0; j < ADDRESS_BATCH; j++) from[j] = shfl_pointer(held[(begin + j) / 8], (begin + j) % 8 * 4 + sub) + column;
+                UNROLL for (u32 j = 0; j < ADDRESS_BATCH; j++) {
                     const bool row = k + 4 * (begin + j) + sub < t.rows;
-                    char* line = stage + (j % 2 ? place ^ 64 : place) + (begin + j) * (4 * 128);
+                    char* line = stage + (j % 2 ? offset ^ 64 : offset) + (begin + j) * (4 * 128);
                     dev::cp_async16(line, from[j], row && inside[0]);
                     dev::cp_async16(line + PANEL_BYTES, from[j] + PANEL, row && inside[1]);
                 }
@@ -238,7 +238,7 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
 template <class T, class Tile> DEVICE void load_slots(const GemmTask& t, Loader<Tile>& l) {
     const u32 warp = dev::warp(), lane = dev::lane();
     const u32 first = warp == 0 ? t.m0 : t.n0 + (warp - 1) * 2 * PANEL, limit = warp == 0 ? gemm_m(t) : gemm_n(t);
-    const u32 place = warp == 0 ? 0 : A_BYTES + (warp - 1) * 2 * PANEL_BYTES;
+    const u32 offset = warp == 0 ? 0 : A_BYTES + (warp - 1) * 2 * PANEL_BYTES;
     RowSource<Bf16>& rows = l.control->rows[warp];
     if (lane == 0) rows = warp == 0 ? a_rows<Bf16>(t) : b_mn_major_rows<Bf16>(t);  // of elements of 2 bytes, as T's
     dev::sync_warp();
@@ -246,7 +246,7 @@ template <class T, class Tile> DEVICE void load_slots(const GemmTask& t, Loader<
     const bool any = copies_slots<Tile>(t);
 
     for (u32 k = 0; k < t.rows; k += TILE_K) {
-        char* to = begin_stage(l) + place;
+        char* to = begin_stage(l) + offset;
         if (any && k + TILE_K <= t.rows && (k >= t.split || k + TILE_K <= t.split)) {
             if (lane == 0) {
                 u64* full = expect(l, 2 * PANEL_BYTES);
@@ -269,17 +269,17 @@ template <class T, class Tile> DEVICE void load_slots(const GemmTask& t, Loader<
 // What the loading warps do: all tasks' loads, in the order of the queue.
 template <class T, u32 KINDS, class Tile> DEVICE void load_loop(Loader<Tile> l) {
     // After what threads of the other block did with its stages before.
-    if (Tile::PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) dev::fence_proxy_async_cluster();
+    if (Tile::CTA_PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) dev::fence_proxy_async_cluster();
     for (u32 n = 0;; n++) {
         const Entry& entry = l.control->entry[nth<ENTRIES>(n)];
-        dev::mbarrier_wait(&l.control->known[nth<ENTRIES>(n)], parity<ENTRIES>(n));
+        dev::mbarrier_wait(&l.control->filled[nth<ENTRIES>(n)], parity<ENTRIES>(n));
         if (!entry.more) break;
         if (a_mn_major<KINDS>(entry.task.kind)) {
             // All at once, as the loop has no registers to spare.
-            if (dev::warp() == LOAD_WARPS - 1) prefetch_before<T, Tile>(entry.task, 0);
+            if (dev::warp() == LOAD_WARPS - 1) prefetch_early<T, Tile>(entry.task, 0);
             if (slots_by_tma(entry.task, dev::warp())) load_slots<T>(entry.task, l);
             else copy_slots<T>(entry.task, l);
-            if (Tile::PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) l.control->copied_until = l.begun + (ARISTOS_PLANTED(COPIES_FORGOTTEN) ? 0 : Tile::STAGES);
+            if (Tile::CTA_PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) l.control->copied_until = l.begun + (ARISTOS_FAULT(COPIES_FORGOTTEN) ? 0 : Tile::STAGES);
         } else if (dev::warp() < ROW_WARPS) {
             if (rows_by_tma(entry.task, entry.task.m0 + dev::warp() * PANEL)) load_rows(entry.task, l);
             else copy_rows<T>(entry.task, l);

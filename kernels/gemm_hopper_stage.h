@@ -56,11 +56,11 @@ constexpr u32 REPORTS = 4;
 
 // A tile of 128 x N, and a block's shared memory for it: stages, then each consumer warp's unit of the epilogue, then `Control`.
 // 64 x 192 would be 96 + 96 columns of gate and up, and a box has 64: so of the three widths that wgmma and the registers allow there are two.
-// `COUNT` blocks, 1 or 2, work side by side: gemm_hopper_pair.h.
+// `COUNT` blocks, 1 or 2, work side by side: gemm_hopper_cta_pair.h.
 template <u32 COLUMNS, u32 COUNT = 1> struct Tile {
     static_assert(COLUMNS == 128 || COLUMNS == 256, "whole boxes of gate and of up");
     static_assert(COUNT == 1 || COUNT == 2, "a block or a cluster of two");
-    static constexpr bool PAIR = COUNT == 2;
+    static constexpr bool CTA_PAIR = COUNT == 2;
     static constexpr u32 N = COLUMNS, STAGES = N == 256 ? 4 : 6;
     static constexpr u32 STORING_WARPS = COUNT * CONSUMER_WARPS;  // of a task
     static constexpr u32 B_PANELS = N / PANEL, B_BYTES = B_PANELS * PANEL_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
@@ -69,15 +69,15 @@ template <u32 COLUMNS, u32 COUNT = 1> struct Tile {
     struct Control {
         u64 full[STAGES];    // a stage holds its operands: an arrival of each thread of a loading warp, and TMA's bytes
         u64 empty[STAGES];   // its operands are no longer read: an arrival of each consumer warp, of both blocks of a pair
-        u64 known[ENTRIES];  // an entry is filled: an arrival of the scheduler
+        u64 filled[ENTRIES];  // an entry is filled: an arrival of the scheduler
         u64 done[ENTRIES];   // nobody reads it any more: an arrival of each loading and each consumer warp; in a pair's first block of the second's consumers too
         u64 offered[ENTRIES];  // in the second block of a pair: the first one's entry is filled, an arrival of its scheduler
         Entry entry[ENTRIES];
-        Ended ended[REPORTS];   // where the end of a task is counted
+        DoneCounters done_counters[REPORTS];   // where the end of a task is counted
         u32 finished[REPORTS];  // consumer warps that have reported their part of it, over all tasks; of a pair both blocks', in the first
-        u32 held[CONSUMER_WARPS];  // a consumer warp's report that it still holds, its number in these and 1; 0: none
+        u32 deferred[CONSUMER_WARPS];  // a consumer warp's report that it still holds, its number in these and 1; 0: none
         float row_sums[TILE_M];
-        u32 asked;           // the scheduler's: entries it has filled
+        u32 requested;           // the scheduler's: entries it has filled
         const void* maps;    // and the tensor maps of the last one that has any
         RowSource<Bf16> rows[LOAD_WARPS];  // each loading warp's
         u32 copied_until;    // the last loading warp's, in a pair: stages before this one lie where threads of the other block may have copied to

@@ -29,9 +29,9 @@ constexpr u32 STORED_KINDS = kind_set(FORWARD_UP) | kind_set(FORWARD_DOWN) | kin
 
 // Columns 32 b to 32 b + 31 of this lane's accumulators: `v[4 n + i]` is accumulator i of the n-th 8 columns. A branch for each b, so that the accumulators'
 // indices are constant.
-template <u32 N, u32 B = 0> DEVICE void take_block(const float (&acc)[N / 2], u32 b, float (&v)[BLOCK_COLS / 2]) {
+template <u32 N, u32 B = 0> DEVICE void copy_block(const float (&acc)[N / 2], u32 b, float (&v)[BLOCK_COLS / 2]) {
     if constexpr (B + 1 < N / BLOCK_COLS) {
-        if (b != B) return take_block<N, B + 1>(acc, b, v);
+        if (b != B) return copy_block<N, B + 1>(acc, b, v);
     }
     UNROLL for (u32 i = 0; i < BLOCK_COLS / 2; i++) v[i] = acc[B * (BLOCK_COLS / 2) + i];
 }
@@ -105,7 +105,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void store_tile(const float (&a
             for (u32 half = 0; half < 2; half++) {
                 const u32 block = at / BLOCK_COLS + half, begin = column + half * BLOCK_COLS;
                 float v[BLOCK_COLS / 2];
-                take_block<Tile::N>(acc, paired && result == RESULT_UP ? block + Tile::N / 2 / BLOCK_COLS : block, v);
+                copy_block<Tile::N>(acc, paired && result == RESULT_UP ? block + Tile::N / 2 / BLOCK_COLS : block, v);
                 if (is(FORWARD_UP)) {
                     add_block_bias(paired && result != RESULT_UP ? t.gate_bias : t.up_bias, begin, limit, v);
                     if (result == RESULT_H) {
@@ -117,7 +117,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void store_tile(const float (&a
                         }
                         if (paired) {
                             float up[BLOCK_COLS / 2];
-                            take_block<Tile::N>(acc, block + Tile::N / 2 / BLOCK_COLS, up);
+                            copy_block<Tile::N>(acc, block + Tile::N / 2 / BLOCK_COLS, up);
                             add_block_bias(t.up_bias, begin, limit, up);
                             UNROLL for (u32 i = 0; i < BLOCK_COLS / 2; i++) v[i] *= up[i];
                         }
@@ -127,8 +127,8 @@ template <class T, u32 KINDS, class Tile> DEVICE void store_tile(const float (&a
                 }
                 stage_block<T>(piece, half, v);
             }
-            const u32 size = sizeof(T), width = result == RESULT_Y ? t.hidden : result == RESULT_H ? t.intermediate : gu_width(t);
-            char* rows = static_cast<char*>(result == RESULT_Y ? t.y : result == RESULT_H ? t.h : t.gu);
+            const u32 size = sizeof(T), width = result == RESULT_Y ? t.hidden : result == RESULT_H ? t.intermediate : gate_up_width(t);
+            char* rows = static_cast<char*>(result == RESULT_Y ? t.y : result == RESULT_H ? t.h : t.gate_up);
             if (paired && result == RESULT_UP) rows += t.intermediate * size;
             store_piece<T>(t, {rows, width * size, result}, piece, row0, column, limit);
         }

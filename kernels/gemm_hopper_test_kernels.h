@@ -19,7 +19,7 @@ struct HopperQueue {
 struct HopperTestScheduler {
     const HopperQueue* queue;
 
-    template <class InWork> DEVICE bool next(GemmTask& task, InWork) {
+    template <class InProgress> DEVICE bool next(GemmTask& task, InProgress) {
         u32 i = dev::fetch_add(queue->ticket, 1u);
         if (i >= queue->count) return false;
         for (u32 n = i * 7 % 5 * queue->delay; n > 0; n--) dev::pause();
@@ -39,7 +39,7 @@ struct HopperTestScheduler {
     }
     DEVICE void await() {}
     DEVICE void follow(bool) {}
-    DEVICE Ended ended(const GemmTask&) { return {queue->done, nullptr}; }
+    DEVICE DoneCounters done_counters(const GemmTask&) { return {queue->done, nullptr}; }
 };
 
 template <class T, u32 N, u32 BLOCKS = 1> DEVICE void gemm_hopper_test_body(const HopperQueue* queue) {

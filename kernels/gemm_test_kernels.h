@@ -19,15 +19,15 @@ template <class T, class Tile> DEVICE void gemm_test_body(const GemmTask* tasks,
 template <class Tile> constexpr u32 gemm_test_shared_bytes() { return Tile::SHARED_BYTES + sizeof(GemmTask); }
 
 using LargeTile = AmpereTile<128, 256>;
-using LittleTile = AmpereTile<64, 128>;
+using SmallTile = AmpereTile<64, 128>;
 
 KERNEL(aristos_gemm_test_bf16, LargeTile::THREADS, 1)(const GemmTask* tasks, u32 count) { gemm_test_body<Bf16, LargeTile>(tasks, count); }
 REGISTER_KERNEL(aristos_gemm_test_bf16)
 KERNEL(aristos_gemm_test_f16, LargeTile::THREADS, 1)(const GemmTask* tasks, u32 count) { gemm_test_body<F16, LargeTile>(tasks, count); }
 REGISTER_KERNEL(aristos_gemm_test_f16)
-KERNEL(aristos_gemm_test_64x128_bf16, LittleTile::THREADS, 2)(const GemmTask* tasks, u32 count) { gemm_test_body<Bf16, LittleTile>(tasks, count); }
+KERNEL(aristos_gemm_test_64x128_bf16, SmallTile::THREADS, 2)(const GemmTask* tasks, u32 count) { gemm_test_body<Bf16, SmallTile>(tasks, count); }
 REGISTER_KERNEL(aristos_gemm_test_64x128_bf16)
-KERNEL(aristos_gemm_test_64x128_f16, LittleTile::THREADS, 2)(const GemmTask* tasks, u32 count) { gemm_test_body<F16, LittleTile>(tasks, count); }
+KERNEL(aristos_gemm_test_64x128_f16, SmallTile::THREADS, 2)(const GemmTask* tasks, u32 count) { gemm_test_body<F16, SmallTile>(tasks, count); }
 REGISTER_KERNEL(aristos_gemm_test_64x128_f16)
 
 }  // namespace aristos

@@ -102,16 +102,16 @@ DEVICE void write4(const ReduceVector& v, u64 at, const Vec4& x) {
 }
 
 // A step of a unit, and what follows from the unit.
-struct Turn {
+struct SumStep {
     u32 number, step, steps;  // of the unit; steps 0: there are no more
-    u32 turns;                // steps before, of all units
+    u32 steps_before;                // steps before, of all units
     SumUnit unit;
     const SumHolder* holders;
     u64 part, elements;
 };
 
 // One thread. With a caller's routing the replicated weights, which are the last unit, have no gradients.
-DEVICE void begin_unit(const Layer& l, const Pass& pass, Turn& t, u32 number) {
+DEVICE void begin_unit(const Layer& l, const Pass& pass, SumStep& t, u32 number) {
     const LayerShape& s = l.shape;
     t.number = number;
     t.step = t.steps = 0;
@@ -122,13 +122,13 @@ DEVICE void begin_unit(const Layer& l, const Pass& pass, Turn& t, u32 number) {
     t.part = reduce_part(t.elements, t.unit.parts);
     t.steps = reduce_steps(s, t.elements, t.unit.parts);
 }
-DEVICE void begin_turn(const Layer& l, const Pass& pass, Turn& t, const SumCursor& at) {
+DEVICE void begin_sum_step(const Layer& l, const Pass& pass, SumStep& t, const SumCursor& at) {
     begin_unit(l, pass, t, dev::load_relaxed(&at.unit));
     t.step = dev::load_relaxed(&at.step);
-    t.turns = dev::load_relaxed(&at.turns);
+    t.steps_before = dev::load_relaxed(&at.steps_before);
 }
 // A turn with its vector.
-struct VectorTurn : Turn {
+struct VectorStep : SumStep {
     ReduceVector vector;
 
     DEVICE void list(const Layer& l) {
@@ -149,21 +149,21 @@ struct Reducer {
         : layer(l), r(reduce_shape(l.shape)), channel(of_channel), pass(of_pass), stats(counted), area(reduce_area(l.shape) / 4) {}
 
     // Where the piece of a holder's part begins in the vector, and its elements, 0 beyond the end.
-    DEVICE u64 begin(const Turn& t, u32 holder, u32 of_channel) const { return holder * t.part + (u64(t.step) * r.channels + of_channel) * r.piece; }
-    DEVICE u64 begin(const Turn& t, u32 holder) const { return begin(t, holder, channel); }
-    DEVICE u32 length(const Turn& t, u32 holder, u32 of_channel) const {
+    DEVICE u64 begin(const SumStep& t, u32 holder, u32 of_channel) const { return holder * t.part + (u64(t.step) * r.channels + of_channel) * r.piece; }
+    DEVICE u64 begin(const SumStep& t, u32 holder) const { return begin(t, holder, channel); }
+    DEVICE u32 length(const SumStep& t, u32 holder, u32 of_channel) const {
         const u64 part = (holder + 1) * t.part, end = part < t.elements ? part : t.elements, from = begin(t, holder, of_channel);
         if (from >= end) return 0;
         return end - from < r.piece ? u32(end - from) : r.piece;
     }
-    DEVICE u32 length(const Turn& t, u32 holder) const { return length(t, holder, channel); }
+    DEVICE u32 length(const SumStep& t, u32 holder) const { return length(t, holder, channel); }
     // The number of the step among those that this PE and a holder have with each other.
-    DEVICE u32 number(const Turn& t, u32 holder) const { return t.holders[holder].before + t.step; }
+    DEVICE u32 number(const SumStep& t, u32 holder) const { return t.holders[holder].before + t.step; }
     DEVICE float* at(u64 areas, u32 slot) const {
         return reinterpret_cast<float*>(layer.symmetric.all_reduce) + areas * area + (u64(channel) * REDUCE_SLOTS + slot % REDUCE_SLOTS) * r.piece;
     }
     // Places in this PE's memory, of values (area 0), sums (1), outgoing values (2); `pe` is the other PE.
-    DEVICE float* place(u32 kind, u32 pe, u32 number) const { return at(u64(kind) * layer.shape.n_world + pe, number); }
+    DEVICE float* buffer(u32 kind, u32 pe, u32 number) const { return at(u64(kind) * layer.shape.n_world + pe, number); }
     // Sums to be put over the network, the same for all holders.
     DEVICE float* sums_out(u32 step) const { return at(u64(3) * layer.shape.n_world, step); }
     // A word for each place, not for each pair: on a network the signals of two steps may overtake each other, and a word must
@@ -175,23 +175,23 @@ struct Reducer {
     DEVICE u64* signal(u32 kind, u32 pe, u32 number) const { return signal(kind, pe, number, channel); }
     DEVICE u64 stamp_of(u32 number) const { return (pass << STEP_BITS) + number + 1; }
     // One thread: whether what a holder sends in a step has come.
-    DEVICE bool wait_for(const Turn& t, u32 kind, u32 holder) const {
+    DEVICE bool wait_for(const SumStep& t, u32 kind, u32 holder) const {
         const u32 pe = t.holders[holder].pe, of = number(t, holder);
         return wait_signal(layer, signal(kind, pe, of), {pe, WHAT_ALL_REDUCE, PHASE_ALL_REDUCE, stamp_of(of), u64(of) * r.channels + channel});
     }
     // This PE's values of a step to every other holder, the next one first.
-    DEVICE void send(const VectorTurn& t) const {
+    DEVICE void send(const VectorStep& t) const {
         const u32 me = layer.shape.world_pe, parts = t.unit.parts;
         for (u32 i = 1; i < parts; i++) {
             const u32 holder = (t.unit.me + i) % parts, pe = t.holders[holder].pe, count = length(t, holder), of = number(t, holder);
             if (count == 0) continue;
             const bool direct = reaches(layer, pe);
-            float* to = direct ? at_world(layer, place(0, me, of), pe) : place(2, pe, of);
+            float* to = direct ? at_world(layer, buffer(0, me, of), pe) : buffer(2, pe, of);
             for (u32 e = dev::thread() * 4; e < count; e += dev::threads() * 4)
                 dev::store16(to + e, as_bits(read4(t.vector, begin(t, holder) + e)));
             if (!direct) dev::fence_sys();  // the network card reads it
             dev::sync_block();
-            if (!direct) dev::put_block(place(0, me, of), to, u64(count) * 4, pe);
+            if (!direct) dev::put_block(buffer(0, me, of), to, u64(count) * 4, pe);
             else if (dev::thread() == 0) signal_world(layer, signal(0, me, of), stamp_of(of), pe);
             count_put(count, !direct);
         }
@@ -199,14 +199,14 @@ struct Reducer {
     }
 
     // Sums a step of the own part and sends the sums. False: some holder's values did not come.
-    DEVICE bool reduce(const VectorTurn& t) const {
+    DEVICE bool reduce(const VectorStep& t) const {
         const u32 me = layer.shape.world_pe, mine = t.unit.me, parts = t.unit.parts, count = length(t, mine);
         if (count == 0) return signal_network(t, 1), true;
         bool ok = true;
         for (u32 holder = dev::thread(); holder < parts && ok; holder += dev::threads())
             if (holder != mine) ok = wait_for(t, 0, holder);
         if (dev::sync_block_or(!ok)) return false;
-        see_network(layer);
+        acquire_network(layer);
         // Sums of another unit may still be on their way to its holders, who have not answered.
         if (layer.shape.stage && t.step == 0) {
             if (dev::thread() == 0) dev::quiet_puts();
@@ -219,7 +219,7 @@ struct Reducer {
                 if (holder == mine) {
                     x = read4(t.vector, begin(t, mine) + e);
                 } else {
-                    const Vec16 bits = dev::load16(place(0, t.holders[holder].pe, number(t, holder)) + e);
+                    const Vec16 bits = dev::load16(buffer(0, t.holders[holder].pe, number(t, holder)) + e);
                     UNROLL
                     for (u32 i = 0; i < 4; i++) x.v[i] = bits_float(bits.w[i]);
                 }
@@ -229,7 +229,7 @@ struct Reducer {
             write4(t.vector, begin(t, mine) + e, sum);
             for (u32 i = 1; i < parts; i++) {
                 const u32 holder = (mine + i) % parts, pe = t.holders[holder].pe;
-                if (reaches(layer, pe)) dev::store16(at_world(layer, place(1, me, number(t, holder)), pe) + e, as_bits(sum));
+                if (reaches(layer, pe)) dev::store16(at_world(layer, buffer(1, me, number(t, holder)), pe) + e, as_bits(sum));
             }
             if (layer.shape.stage) dev::store16(sums_out(t.step) + e, as_bits(sum));
         }
@@ -241,25 +241,25 @@ struct Reducer {
         }
         for (u32 i = 1; i < parts; i++) {
             const u32 holder = (mine + i) % parts, pe = t.holders[holder].pe;
-            const bool far = !reaches(layer, pe);
-            if (far) dev::put_block(place(1, me, number(t, holder)), sums_out(t.step), u64(count) * 4, pe);
-            count_put(count, far);
+            const bool inter_node = !reaches(layer, pe);
+            if (inter_node) dev::put_block(buffer(1, me, number(t, holder)), sums_out(t.step), u64(count) * 4, pe);
+            count_put(count, inter_node);
         }
         signal_network(t, 1);
         return true;
     }
 
     // The sums of a step of the others' parts to where they belong. False: some did not come.
-    DEVICE bool copy(const VectorTurn& t) const {
+    DEVICE bool copy(const VectorStep& t) const {
         const u32 parts = t.unit.parts;
         bool ok = true;
         for (u32 holder = dev::thread(); holder < parts && ok; holder += dev::threads())
             if (holder != t.unit.me && length(t, holder) > 0) ok = wait_for(t, 1, holder);
         if (dev::sync_block_or(!ok)) return false;
-        see_network(layer);
+        acquire_network(layer);
         for (u32 i = 1; i < parts; i++) {
             const u32 holder = (t.unit.me + i) % parts, count = length(t, holder);
-            const float* from = place(1, t.holders[holder].pe, number(t, holder));
+            const float* from = buffer(1, t.holders[holder].pe, number(t, holder));
             for (u32 e = dev::thread() * 4; e < count; e += dev::threads() * 4) {
                 const Vec16 bits = dev::load16(from + e);
                 Vec4 x;
@@ -273,24 +273,24 @@ struct Reducer {
     }
 
     // One thread: whether a channel puts values (kind 0) or sums (1) of a step to a holder over the network.
-    DEVICE bool goes_far(const Turn& t, u32 kind, u32 holder, u32 of_channel) const {
+    DEVICE bool puts_inter_node(const SumStep& t, u32 kind, u32 holder, u32 of_channel) const {
         return !reaches(layer, t.holders[holder].pe) && length(t, kind == 0 ? holder : t.unit.me, of_channel) > 0;
     }
     // Whether any does: channel 0 has the first of a step's pieces.
-    DEVICE bool any_far(const Turn& t, u32 kind) const {
+    DEVICE bool any_inter_node(const SumStep& t, u32 kind) const {
         bool any = false;
         ROLLED
-        for (u32 holder = 0; holder < t.unit.parts; holder++) any = any || goes_far(t, kind, holder, 0);
+        for (u32 holder = 0; holder < t.unit.parts; holder++) any = any || puts_inter_node(t, kind, holder, 0);
         return any;
     }
     // All threads, after a channel's puts of a step, or where it has none: the last channel sends the signals of all that went over the network, after
     // one fence. A step in which nothing did, of any channel, has none.
-    DEVICE void signal_network(const Turn& t, u32 kind) const {
+    DEVICE void signal_network(const SumStep& t, u32 kind) const {
         if (!layer.shape.stage) return;
         dev::sync_block();
-        if (dev::thread() != 0 || !any_far(t, kind)) return;
-        u32* ended = layer.sum_waves + u64(kind) * sum_turns(layer.shape) + t.turns;
-        if (dev::fetch_add_acq_rel(ended, 1u) + 1 < r.channels && !ARISTOS_PLANTED(EARLY_WAVE)) return;
+        if (dev::thread() != 0 || !any_inter_node(t, kind)) return;
+        u32* ended = layer.channels_done + u64(kind) * max_sum_steps(layer.shape) + t.steps_before;
+        if (dev::fetch_add_acq_rel(ended, 1u) + 1 < r.channels && !ARISTOS_FAULT(EARLY_GROUP_SIGNAL)) return;
         dev::store_relaxed(ended, 0u);  // for the next pass
         dev::fence_puts();
         u32 sent = 0;
@@ -299,7 +299,7 @@ struct Reducer {
             ROLLED
             for (u32 i = 1; i < t.unit.parts; i++) {
                 const u32 holder = (t.unit.me + i) % t.unit.parts, of = number(t, holder);
-                if (!goes_far(t, kind, holder, c)) continue;
+                if (!puts_inter_node(t, kind, holder, c)) continue;
                 signal_world(layer, signal(kind, layer.shape.world_pe, of, c), stamp_of(of), t.holders[holder].pe);
                 sent++;
             }
@@ -309,11 +309,11 @@ struct Reducer {
     }
 
     // The signal of what is not far goes with it.
-    DEVICE void count_put(u32 elements, bool far) const {
+    DEVICE void count_put(u32 elements, bool inter_node) const {
         if (dev::thread() != 0) return;
         dev::fetch_add(&stats->puts, u64(1));
         dev::fetch_add(&stats->all_reduce_bytes, u64(elements) * 4);
-        if (far) dev::fetch_add(&stats->network_bytes, u64(elements) * 4);
+        if (inter_node) dev::fetch_add(&stats->network_bytes, u64(elements) * 4);
         else dev::fetch_add(&stats->signals, u64(1));
     }
 };

@@ -12,8 +12,8 @@
 namespace aristos {
 
 constexpr u32 NONE = ~0u;
-constexpr u32 STAGE_WAVES = 2;  // that have their places in a stage at the same time
-constexpr u32 PART_PLACES = 4;  // of a PE's parts of results for one source at its home (relay.h)
+constexpr u32 STAGE_GROUPS = 2;  // that have their places in a stage at the same time
+constexpr u32 PART_BUFFERS = 4;  // of a PE's parts of results for one source at its home (relay.h)
 constexpr u32 HEADER_WORDS = 8;  // of a header before the counts of local experts
 // A slot word: local expert << RANK_BITS | rank among the slots of the same source, expert and round.
 constexpr u32 RANK_BITS = 20;
@@ -90,7 +90,7 @@ struct Received {
     u32* row_start;     // [n_pes][round_chunks][chunk_rows + 1]: a row's first slot in its chunk, and the end
     u32* return_row;    // [n_pes][round_rows]: by its number in the order of return, a row of this round
     u32* return_slot;   // [n_pes][round_rows]: slots of the rows of its chunk of results before; training only
-    u32* place;         // [n_pes][round_chunks][chunk_rows * max_slots]: place of a slot
+    u32* position;         // [n_pes][round_chunks][chunk_rows * max_slots]: place of a slot
     u32* expert;        // the same: its local expert
     u32* peer_overflow; // [n_pes]: destination, 1: it keeps no activations, so backward sends it the rows again
     // With relays only, of sources on other hosts:
@@ -110,7 +110,7 @@ struct SlotStore {
     float* weight;         // [capacity]: routing weight
     u32 d_weight_stride;   // tiles across the intermediate size
     // As in GemmTask (gemm.h).
-    void* gu;              // [capacity, 2 I] or [capacity, I]; training only
+    void* gate_up;              // [capacity, 2 I] or [capacity, I]; training only
     void* h;               // [capacity, I]
     void* y;               // [capacity, H]
     float* d_weight;       // [capacity][d_weight_stride]; training only
@@ -173,7 +173,7 @@ struct Counters {
     u32* sent;        // [waves]: of a wave of chunks
     u32* returned;    // [waves]: of a wave of results
     u32* return_done; // [n_pes][round_chunks]: items of a chunk of results that are done
-    u64* lack;        // [n_pes]: what the next results for a source lacked when a block looked last: of which word of the counters, and how much it must be
+    u64* blocked_on;        // [n_pes]: what the next results for a source lacked when a block looked last: of which word of the counters, and how much it must be
     u32* placed;      // [n_pes][round_chunks]: rows of a chunk of results whose slots have their places
     u32* numbered;    // [n_pes][round_rows / 32]: a bit for each number in the order of return that a row has
     u32* arrived;     // [max_tiles]: slots whose rows are there
@@ -185,7 +185,7 @@ struct Counters {
     u32* relays;         // items of all sources
     u32* header_passed;  // [n_pes]
     u32* passed;         // [n_pes]: chunks of a source
-    u32* emptied;        // [n_pes]: of these those that all PEs of the host have emptied
+    u32* consumed;        // [n_pes]: of these those that all PEs of the host have emptied
 };
 
 // Words that persist across passes: zeroed by the host once. ErrorRecord::kind is the abort word: whoever waits polls it, and
@@ -204,7 +204,7 @@ struct ControlWords {
 enum SumPart : u32 { SUM_SENT = 0, SUM_REDUCED = 1, SUM_COPIED = 2, SUM_PARTS = 3 };
 struct SumCursor {
     u32 unit, step;
-    u32 turns;  // steps before, of all units
+    u32 steps_before;  // steps before, of all units
 };
 // A word of Symmetric::all_reduce_signal, and what it must be at least.
 struct SumWait {
@@ -212,7 +212,7 @@ struct SumWait {
     u32 word;
 };
 struct SumProgress {
-    u32 turn;  // odd while a block of the persistent kernel works at the channel
+    u32 version;  // odd while a block of the persistent kernel works at the channel
     SumCursor at[SUM_PARTS];
     // What is done when all that it waits for has come (sum_steps.h): bits of SumPart. To send, so many of a batch's gradients; else Layer::sum_waits.
     u32 next;
@@ -247,14 +247,14 @@ struct Symmetric {
     u8* window;    // [n_pes - 1][window_chunks][chunk_pitch]
     u8* returns;   // [return_chunks][return_pitch]
     // With relays only, by the number of a PE of this host and a source on another:
-    u64* emptied_signal;  // [most_members][n_pes][round_chunks]: at the home, that the PE has what it needs of a chunk
+    u64* consumed_signal;  // [most_members][n_pes][round_chunks]: at the home, that the PE has what it needs of a chunk
     u64* part_signal;     // [most_members][n_pes][round_chunks]: at the home, that its part of a chunk of results is there
     u64* part_credit;     // [n_pes][round_chunks]: at the PE, that the place of its part is free
-    u8* parts;            // [most_members - 1][served][PART_PLACES][return_pitch]
+    u8* parts;            // [most_members - 1][served][PART_BUFFERS][return_pitch]
     // What this PE puts to peers that only the network reaches; with `stage` only.
     u8* header_stage;  // [3][n_pes][header_bytes]
-    u8* chunk_stage;   // [STAGE_WAVES][window_chunks][chunk_pitch]
-    u8* result_stage;  // [STAGE_WAVES][window_chunks][return_pitch]
+    u8* chunk_stage;   // [STAGE_GROUPS][window_chunks][chunk_pitch]
+    u8* result_stage;  // [STAGE_GROUPS][window_chunks][return_pitch]
 };
 
 // Sizes that follow from the shape, once.
@@ -267,7 +267,7 @@ struct Sizes {
     u32 chunk_pitch, return_pitch;  // multiples of 16
     u32 return_chunks;
     u32 max_tiles;
-    u32 waves;        // of chunks or of results, in a step
+    u32 send_groups;        // of chunks or of results, in a step
     u32 has_losses;
     u32 elem_bytes;
     u32 hopper;       // 1: the tables have tensor maps, so the kernels of layer_hopper.cu run
@@ -293,7 +293,7 @@ struct Layer {
     BlockStats* block_stats; // [blocks]
     SumProgress* sums;       // [reduce_shape(shape).channels]; with training only
     SumWait* sum_waits;      // [reduce_shape(shape).channels][2][n_world]: of a channel to reduce, and to copy; where PEs share experts only
-    u32* sum_waves;          // [2][sum_turns(shape)]: channels that have put the values, or the sums, of a step; with training and a network only
+    u32* channels_done;          // [2][max_sum_steps(shape)]: channels that have put the values, or the sums, of a step; with training and a network only
     SpanRecord* spans;       // [MAX_SPANS]
     u8* route_scratch;       // route_scratch_bytes(shape)
     Symmetric symmetric;

@@ -4,8 +4,8 @@
 
 namespace aristos {
 
-DEVICE const u32* header_words(const Layer& l, u32 place, u32 source) {
-    return reinterpret_cast<const u32*>(incoming(l, source, l.symmetric.header + header_offset(l, place, source)));
+DEVICE const u32* header_words(const Layer& l, u32 buffer, u32 source) {
+    return reinterpret_cast<const u32*>(incoming(l, source, l.symmetric.header + header_offset(l, buffer, source)));
 }
 
 // A header is untrusted: it is validated here, once, and trusted afterwards. One warp.
@@ -21,8 +21,8 @@ DEVICE bool read_header(Block& b, u32 source) {
         if (dev::lane() == 0) in.first_chunk[source] = in.end_chunk[source] = 0;
         return true;
     }
-    u32 place = header_place(b.pass, b.step.mode != MODE_FORWARD);
-    const u32* words = header_words(l, place, source);
+    u32 buffer = header_buffer(b.pass, b.step.mode != MODE_FORWARD);
+    const u32* words = header_words(l, buffer, source);
     u64 slots = 0, here = 0;  // of all PEs that the header is for, and this one's
     u32 most = 0;
     for (u32 number = dev::lane(); number < (relayed(l, source) ? s.max_local : s.n_local); number += 32) {
@@ -69,18 +69,18 @@ DEVICE bool read_header(Block& b, u32 source) {
 }
 
 // One thread: whether the header of `source` has come, if one is due.
-template <class Missing> DEVICE bool header_came(const Block& b, u32 source, Missing missing) {
+template <class Missing> DEVICE bool header_arrived(const Block& b, u32 source, Missing missing) {
     if (!b.step.receives || b.step.mode == MODE_GRADIENT || !header_due(b, source)) return true;
-    const u64* word = header_signal(b.l, header_place(b.pass, b.step.mode != MODE_FORWARD), source);
-    return signal_came(word, {source, WHAT_COUNTS, PHASE_DISPATCH, stamp(b.pass, 2 * b.step.round), b.step.round}, missing);
+    const u64* word = header_signal(b.l, header_buffer(b.pass, b.step.mode != MODE_FORWARD), source);
+    return signal_arrived(word, {source, WHAT_COUNTS, PHASE_DISPATCH, stamp(b.pass, 2 * b.step.round), b.step.round}, missing);
 }
 
 // All threads, once the headers that are due have come: derives what follows from them.
 DEVICE bool read_headers(Block& b) {
     const Layer& l = b.l;
     const Received& in = l.received;
-    u32 n = l.shape.n_pes, place = header_place(b.pass, b.step.mode != MODE_FORWARD);
-    see_network(l);
+    u32 n = l.shape.n_pes, buffer = header_buffer(b.pass, b.step.mode != MODE_FORWARD);
+    acquire_network(l);
     bool ok = true;
     for (u32 pe = dev::warp(); pe < n; pe += dev::threads() / 32) ok = read_header(b, pe) && ok;
     if (dev::sync_block_or(!ok)) return false;
@@ -89,7 +89,7 @@ DEVICE bool read_headers(Block& b) {
     if (dev::warp() == 0) {
         u32 received = 0, mine = 0, world = 0;
         for (u32 pe = dev::lane(); pe < n; pe += 32) {
-            const u32* words = header_words(l, place, pe);
+            const u32* words = header_words(l, buffer, pe);
             received = in.rounds[pe] > received ? in.rounds[pe] : received;
             mine = l.plan.dest[pe].rounds > mine ? l.plan.dest[pe].rounds : mine;
             if (pe == l.shape.my_pe) continue;
@@ -116,7 +116,7 @@ DEVICE bool read_headers(Block& b) {
             double sum = 0;
             for (u32 pe = 0; pe < n; pe++)
                 sum += pe == l.shape.my_pe ? l.losses.mine[i]
-                                           : reinterpret_cast<const double*>(reinterpret_cast<const u8*>(header_words(l, place, pe)) +
+                                           : reinterpret_cast<const double*>(reinterpret_cast<const u8*>(header_words(l, buffer, pe)) +
                                                                              l.sizes.header_counts_bytes)[i];
             l.losses.all[i] = sum;
         }
@@ -212,7 +212,7 @@ DEVICE float tile_due(const Layer& l, u32 e, u32 tile) {
         const u64 of_all = u64(pe) * s.n_local + s.n_local - 1;
         const u32 slots = in.before[of_all] + in.counts[of_all], left = in.rows[pe] - in.first_chunk[pe] * s.chunk_rows;
         const u32 round = (in.end_chunk[pe] - in.first_chunk[pe]) * s.chunk_rows, rows = left < round ? left : round;
-        const u32 ranks = lies_backwards(l, pe) ? in.counts[at] - (first > begin ? 0 : begin - first) : last - first;
+        const u32 ranks = is_reversed(l, pe) ? in.counts[at] - (first > begin ? 0 : begin - first) : last - first;
         const float there = float(in.before[at] + ranks) * float(rows) / float(slots);
         due = there > due ? there : due;
     }

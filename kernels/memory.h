@@ -12,7 +12,7 @@ struct Bump {
     u64 used = 0;
 
     template <typename T>
-    void take(T*& pointer, u64 count) {
+    void allocate(T*& pointer, u64 count) {
         pointer = reinterpret_cast<T*>(base + used);
         u64 bytes = 1;
         if constexpr (!std::is_void_v<T>) bytes = sizeof(T);

@@ -104,18 +104,18 @@ extern "C" __global__ void __launch_bounds__(1024, 1) p2p_ping_pong(Loop l) {
     for (u32 i = 0; i < l.iterations + l.warmup; ++i) {
         if (i == l.warmup) start_ns = global_ns(), start = clock64();
         const u64 t0 = clock64();
-        const uint64_t turn = i + 1;
+        const uint64_t value = i + 1;
         if (l.me != 0) {
-            if (threadIdx.x == 0) nvshmem_uint64_wait_until(l.signal, NVSHMEM_CMP_GE, turn);
+            if (threadIdx.x == 0) nvshmem_uint64_wait_until(l.signal, NVSHMEM_CMP_GE, value);
             __syncthreads();
         }
-        if (l.scope == BLOCK) nvshmemx_putmem_signal_block(l.remote, l.local, l.bytes, l.signal, turn, NVSHMEM_SIGNAL_SET, l.peer);
+        if (l.scope == BLOCK) nvshmemx_putmem_signal_block(l.remote, l.local, l.bytes, l.signal, value, NVSHMEM_SIGNAL_SET, l.peer);
         if (l.scope == WARP && threadIdx.x < 32)
-            nvshmemx_putmem_signal_warp(l.remote, l.local, l.bytes, l.signal, turn, NVSHMEM_SIGNAL_SET, l.peer);
+            nvshmemx_putmem_signal_warp(l.remote, l.local, l.bytes, l.signal, value, NVSHMEM_SIGNAL_SET, l.peer);
         if (l.scope == THREAD && threadIdx.x == 0)
-            nvshmem_putmem_signal(l.remote, l.local, l.bytes, l.signal, turn, NVSHMEM_SIGNAL_SET, l.peer);
+            nvshmem_putmem_signal(l.remote, l.local, l.bytes, l.signal, value, NVSHMEM_SIGNAL_SET, l.peer);
         if (l.me == 0) {
-            if (threadIdx.x == 0) nvshmem_uint64_wait_until(l.signal, NVSHMEM_CMP_GE, turn);
+            if (threadIdx.x == 0) nvshmem_uint64_wait_until(l.signal, NVSHMEM_CMP_GE, value);
             __syncthreads();
         }
         if (threadIdx.x == 0 && i >= l.warmup) l.cycles[i - l.warmup] = clock64() - t0;

@@ -117,9 +117,9 @@ struct Tables {
     const u32* world;             // [n_pes]: the PE's number in the world
     const u64* world_peer;        // [n_world]: as `peer`
     // [1 + 2 * n_pes]: how many PEs only the network reaches; these, from the next PE on; and for every PE its number among them.
-    const u32* far;
+    const u32* inter_node;
     // The same of PEs that results are returned to over the network; without relays that table.
-    const u32* far_back;
+    const u32* inter_node_returns;
     const u32* relay;             // with relays only, RelayTable
     // [n_local + 1][3] of 128 bytes, 64-byte aligned: gate, up, down; null on Ampere. 2-D TMA maps of the weights as they lie, columns
     // (the input features) fastest: box 64 columns x 64 rows, 128-byte swizzle, zeros out of bounds, for every use of them.
@@ -129,9 +129,9 @@ struct Tables {
 // Where tables of [n_pes] begin in Tables::relay, in times of n_pes. Behind them: the PEs of this host [members], how many sources this PE is home
 // of, and these.
 enum RelayTable : u32 {
-    RELAY_HOME = 0,    // the home of a source here; ~0: it is on this host
-    RELAY_TO = 1,      // this PE's window at a destination; ~0: it sends no rows there
-    RELAY_FROM = 2,    // a source's window at its home, or here
+    RELAY_OF_SOURCE = 0,    // the home of a source here; ~0: it is on this host
+    RELAY_WINDOW_TO = 1,      // this PE's window at a destination; ~0: it sends no rows there
+    RELAY_WINDOW_FROM = 2,    // a source's window at its home, or here
     RELAY_NUMBER = 3,  // of a source on another host, its number among those of its home
     RELAY_SPLIT = 4,   // of how many PEs the experts are that a destination stands for
     RELAY_TABLES = 5,

@@ -43,30 +43,30 @@ template <class T> DEVICE bool run_item(Block& b, const Item& item) {
 // One thread: the next item; ITEM_TASKS where all others must wait, and where tasks are among them.
 OUTLINE void next_item(Block& b) {
     enter_now(b.l, b.pass, b.state, PHASE_WAITING);
-    b.state.patience = {};
+    b.state.watchdog = {};
     while (!find_item(b, b.items)) {
-        if (has(b.items, ITEM_TASKS)) return (void)give(b, ITEM_TASKS, 0);  // where the rest is looked for
-        if (find_rest(b)) return;
-        if (all_taken(b, b.items) || !wait_for_item(b, b.items)) return (void)give(b, ITEM_NONE, 0);
+        if (has(b.items, ITEM_TASKS)) return (void)set_item(b, ITEM_TASKS, 0);  // where the rest is looked for
+        if (find_background_item(b)) return;
+        if (all_claimed(b, b.items) || !wait_for_item(b, b.items)) return (void)set_item(b, ITEM_NONE, 0);
     }
 }
 
 template <class Path> DEVICE void next_item(Block& b) {
-    if constexpr (Path::PAIR) {
-        if (has(b.items, ITEM_TASKS) && Path::Pair::is_second()) return Path::Pair::next_item(b);
+    if constexpr (Path::CTA_PAIR) {
+        if (has(b.items, ITEM_TASKS) && Path::CtaPair::is_second()) return Path::CtaPair::next_item(b);
     }
     next_item(b);
 }
 
-// All threads. Of a pair of blocks (pair.h): whether both are `ok`, so that both go on or neither does.
-template <class Path> DEVICE bool together(Block& b, bool ok) {
-    if constexpr (Path::PAIR) return Path::Pair::agree(b, ok);
+// All threads. Of a pair of blocks (cta_pair.h): whether both are `ok`, so that both go on or neither does.
+template <class Path> DEVICE bool agree_across_pair(Block& b, bool ok) {
+    if constexpr (Path::CTA_PAIR) return Path::CtaPair::agree(b, ok);
     return ok;
 }
 
 // Whether a block that fails goes on: of a pair the other would wait for it at the next task, where both leave, as the PE aborts.
-template <class Path> DEVICE bool leaves_with_tasks(const Block& b) {
-    if constexpr (Path::PAIR) return has(b.items, ITEM_TASKS) && !(ARISTOS_PLANTED(FAILS_ALONE) && Path::Pair::is_second());
+template <class Path> DEVICE bool keeps_running_after_error(const Block& b) {
+    if constexpr (Path::CTA_PAIR) return has(b.items, ITEM_TASKS) && !(ARISTOS_FAULT(CTA_FAILS_ALONE) && Path::CtaPair::is_second());
     return false;
 }
 
@@ -85,12 +85,12 @@ template <class Path> DEVICE bool run_items(Block& b, u32 set) {
             Path::run(b);
             dev::sync_block();
             item = b.state.item;
-            if constexpr (Path::PAIR) {
+            if constexpr (Path::CTA_PAIR) {
                 if (item.kind == ITEM_TASKS) continue;  // the first block has another
             }
         }
         if (item.kind == ITEM_NONE) return !dev::sync_block_or(dev::thread() == 0 && aborted(b.l));
-        if (!run_item<typename Path::Element>(b, item) && !leaves_with_tasks<Path>(b)) return false;
+        if (!run_item<typename Path::Element>(b, item) && !keeps_running_after_error<Path>(b)) return false;
     }
 }
 
@@ -136,7 +136,7 @@ template <class Path> DEVICE bool run_step(Block& b) {
         bool ok;
         if (action & PE_BARRIER) ok = pe_barrier(b.l, b.pass, action >> BARRIER_NUMBER, stamp_step(b.step.round, b.step.mode, true));
         else ok = run_items<Path>(b, action | (has(action, ITEM_PLAIN) && sums_gradients(b) ? items(ITEM_SUM) : 0));
-        if (!together<Path>(b, ok)) return false;
+        if (!agree_across_pair<Path>(b, ok)) return false;
     }
 }
 
@@ -170,8 +170,8 @@ DEVICE void begin_step(Block& b, u32 round, u32 mode) {
         b.state.served = 0;
         b.state.channel = dev::block() % reduce_shape(l.shape).channels;
         for (u32& entry : b.state.entry) entry = 0;
-        for (u32& taken : b.state.taken) taken = NONE;
-        b.state.taken_results = NONE;
+        for (u32& held : b.state.held_tasks) held = NONE;
+        b.state.held_results = NONE;
         b.state.known = 0;
     }
     dev::sync_block();
@@ -187,10 +187,10 @@ template <class Path> DEVICE void run_steps(Block& b) {
         bool again = b.step.mode == MODE_RECOMPUTE;  // the gradients of the same round
         // Forward knows the number of rounds only once its first step is over.
         if (!again && b.step.round + 1 >= pass_rounds(b.l)) return;
-        if (!together<Path>(b, grid_barrier(b.l))) return;
+        if (!agree_across_pair<Path>(b, grid_barrier(b.l))) return;
         if (b.l.shape.stage) {
             if (dev::block() == 0 && dev::thread() == 0) end_stages(b.l);
-            if (!together<Path>(b, grid_barrier(b.l))) return;
+            if (!agree_across_pair<Path>(b, grid_barrier(b.l))) return;
         }
         if (again) begin_step(b, b.step.round, MODE_GRADIENT);
         else begin_round(b, b.step.round + 1, Path::BACKWARD);
@@ -238,15 +238,15 @@ template <class Path> DEVICE void run_pass(const Layer& l, const Pass& given) {
         for (u32 i = 0; i < PHASES; i++) state.phase_ns[i] = 0;
         state.stats = {};
         state.phase = PHASE_IDLE;
-        state.follows = 0;
+        state.is_second_cta = 0;
         state.since = dev::nanoseconds();
         new (&b) Block{l, numbered(l, given, Path::BACKWARD), state, dev::shared(), l.control->steps};
-        if constexpr (Path::PAIR) Path::Pair::begin(b);
+        if constexpr (Path::CTA_PAIR) Path::CtaPair::begin(b);
     }
     dev::sync_block();
-    if (together<Path>(b, !dev::sync_block_or(aborted(l)))) run_steps<Path>(b);
+    if (agree_across_pair<Path>(b, !dev::sync_block_or(aborted(l)))) run_steps<Path>(b);
     leave(b, Path::BACKWARD);
-    if constexpr (Path::PAIR) Path::Pair::end(b);
+    if constexpr (Path::CTA_PAIR) Path::CtaPair::end(b);
 }
 
 }  // namespace aristos

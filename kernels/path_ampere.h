@@ -7,7 +7,7 @@
 namespace aristos {
 
 // Functions of their own that keep nothing in registers: the products need them all.
-OUTLINE u32 look_ahead(Block& b) { return Scheduler{b}.look(b.state.next); }
+OUTLINE u32 poll_ahead(Block& b) { return Scheduler{b}.poll(b.state.next); }
 OUTLINE bool next_task(Block& b) { return Scheduler{b}.next(b.state.task, [] { return false; }); }
 OUTLINE void task_done(Block& b) { Scheduler{b}.done(b.state.task); }
 
@@ -20,21 +20,21 @@ template <class Compute> DEVICE void run_tasks(Block& b, State& state, Compute c
         dev::sync_block();
         if (!state.more) return;
         compute(state.task, [&] {
-            if (ARISTOS_PLANTED(EARLY_DONE)) task_done(b);
-            state.early = look_ahead(b);
-            while (ARISTOS_PLANTED(LATE_DONE) && state.early == FOUND_NOTHING && wait_for_item(b, b.items)) state.early = look_ahead(b);
+            if (ARISTOS_FAULT(EARLY_DONE)) task_done(b);
+            state.early = poll_ahead(b);
+            while (ARISTOS_FAULT(LATE_DONE) && state.early == FOUND_NOTHING && wait_for_item(b, b.items)) state.early = poll_ahead(b);
         });
         if (dev::thread() == 0) {
-            if (!ARISTOS_PLANTED(EARLY_DONE)) task_done(b);
+            if (!ARISTOS_FAULT(EARLY_DONE)) task_done(b);
             if (state.early == FOUND_TASK) state.task = state.next;
-            else state.more = (state.early == FOUND_NOTHING || ARISTOS_PLANTED(ITEM_DROPPED)) && next_task(b);
+            else state.more = (state.early == FOUND_NOTHING || ARISTOS_FAULT(ITEM_DROPPED)) && next_task(b);
         }
     }
 }
 
 template <class T, class Tile, u32 KINDS> struct AmperePath {
     using Element = T;
-    static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS, PAIR = false;
+    static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS, CTA_PAIR = false;
     static constexpr u32 SHARED_BYTES = Tile::SHARED_BYTES;
     static_assert(launched_as(AMPERE, Tile::M, Tile::N, Tile::THREADS, SHARED_BYTES + STATE_BYTES, 1), "launch.h");
 

@@ -30,7 +30,7 @@ struct Planner {
     u32 *experts_before;            // [held]: by expert, pairs of the segments before this one; later by place, rows before
     u32 *allowed;                   // [held]: by expert, pairs of this PE that are carried out; later by place, slots before
     u32 *total;                     // [2]: pairs of all PEs, in two words of 20 bits and the rest; [8]: sums of warps
-    u32 *histogram, *heads, *pair_place, *pair_slots, *pair_before, *row_slots, *tails, *chunk_slots;
+    u32 *histogram, *heads, *pair_physical, *pair_slots, *pair_before, *row_slots, *tails, *chunk_slots;
     u64 *barrier;
 
     DEVICE Planner(const Layer& l, const Pass& pass) : layer(l), s(l.shape), tokens(pass.tokens) {
@@ -50,7 +50,7 @@ struct Planner {
         auto words = [&](u64 offset) { return reinterpret_cast<u32*>(scratch + offset); };
         histogram = words(at.histogram);
         heads = words(at.heads);
-        pair_place = words(at.pair_place);
+        pair_physical = words(at.pair_physical);
         pair_slots = words(at.pair_slots);
         pair_before = words(at.pair_before);
         row_slots = words(at.row_slots);
@@ -62,7 +62,7 @@ struct Planner {
     // Whether ranks among all of this PE's pairs of an expert are needed.
     DEVICE bool ranked() const { return limited() || has_replicas(s); }
     // The PE that carries out a choice; NONE where it is not carried out.
-    DEVICE u32 pe_of(u64 pair) const { return pair_place[pair] == NONE ? NONE : layer.tables.place_pe[pair_place[pair]]; }
+    DEVICE u32 pe_of(u64 pair) const { return pair_physical[pair] == NONE ? NONE : layer.tables.place_pe[pair_physical[pair]]; }
     DEVICE u32 grid_thread() const { return dev::block() * PLAN_TOKENS + dev::thread(); }
     DEVICE u32 grid_threads() const { return dev::blocks() * PLAN_TOKENS; }
 };
@@ -152,14 +152,14 @@ DEVICE void count_experts(const Planner& p, u32 segment) {
     const u32 token = segment * PLAN_TOKENS + dev::thread();
     const u32* chosen = p.layer.routing.chosen + u64(token) * k;
     for (u32 e0 = 0; e0 < experts; e0 += PLAN_EXPERTS) {
-        const u32 n = least(experts - e0, PLAN_EXPERTS);
+        const u32 n = min_of(experts - e0, PLAN_EXPERTS);
         clear_masks(p, n);
         for (u32 j = 0; j < k && token < p.tokens; j++)
             if (chosen[j] - e0 < n) mark(p, chosen[j] - e0);
         dev::sync_block();
         for (u32 j = 0; j < k && token < p.tokens; j++) {
-            if (chosen[j] == NONE) p.pair_place[u64(token) * k + j] = NONE;
-            if (chosen[j] - e0 < n) p.pair_place[u64(token) * k + j] = count_below(p, chosen[j] - e0);
+            if (chosen[j] == NONE) p.pair_physical[u64(token) * k + j] = NONE;
+            if (chosen[j] - e0 < n) p.pair_physical[u64(token) * k + j] = count_below(p, chosen[j] - e0);
         }
         for (u32 e = dev::thread(); e < n; e += PLAN_TOKENS) p.histogram[u64(segment) * experts + e0 + e] = count_all(p, e);
         dev::sync_block();
@@ -171,7 +171,7 @@ DEVICE void count_experts(const Planner& p, u32 segment) {
 DEVICE void count_heads(const Planner& p, u32 segment) {
     const u32 held = p.s.held, k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     const u64 pairs = u64(token) * k;
-    const u32* place = p.pair_place;
+    const u32* physical = p.pair_physical;
     for (u32 j = 0; j < k && token < p.tokens; j++) {
         u32 slots = 0;
         const u32 d = p.pe_of(pairs + j);
@@ -180,24 +180,24 @@ DEVICE void count_heads(const Planner& p, u32 segment) {
             for (u32 i = 0; i < k; i++) {
                 if (p.pe_of(pairs + i) != d) continue;
                 slots++;
-                first = first && place[pairs + i] >= place[pairs + j];
+                first = first && physical[pairs + i] >= physical[pairs + j];
             }
             if (!first) slots = 0;
         }
         p.pair_slots[pairs + j] = slots;
     }
     for (u32 e0 = 0; e0 < held; e0 += PLAN_EXPERTS) {
-        const u32 n = least(held - e0, PLAN_EXPERTS);
+        const u32 n = min_of(held - e0, PLAN_EXPERTS);
         clear_masks(p, n);
         for (u32 j = 0; j < k && token < p.tokens; j++)
-            if (p.pair_slots[pairs + j] && place[pairs + j] - e0 < n) mark(p, place[pairs + j] - e0);
+            if (p.pair_slots[pairs + j] && physical[pairs + j] - e0 < n) mark(p, physical[pairs + j] - e0);
         dev::sync_block();
         for (u32 j = 0; j < k && token < p.tokens; j++) {
-            const u32 e = place[pairs + j], slots = p.pair_slots[pairs + j];
+            const u32 e = physical[pairs + j], slots = p.pair_slots[pairs + j];
             if (slots == 0 || e - e0 >= n) continue;
             const u32 before = sum_below(p, e - e0, [&](u32 other) {
                 u64 pair = u64(segment * PLAN_TOKENS + other) * k;
-                while (place[pair] != e) pair++;
+                while (physical[pair] != e) pair++;
                 return p.pair_slots[pair];
             });
             const u32 rank = count_below(p, e - e0);
@@ -254,14 +254,14 @@ DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
         // Capped at what a word holds, which no count of pairs exceeds.
         const u32 limit = capacity < 4294967295.0 ? u32(capacity) : ~0u, before = p.experts_before[e];
-        p.allowed[e] = least(p.allowed[e], limit > before ? limit - before : 0);
+        p.allowed[e] = min_of(p.allowed[e], limit > before ? limit - before : 0);
     }
     dev::sync_block();
     return true;
 }
 
 // The place of a pair with rank `rank` among this PE's `pairs` with the expert (`Deal::next`, src/moe/spec/placement.rs).
-DEVICE u32 deal(const Planner& p, u32 e, u32 rank, u32 pairs) {
+DEVICE u32 assign_holder(const Planner& p, u32 e, u32 rank, u32 pairs) {
     constexpr u32 GOLDEN = 0x9E3779B9u;
     const u64 offset = u32((p.s.my_pe + e) * GOLDEN);
     u32 at = p.layer.tables.first_holder[e], last = p.layer.tables.first_holder[e + 1] - 1;
@@ -270,20 +270,20 @@ DEVICE u32 deal(const Planner& p, u32 e, u32 rank, u32 pairs) {
 }
 
 // The place of each pair of a segment; NONE of those beyond the limit, and of choices without an expert.
-DEVICE void place_pairs(const Planner& p, u32 segment) {
+DEVICE void assign_pairs(const Planner& p, u32 segment) {
     const u32 k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     if (p.ranked()) sum_experts(p, segment, p.experts_before);
     for (u32 j = 0; j < k && token < p.tokens; j++) {
         const u64 pair = u64(token) * k + j;
         const u32 e = p.layer.routing.chosen[pair];
-        u32 place = NONE;
+        u32 physical = NONE;
         if (e != NONE && !p.ranked()) {
-            place = p.layer.tables.holder_place[p.layer.tables.first_holder[e]];
+            physical = p.layer.tables.holder_place[p.layer.tables.first_holder[e]];
         } else if (e != NONE) {
-            const u32 rank = p.experts_before[e] + p.pair_place[pair];
-            if (rank < p.allowed[e]) place = deal(p, e, rank, p.allowed[e]);
+            const u32 rank = p.experts_before[e] + p.pair_physical[pair];
+            if (rank < p.allowed[e]) physical = assign_holder(p, e, rank, p.allowed[e]);
         }
-        p.pair_place[pair] = place;
+        p.pair_physical[pair] = physical;
     }
     dev::sync_block();
 }
@@ -291,13 +291,13 @@ DEVICE void place_pairs(const Planner& p, u32 segment) {
 // Rows and slots of each PE over all segments, and where they begin; rows and slots before those of each place as the first.
 DEVICE void sum_heads(const Planner& p) {
     const u32 n = p.s.n_pes, held = p.s.held;
-    for (u32 place = dev::thread(); place < held; place += PLAN_TOKENS) {
+    for (u32 physical = dev::thread(); physical < held; physical += PLAN_TOKENS) {
         u32 rows = 0, slots = 0;
         for (u32 i = 0; i < p.segments; i++) {
-            const u32 both = p.heads[u64(i) * held + place];
+            const u32 both = p.heads[u64(i) * held + physical];
             rows += both & 0xffff, slots += both >> 16;
         }
-        p.experts_before[place] = rows, p.allowed[place] = slots;
+        p.experts_before[physical] = rows, p.allowed[physical] = slots;
     }
     const u32 all_rows = scan_words(p, p.experts_before, held), all_slots = scan_words(p, p.allowed, held);
     for (u32 d = dev::thread(); d < n; d += PLAN_TOKENS) {
@@ -319,11 +319,11 @@ DEVICE void write_rows(const Planner& p, u32 segment) {
     for (u32 d = 0; d < p.s.n_pes; d++) plan.token_row[u64(d) * max + token] = NONE;
     for (u64 pair = u64(token) * k; pair < u64(token + 1) * k; pair++) {
         if (p.pair_slots[pair] == 0) continue;
-        const u32 place = p.pair_place[pair], d = p.layer.tables.place_pe[place];
-        u32 row = p.experts_before[place] - p.first_row[d] + (p.pair_before[pair] & 0xffff);
-        u32 slot = p.allowed[place] - p.slot_base[d] + (p.pair_before[pair] >> 16);
+        const u32 physical = p.pair_physical[pair], d = p.layer.tables.place_pe[physical];
+        u32 row = p.experts_before[physical] - p.first_row[d] + (p.pair_before[pair] & 0xffff);
+        u32 slot = p.allowed[physical] - p.slot_base[d] + (p.pair_before[pair] >> 16);
         for (u32 i = 0; i < segment; i++) {
-            const u32 both = p.heads[u64(i) * p.s.held + place];
+            const u32 both = p.heads[u64(i) * p.s.held + physical];
             row += both & 0xffff, slot += both >> 16;
         }
         plan.row_token[u64(d) * max + row] = token;
@@ -346,7 +346,7 @@ DEVICE void write_dests(const Planner& p) {
 }
 
 // By a warp: the rounds of a PE. A round takes chunks until its window or its slots are full; one chunk always fits.
-DEVICE void cut_rounds(const Planner& p, u32 d) {
+DEVICE void split_rounds(const Planner& p, u32 d) {
     DestPlan& dest = p.layer.plan.dest[d];
     const u32 rows = dest.rows, chunks = dest.chunks, chunk_rows = p.s.chunk_rows;
     const u32* row_slot = p.layer.plan.row_slot + u64(d) * (p.s.max_tokens + 1);
@@ -354,12 +354,12 @@ DEVICE void cut_rounds(const Planner& p, u32 d) {
     u32 rounds = 0;
     for (u32 first = 0; first < chunks; rounds++) {
         const u32 first_slot = row_slot[u64(first) * chunk_rows];
-        const u32 last = least(chunks, first + p.s.round_chunks);
+        const u32 last = min_of(chunks, first + p.s.round_chunks);
         u32 end = first + 1;
         for (bool more = true; more && end < last;) {
             const u32 candidate = end + 1 + dev::lane();
             const bool fits = candidate <= last &&
-                              row_slot[least(candidate * chunk_rows, rows)] - first_slot <= p.s.round_slots;
+                              row_slot[min_of(candidate * chunk_rows, rows)] - first_slot <= p.s.round_slots;
             const u32 fitting = count_bits(dev::ballot(fits));
             end += fitting, more = fitting == 32;
         }
@@ -372,18 +372,18 @@ DEVICE void cut_rounds(const Planner& p, u32 d) {
 
 // With relays: of each chunk for a host, the slots of each of its PEs. By a warp.
 DEVICE void count_chunk(const Planner& p, u32 d, u32 chunk) {
-    const u32 k = p.s.top_k, split = relay_entry(p.layer, RELAY_SPLIT, d), end = least((chunk + 1) * p.s.chunk_rows, p.rows[d]);
+    const u32 k = p.s.top_k, split = relay_entry(p.layer, RELAY_SPLIT, d), end = min_of((chunk + 1) * p.s.chunk_rows, p.rows[d]);
     u32* counts = p.chunk_slots + (u64(d) * p.layer.sizes.max_chunks + chunk) * p.s.most_members;
     if (dev::lane() < p.s.most_members) counts[dev::lane()] = 0;
     dev::sync_warp();
     for (u32 row = chunk * p.s.chunk_rows + dev::lane(); row < end; row += 32) {
         const u64 pairs = u64(p.layer.plan.row_token[u64(d) * p.s.max_tokens + row]) * k;
         for (u64 pair = pairs; pair < pairs + k; pair++)
-            if (p.pe_of(pair) == d) dev::fetch_add(counts + (p.pair_place[pair] - p.first_place[d]) % split, 1u);
+            if (p.pe_of(pair) == d) dev::fetch_add(counts + (p.pair_physical[pair] - p.first_place[d]) % split, 1u);
     }
 }
 // By a warp, a lane for each PE of a host: the rounds, each as long as its chunks fit the window and no PE has too many slots.
-DEVICE void cut_host_rounds(const Planner& p, u32 d) {
+DEVICE void split_host_rounds(const Planner& p, u32 d) {
     DestPlan& dest = p.layer.plan.dest[d];
     u32* round_chunk = p.layer.plan.round_chunk + u64(d) * (p.layer.sizes.max_chunks + 1);
     const u32* counts = p.chunk_slots + u64(d) * p.layer.sizes.max_chunks * p.s.most_members;
@@ -415,10 +415,10 @@ template <class Work> DEVICE void each_row_segment(const Planner& p, Work work) 
         const u32* round_chunk = p.layer.plan.round_chunk + u64(d) * (p.layer.sizes.max_chunks + 1);
         for (u32 round = 0; round < p.layer.plan.dest[d].rounds; round++) {
             const u32 begin = round_chunk[round] * p.s.chunk_rows;
-            const u32 end = least(round_chunk[round + 1] * p.s.chunk_rows, p.rows[d]);
+            const u32 end = min_of(round_chunk[round + 1] * p.s.chunk_rows, p.rows[d]);
             const u32 first_item = item, end_item = item + div_up(end - begin, PLAN_TOKENS);
             for (u32 row = begin; row < end; row += PLAN_TOKENS, item++)
-                if (item % dev::blocks() == dev::block()) work({d, begin, row, least(end - row, PLAN_TOKENS), item, first_item, end_item});
+                if (item % dev::blocks() == dev::block()) work({d, begin, row, min_of(end - row, PLAN_TOKENS), item, first_item, end_item});
         }
     }
 }
@@ -442,14 +442,14 @@ DEVICE void count_slots(const Planner& p, const RowSegment& g) {
     u32 at = begin;
     for (u64 pair = pairs; mine && pair < pairs + k; pair++) {
         if (p.pe_of(pair) != g.d) continue;
-        plan.slot_word[at] = (p.pair_place[pair] - p.first_place[g.d]) << RANK_BITS;
+        plan.slot_word[at] = (p.pair_physical[pair] - p.first_place[g.d]) << RANK_BITS;
         plan.slot_weight[at] = p.layer.routing.routing_weights[pair];
         plan.slot_choice[at++] = u32(pair);
     }
     const u32 last = mine ? last_expert(plan.slot_word, begin, end) : 0;
     const u64 counts = u64(g.number) * p.s.max_local;
     for (u32 e0 = 0; e0 < p.s.max_local; e0 += PLAN_EXPERTS) {
-        const u32 n = least(p.s.max_local - e0, PLAN_EXPERTS);
+        const u32 n = min_of(p.s.max_local - e0, PLAN_EXPERTS);
         auto in = [&](u32 e) { return e - e0 < n; };
         clear_masks(p, n);
         for (u32 i = begin; i < end; i++)
@@ -496,12 +496,12 @@ DEVICE void order_rows(const Planner& p, const RowSegment& g) {
         for (u32 i = base + starts[row]; i < end; i++) plan.slot_word[i] += before[slot_expert(plan.slot_word[i])];
         const u32 last = last_expert(plan.slot_word, base + starts[row], end);
         u32& number = plan.row_return[u64(g.d) * p.s.max_tokens + row];
-        u32 place = rows[last] + (number & 0xffff), slot = slots[last] + (number >> 16);
+        u32 row_number = rows[last] + (number & 0xffff), slot = slots[last] + (number >> 16);
         for (u32 i = g.first_item; i < g.number; i++) {
             const u32 both = p.tails[u64(i) * experts + last];
-            place += both & 0xffff, slot += both >> 16;
+            row_number += both & 0xffff, slot += both >> 16;
         }
-        number = g.round_row + place;
+        number = g.round_row + row_number;
         if (p.s.training) plan.return_slot[u64(g.d) * p.s.max_tokens + number] = slot;
     }
     dev::sync_block();
@@ -537,7 +537,7 @@ KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
     if (p.ranked()) sum_experts(p, p.segments, p.allowed);
     if (p.limited() && !limit_experts(p, pass)) return;
     for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) {
-        place_pairs(p, i);
+        assign_pairs(p, i);
         count_heads(p, i);
     }
     if (!plan_barrier(p)) return;
@@ -559,8 +559,8 @@ KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
             if (!plan_barrier(p)) return;
         }
         for (u32 d = first; d < p.s.n_pes; d += all) {
-            if (p.s.relays) cut_host_rounds(p, d);
-            else cut_rounds(p, d);
+            if (p.s.relays) split_host_rounds(p, d);
+            else split_rounds(p, d);
         }
         if (!plan_barrier(p)) return;
     }

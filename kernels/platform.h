@@ -13,8 +13,8 @@
 #include "params.h"
 
 // Where this stands tests plant faults, to see that their cases notice them. Elsewhere it is false.
-#ifndef ARISTOS_PLANTED
-#define ARISTOS_PLANTED(fault) false
+#ifndef ARISTOS_FAULT
+#define ARISTOS_FAULT(fault) false
 #endif
 
 namespace aristos {

@@ -281,7 +281,7 @@ DEVICE void signal_set(u64* signal_mine, u64 value, u32 pe) {
 DEVICE void quiet_puts() { nvshmem_quiet(); }
 // One thread that has seen a signal over the network: the data that came before it are what this PE reads from now on. Some network
 // cards deliver to a GPU out of order, and only NVSHMEM's own test and waits force the data (on a word that passes at once).
-DEVICE void see_puts(const u64* word_mine) { (void)nvshmem_uint64_test(const_cast<u64*>(word_mine), NVSHMEM_CMP_GE, 0); }
+DEVICE void acquire_puts(const u64* word_mine) { (void)nvshmem_uint64_test(const_cast<u64*>(word_mine), NVSHMEM_CMP_GE, 0); }
 DEVICE u32 my_pe() { return u32(nvshmem_my_pe()); }
 DEVICE u32 n_pes() { return u32(nvshmem_n_pes()); }
 #else
@@ -290,7 +290,7 @@ DEVICE void put_block(void*, const void*, u64, u32) { __trap(); }
 DEVICE void fence_puts() { __trap(); }
 DEVICE void signal_set(u64*, u64, u32) { __trap(); }
 DEVICE void quiet_puts() { __trap(); }
-DEVICE void see_puts(const u64*) { __trap(); }
+DEVICE void acquire_puts(const u64*) { __trap(); }
 #endif
 
 }  // namespace aristos::dev

@@ -113,7 +113,7 @@ template <class P> DEVICE const P* cluster_shared(const P* p, u32 rank) {
     return reinterpret_cast<const P*>(at);
 }
 // At block `rank`'s mbarrier that lies where `bar` does here. Releases to whoever waits there by mbarrier_wait_cluster.
-DEVICE void mbarrier_arrive_at(u64* bar, u32 rank) {
+DEVICE void mbarrier_arrive_remote(u64* bar, u32 rank) {
     asm volatile(
         "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [at];\n}\n" ::"r"(
             shared_address(bar)),
@@ -122,7 +122,7 @@ DEVICE void mbarrier_arrive_at(u64* bar, u32 rank) {
 }
 // The same by who has only read, in wgmma that are complete, what the other block then loads over. Nothing is released: a release to the cluster is a
 // fence of the whole GPU, too much for each stage.
-DEVICE void mbarrier_arrive_at_having_read(u64* bar, u32 rank) {
+DEVICE void mbarrier_arrive_remote_relaxed(u64* bar, u32 rank) {
     asm volatile("{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}\n" ::"r"(shared_address(bar)), "r"(rank)
                  : "memory");
 }
@@ -150,7 +150,7 @@ DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) {
 // As fence_proxy_async, for the shared memory of both blocks.
 DEVICE void fence_proxy_async_cluster() { asm volatile("fence.proxy.async.shared::cluster;" ::: "memory"); }
 // As tma_load_2d, to both blocks: to where `smem` and `bar` lie in each.
-DEVICE void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
+DEVICE void tma_load_2d_multicast(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
             shared_address(smem)),

@@ -76,11 +76,11 @@ DEVICE ProbePart part_of(u64 bytes) {
 }
 
 // All threads: this block's part of message `number` to `to`, `place` bytes into what that receives.
-DEVICE void send_part(const ProbeArea& a, u32 to, u64 place, u64 bytes, u64 number, bool last) {
+DEVICE void send_part(const ProbeArea& a, u32 to, u64 offset, u64 bytes, u64 number, bool last) {
     const ProbePart part = part_of(bytes);
     fence_sys();
     sync_block();
-    if (part.bytes) put_block(a.received + place + part.from, a.sent + part.from, part.bytes, to);
+    if (part.bytes) put_block(a.received + offset + part.from, a.sent + part.from, part.bytes, to);
     sync_block();
     if (thread() != 0) return;
     if (part.bytes) fence_puts();
@@ -89,19 +89,19 @@ DEVICE void send_part(const ProbeArea& a, u32 to, u64 place, u64 bytes, u64 numb
 }
 
 // All threads: waits for this block's part of message `number` of `from`, takes it, and says so. False: it did not come.
-DEVICE bool take_part(const ProbeArea& a, u32 from, u64 place, u64 bytes, u64 number, bool& last) {
+DEVICE bool receive_part(const ProbeArea& a, u32 from, u64 offset, u64 bytes, u64 number, bool& last) {
     const u64* word = a.messages + from * a.blocks + block();
-    bool came = true, ends = false;
+    bool arrived = true, ends = false;
     if (thread() == 0) {
-        came = probe_wait(a, word, number << 1, PROBE_MESSAGE, from);
+        arrived = probe_wait(a, word, number << 1, PROBE_MESSAGE, from);
         ends = load_acquire_sys(word) & 1;
-        see_puts(word);
+        acquire_puts(word);
     }
-    if (sync_block_or(!came)) return false;
+    if (sync_block_or(!arrived)) return false;
     last = sync_block_or(ends);
     const ProbePart part = part_of(bytes);
-    const u8* source = a.received + place + part.from;
-    u8* to = a.taken + place + part.from;
+    const u8* source = a.received + offset + part.from;
+    u8* to = a.taken + offset + part.from;
     const u64 whole = part.bytes / 16;
     for (u64 i = thread(); i < whole; i += threads()) store16(to + 16 * i, load16(source + 16 * i));
     for (u64 i = 16 * whole + thread(); i < part.bytes; i += threads()) to[i] = source[i];
@@ -136,8 +136,8 @@ KERNEL(aristos_probe_send, 1024, 1)(ProbeArea a, u32 to, u64 bytes) {
     const u64 ns = nanoseconds(), first = cycles();
     u64 number = *sent_number(a, to);
     sync_block();
-    for (u32 turn = 1;; turn++) {
-        const u32 before = turn - 1;
+    for (u32 iteration = 1;; iteration++) {
+        const u32 before = iteration - 1;
         u64 begun = 0;
         bool ok = true, ends = false;
         if (thread() == 0) {
@@ -145,9 +145,9 @@ KERNEL(aristos_probe_send, 1024, 1)(ProbeArea a, u32 to, u64 bytes) {
                 const bool enough = before >= a.warmup + a.least && nanoseconds() - ns > a.budget_ns;
                 const bool last = enough || before >= a.warmup + a.repetitions;
                 begun = cycles();
-                store_release(&a.control->go, u64(turn) << 1 | (last ? 1 : 0));
+                store_release(&a.control->go, u64(iteration) << 1 | (last ? 1 : 0));
             }
-            ok = probe_wait(a, &a.control->go, u64(turn) << 1, PROBE_OWN_BLOCK, a.me);
+            ok = probe_wait(a, &a.control->go, u64(iteration) << 1, PROBE_OWN_BLOCK, a.me);
             ends = load_acquire(&a.control->go) & 1;
         }
         if (sync_block_or(!ok)) return;
@@ -158,7 +158,7 @@ KERNEL(aristos_probe_send, 1024, 1)(ProbeArea a, u32 to, u64 bytes) {
             ok = answered(a, to, number);
             if (ok) fetch_add_acq_rel(&a.control->done, 1);
             if (ok && block() == 0) {
-                ok = probe_wait(a, &a.control->done, u64(turn) * blocks(), PROBE_OWN_BLOCK, a.me);
+                ok = probe_wait(a, &a.control->done, u64(iteration) * blocks(), PROBE_OWN_BLOCK, a.me);
                 if (!last && before >= a.warmup) a.cycles[before - a.warmup] = cycles() - begun;
                 if (last) note_rate(a, before > a.warmup ? before - a.warmup : 0, ns, first);
             }
@@ -178,7 +178,7 @@ KERNEL(aristos_probe_answer, 1024, 1)(ProbeArea a, u32 from, u64 bytes) {
     sync_block();
     for (bool last = false; !last;) {
         number++;
-        if (!take_part(a, from, 0, bytes, number, last)) return;
+        if (!receive_part(a, from, 0, bytes, number, last)) return;
     }
     if (thread() != 0) return;
     *taken_number(a, from) = number;
@@ -189,13 +189,13 @@ REGISTER_KERNEL(aristos_probe_answer)
 // All PEs at once, `repetitions` times after a warm-up: each sends to the PEs `begin` to `end` - 1 further on, and takes from those as far back. They
 // begin each time together, as far as a signal from everyone to everyone goes.
 KERNEL(aristos_probe_together, 1024, 1)(ProbeArea a, u32 begin, u32 end, u64 bytes) {
-    const u64 ns = nanoseconds(), first = cycles(), place = (bytes + 63) / 64 * 64;
-    const u32 me = a.me, n = a.n_pes, turns = a.warmup + a.repetitions;
-    for (u32 turn = 1; turn <= turns; turn++) {
+    const u64 ns = nanoseconds(), first = cycles(), offset = (bytes + 63) / 64 * 64;
+    const u32 me = a.me, n = a.n_pes, iterations = a.warmup + a.repetitions;
+    for (u32 iteration = 1; iteration <= iterations; iteration++) {
         u64 begun = 0;
         bool ok = true, ends = false;
         if (block() == 0) {
-            const u64 meeting = a.meeting + turn - 1;
+            const u64 meeting = a.meeting + iteration - 1;
             sync_block();
             if (thread() == 0) {
                 fence_puts();  // the last meeting's signals come before: not all that they went to need have been waited for
@@ -209,18 +209,18 @@ KERNEL(aristos_probe_together, 1024, 1)(ProbeArea a, u32 begin, u32 end, u64 byt
             if (sync_block_or(!ok)) return;
             if (thread() == 0) {
                 begun = cycles();
-                store_release(&a.control->go, turn);
+                store_release(&a.control->go, iteration);
             }
         }
-        if (thread() == 0) ok = probe_wait(a, &a.control->go, turn, PROBE_OWN_BLOCK, me);
+        if (thread() == 0) ok = probe_wait(a, &a.control->go, iteration, PROBE_OWN_BLOCK, me);
         if (sync_block_or(!ok)) return;
         for (u32 k = begin; k < end; k++) {
             const u32 to = (me + k) % n;
-            send_part(a, to, me * place, bytes, *sent_number(a, to) + 1, false);
+            send_part(a, to, me * offset, bytes, *sent_number(a, to) + 1, false);
         }
         for (u32 k = begin; k < end; k++) {
             const u32 from = (me + n - k) % n;
-            if (!take_part(a, from, from * place, bytes, *taken_number(a, from) + 1, ends)) return;
+            if (!receive_part(a, from, from * offset, bytes, *taken_number(a, from) + 1, ends)) return;
         }
         if (thread() == 0) {
             for (u32 k = begin; k < end && ok; k++) {
@@ -231,9 +231,9 @@ KERNEL(aristos_probe_together, 1024, 1)(ProbeArea a, u32 begin, u32 end, u64 byt
             }
             if (ok) fetch_add_acq_rel(&a.control->done, 1);
             if (ok && block() == 0) {
-                ok = probe_wait(a, &a.control->done, u64(turn) * blocks(), PROBE_OWN_BLOCK, me);
-                if (turn > a.warmup) a.cycles[turn - a.warmup - 1] = cycles() - begun;
-                if (turn == turns) note_rate(a, a.repetitions, ns, first);
+                ok = probe_wait(a, &a.control->done, u64(iteration) * blocks(), PROBE_OWN_BLOCK, me);
+                if (iteration > a.warmup) a.cycles[iteration - a.warmup - 1] = cycles() - begun;
+                if (iteration == iterations) note_rate(a, a.repetitions, ns, first);
             }
         }
         if (sync_block_or(!ok)) return;
@@ -261,7 +261,7 @@ KERNEL(aristos_probe_gather, 1024, 1)(ProbeArea a, u64 bytes) {
         ok = probe_wait(a, a.meetings + pe, a.meeting, PROBE_MEETING, pe);
     }
     sync_block();
-    if (thread() == 0) see_puts(a.meetings);
+    if (thread() == 0) acquire_puts(a.meetings);
     sync_block();
     for (u64 i = thread(); i < n * bytes; i += threads())
         if (i / bytes != me) a.taken[i] = a.received[i];

@@ -21,25 +21,25 @@ static_assert(HEADER_END_CHUNK + 1 == HEADER_WORDS, "counts follow the words");
 
 // Which of a pair's three places a header goes to. Those of forward passes are protocol.md's two. A header in backward is
 // followed by rows and so by results, which its source waits for: it is read before the next one is written, so one place is enough.
-DEVICE u32 header_place(const Pass& pass, bool backward) {
-    if (ARISTOS_PLANTED(ONE_PLACE)) return backward ? 2 : 0;
+DEVICE u32 header_buffer(const Pass& pass, bool backward) {
+    if (ARISTOS_FAULT(ONE_HEADER_BUFFER)) return backward ? 2 : 0;
     return backward ? 2 : u32(pass.forward & 1);
 }
 
-DEVICE u64 header_offset(const Layer& l, u32 place, u32 source) {
-    return (u64(place) * l.shape.n_pes + source) * l.sizes.header_bytes;
+DEVICE u64 header_offset(const Layer& l, u32 buffer, u32 source) {
+    return (u64(buffer) * l.shape.n_pes + source) * l.sizes.header_bytes;
 }
-DEVICE u64* header_signal(const Layer& l, u32 place, u32 source) {
-    return l.symmetric.header_signal + place * l.shape.n_pes + source;
+DEVICE u64* header_signal(const Layer& l, u32 buffer, u32 source) {
+    return l.symmetric.header_signal + buffer * l.shape.n_pes + source;
 }
 // ---- Rows once per host: who stands for whom (relay.h). Without relays every PE stands for itself.
 DEVICE u32 relay_entry(const Layer& l, RelayTable table, u32 pe) { return l.tables.relay[table * l.shape.n_pes + pe]; }
 // Whether rows of `source` come by way of a home, which is on this host.
-DEVICE bool relayed(const Layer& l, u32 source) { return l.shape.relays && relay_entry(l, RELAY_HOME, source) != NONE; }
-DEVICE u32 home_of(const Layer& l, u32 source) { return relayed(l, source) ? relay_entry(l, RELAY_HOME, source) : l.shape.my_pe; }
+DEVICE bool relayed(const Layer& l, u32 source) { return l.shape.relays && relay_entry(l, RELAY_OF_SOURCE, source) != NONE; }
+DEVICE u32 relay_of(const Layer& l, u32 source) { return relayed(l, source) ? relay_entry(l, RELAY_OF_SOURCE, source) : l.shape.my_pe; }
 // Whether this PE is the home of `source`.
-DEVICE bool serves(const Layer& l, u32 source) { return relayed(l, source) && home_of(l, source) == l.shape.my_pe; }
-DEVICE bool sends_to(const Layer& l, u32 dest) { return !l.shape.relays || relay_entry(l, RELAY_TO, dest) != NONE; }
+DEVICE bool is_relay_of(const Layer& l, u32 source) { return relayed(l, source) && relay_of(l, source) == l.shape.my_pe; }
+DEVICE bool sends_to(const Layer& l, u32 dest) { return !l.shape.relays || relay_entry(l, RELAY_WINDOW_TO, dest) != NONE; }
 DEVICE u32 member_pe(const Layer& l, u32 member) { return l.tables.relay[RELAY_TABLES * l.shape.n_pes + member]; }
 DEVICE const u32* served_sources(const Layer& l) { return l.tables.relay + RELAY_TABLES * l.shape.n_pes + l.shape.members; }
 // A source on another host numbers the experts of this host by their number at their PE, then by PE: so rows in that order are in each PE's, too.
@@ -50,7 +50,7 @@ DEVICE u32 expert_here(const Layer& l, u32 source, u32 number) { return relayed(
 // host, or the two are that and its home here.
 DEVICE u64 chunk_offset(const Layer& l, u32 source, u32 dest, u32 index) {
     u32 window = source < dest ? source : source - 1;
-    if (l.shape.relays) window = source == l.shape.my_pe ? relay_entry(l, RELAY_TO, dest) : relay_entry(l, RELAY_FROM, source);
+    if (l.shape.relays) window = source == l.shape.my_pe ? relay_entry(l, RELAY_WINDOW_TO, dest) : relay_entry(l, RELAY_WINDOW_FROM, source);
     return (u64(window) * l.shape.window_chunks + index % l.shape.window_chunks) * l.sizes.chunk_pitch;
 }
 DEVICE u64* chunk_signal(const Layer& l, u32 source, u32 index) {
@@ -65,8 +65,8 @@ DEVICE u64* result_signal(const Layer& l, u32 dest, u32 chunk) {
 }
 
 // At the home of `source`: that the PE with number `member` on its host has emptied a chunk, and that its part of a chunk of results is there.
-DEVICE u64* emptied_signal(const Layer& l, u32 member, u32 source, u32 index) {
-    return l.symmetric.emptied_signal + (u64(member) * l.shape.n_pes + source) * l.shape.round_chunks + index;
+DEVICE u64* consumed_signal(const Layer& l, u32 member, u32 source, u32 index) {
+    return l.symmetric.consumed_signal + (u64(member) * l.shape.n_pes + source) * l.shape.round_chunks + index;
 }
 DEVICE u64* part_signal(const Layer& l, u32 member, u32 source, u32 index) {
     return l.symmetric.part_signal + (u64(member) * l.shape.n_pes + source) * l.shape.round_chunks + index;
@@ -76,16 +76,16 @@ DEVICE u64* part_credit(const Layer& l, u32 source, u32 index) {
     return l.symmetric.part_credit + u64(source) * l.shape.round_chunks + index;
 }
 // At the home, which itself needs none.
-DEVICE u8* part_place(const Layer& l, u32 member, u32 source, u32 index) {
-    const u32 other = member_pe(l, member) < home_of(l, source) ? member : member - 1;
+DEVICE u8* part_buffer(const Layer& l, u32 member, u32 source, u32 index) {
+    const u32 other = member_pe(l, member) < relay_of(l, source) ? member : member - 1;
     const u64 number = u64(other) * l.shape.served + relay_entry(l, RELAY_NUMBER, source);
-    return l.symmetric.parts + (number * PART_PLACES + index % PART_PLACES) * l.sizes.return_pitch;
+    return l.symmetric.parts + (number * PART_BUFFERS + index % PART_BUFFERS) * l.sizes.return_pitch;
 }
 
 // ---- Stamps. Every word is SET by one PE, to ever greater values.
 constexpr u32 STEP_BITS = 24;
 DEVICE u64 stamp(const Pass& pass, u32 step) {
-    if (ARISTOS_PLANTED(NO_PASS)) return step + 1;
+    if (ARISTOS_FAULT(STAMP_WITHOUT_PASS)) return step + 1;
     return (pass.pass << STEP_BITS) + step + 1;
 }
 DEVICE u64 result_stamp(u64 stamp, bool overflow) { return stamp << 1 | (overflow ? 1 : 0); }
@@ -122,23 +122,23 @@ template <class P> DEVICE P* at_peer(const Layer& l, P* mine, u32 pe) {
 }
 
 // Where the results of `source` go from here: to itself, or to its home on this host, which adds up those of all its PEs.
-DEVICE u32 returns_to(const Layer& l, u32 source) { return relayed(l, source) && !serves(l, source) ? home_of(l, source) : source; }
-DEVICE bool returns_far(const Layer& l, u32 source) { return !reachable(l, returns_to(l, source)); }
+DEVICE u32 returns_to(const Layer& l, u32 source) { return relayed(l, source) && !is_relay_of(l, source) ? relay_of(l, source) : source; }
+DEVICE bool returns_inter_node(const Layer& l, u32 source) { return !reachable(l, returns_to(l, source)); }
 
 // Where what `source` sends to this PE's place is: here, or at its home.
-template <class P> DEVICE P* incoming(const Layer& l, u32 source, P* mine) { return at_peer(l, mine, home_of(l, source)); }
+template <class P> DEVICE P* incoming(const Layer& l, u32 source, P* mine) { return at_peer(l, mine, relay_of(l, source)); }
 
 DEVICE void store_signal(u64* to, u64 value) {
-    if (ARISTOS_PLANTED(NO_RELEASE)) dev::fetch_add(to, value - dev::load_relaxed(to));
+    if (ARISTOS_FAULT(NO_RELEASE)) dev::fetch_add(to, value - dev::load_relaxed(to));
     else dev::store_release_sys(to, value);
 }
 // Not inlined, as network_put: the persistent kernels have no registers to spare for what few blocks do.
 OUTLINE void network_signal(u64* mine, u64 value, const u32* world) {
-    if (!ARISTOS_PLANTED(NO_FENCE_SYS)) dev::fence_sys();
+    if (!ARISTOS_FAULT(NO_FENCE_SYS)) dev::fence_sys();
     dev::signal_set(mine, value, *world);
 }
 // Where the number in the world is of a PE of the group, which the network wants.
-DEVICE const u32* world_number(const Layer& l, u32 pe) { return l.tables.world + (ARISTOS_PLANTED(FIRST_OF_GROUP) ? 0 : pe); }
+DEVICE const u32* world_number(const Layer& l, u32 pe) { return l.tables.world + (ARISTOS_FAULT(WRONG_WORLD_NUMBER) ? 0 : pe); }
 // All threads: as dev::put_block, to a PE by where its number in the world is.
 OUTLINE void network_put(void* mine, const void* from, u64 bytes, const u32* world) { dev::put_block(mine, from, bytes, *world); }
 
@@ -196,48 +196,48 @@ template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, P
 // One thread. A word that a peer sets; `shift` drops flag bits. Polls are relaxed, and one load at the end acquires: each that does drops what
 // the multiprocessor has cached.
 DEVICE bool wait_signal(const Layer& l, const u64* word, const Waiting& w, u32 shift = 0) {
-    bool came = wait_until(l, w, [&](u64& seen) {
+    bool arrived = wait_until(l, w, [&](u64& seen) {
         seen = dev::load_relaxed(word) >> shift;
         return seen >= w.expected;
     });
-    if (came && !ARISTOS_PLANTED(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
-    return came;
+    if (arrived && !ARISTOS_FAULT(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
+    return arrived;
 }
 
-struct Nobody { DEVICE void operator()(Waiting, u64) const {} };
+struct IgnoreMissing { DEVICE void operator()(Waiting, u64) const {} };
 // One thread: whether such a word has come, without a wait. Where it has not, `missing(w, seen)`.
-template <class Missing> DEVICE bool signal_came(const u64* word, Waiting w, Missing missing, u32 shift = 0) {
+template <class Missing> DEVICE bool signal_arrived(const u64* word, Waiting w, Missing missing, u32 shift = 0) {
     u64 seen = dev::load_relaxed(word) >> shift;
     if (seen < w.expected) {
         missing(w, seen);
         return false;
     }
-    if (!ARISTOS_PLANTED(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
+    if (!ARISTOS_FAULT(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
     return true;
 }
-DEVICE bool came_local(const u32* word, u32 expected) {
+DEVICE bool counter_reached(const u32* word, u32 expected) {
     if (dev::load_relaxed(word) < expected) return false;
-    if (!ARISTOS_PLANTED(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
+    if (!ARISTOS_FAULT(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
     return true;
 }
 
 // All threads, after waits for signals: what came before those that came over the network is read from now on. Whose did is not asked: a
 // PE knows whom it reaches, not who reaches it.
-DEVICE void see_network(const Layer& l) {
-    if (!l.shape.stage || ARISTOS_PLANTED(NO_SEE)) return;
-    if (dev::thread() == 0) dev::see_puts(l.symmetric.passes);
+DEVICE void acquire_network(const Layer& l) {
+    if (!l.shape.stage || ARISTOS_FAULT(NO_ACQUIRE_PUTS)) return;
+    if (dev::thread() == 0) dev::acquire_puts(l.symmetric.passes);
     dev::sync_block();
 }
 
 // One thread. A word that another block of this PE counts up.
 DEVICE bool wait_local(const Layer& l, const u32* word, u32 expected, u32 phase, u64 index) {
     Waiting w{l.shape.my_pe, WHAT_LOCAL, phase, expected, index};
-    bool came = wait_until(l, w, [&](u64& seen) {
+    bool arrived = wait_until(l, w, [&](u64& seen) {
         seen = dev::load_relaxed(word);
         return seen >= expected;
     }, LOCAL_LIMIT_FACTOR);
-    if (came && !ARISTOS_PLANTED(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
-    return came;
+    if (arrived && !ARISTOS_FAULT(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
+    return arrived;
 }
 
 // All threads of all blocks. False: aborted; other blocks may have got true.

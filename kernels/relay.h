@@ -17,24 +17,24 @@ namespace aristos {
 enum RelayItem : u32 {
     RELAY_HEADER = 0,
     RELAY_CHUNK = 1,    // its signal goes to all PEs of this host
-    RELAY_EMPTIED = 2,  // by all of them
+    RELAY_CONSUMED = 2,  // by all of them
 };
 constexpr u32 RELAY_BITS = 2;
 
 DEVICE u32 source_chunks(const Block& b, u32 source) {
     return b.step.receives ? b.l.received.end_chunk[source] - b.l.received.first_chunk[source] : 0;
 }
-template <class Missing> DEVICE bool chunk_came(const Block& b, u32 source, u32 index, Missing missing) {
+template <class Missing> DEVICE bool chunk_arrived(const Block& b, u32 source, u32 index, Missing missing) {
     const Layer& l = b.l;
     u32 chunk = l.received.first_chunk[source] + index;
-    return signal_came(chunk_signal(l, source, index), {source, WHAT_ROWS, PHASE_DISPATCH, arrived_stamp(b), chunk}, missing);
+    return signal_arrived(chunk_signal(l, source, index), {source, WHAT_ROWS, PHASE_DISPATCH, arrived_stamp(b), chunk}, missing);
 }
 // One thread: whether all PEs of this host have what they need of a chunk.
-template <class Missing> DEVICE bool chunk_emptied(const Block& b, u32 source, u32 index, Missing missing) {
+template <class Missing> DEVICE bool chunk_consumed(const Block& b, u32 source, u32 index, Missing missing) {
     const Layer& l = b.l;
     for (u32 m = 0; m < l.shape.members; m++) {
         const Waiting w{member_pe(l, m), WHAT_CREDIT, PHASE_DISPATCH, arrived_stamp(b), index};
-        if (!signal_came(emptied_signal(l, m, source, index), w, missing)) return false;
+        if (!signal_arrived(consumed_signal(l, m, source, index), w, missing)) return false;
     }
     return true;
 }
@@ -44,15 +44,15 @@ OUTLINE void relay(Block& b, u32 source, u32 item) {
     const Layer& l = b.l;
     const u32 what = item & ((1u << RELAY_BITS) - 1), index = item >> RELAY_BITS, me = l.shape.my_pe;
     enter(b, PHASE_DISPATCH);
-    if (what == RELAY_EMPTIED) {
+    if (what == RELAY_CONSUMED) {
         acknowledge(b, source, l.received.first_chunk[source] + index);
-        give_credit(b, source, index, arrived_stamp(b));
+        return_credit(b, source, index, arrived_stamp(b));
         return;
     }
     // What the network card wrote is seen here before another PE reads it here.
-    see_network(l);
+    acquire_network(l);
     const bool header = what == RELAY_HEADER;
-    u64* word = header ? header_signal(l, header_place(b.pass, b.step.mode != MODE_FORWARD), source) : chunk_signal(l, source, index);
+    u64* word = header ? header_signal(l, header_buffer(b.pass, b.step.mode != MODE_FORWARD), source) : chunk_signal(l, source, index);
     const u64 value = header ? stamp(b.pass, 2 * b.step.round) : arrived_stamp(b);
     for (u32 i = dev::thread(); i < l.shape.members; i += dev::threads())
         if (member_pe(l, i) != me) signal_peer(l, word, value, member_pe(l, i));

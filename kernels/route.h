@@ -1,5 +1,5 @@
 // aristos_route: logits by tensor cores, scores, selection of experts, routing weights, sums for the losses, and the shared
-// expert's gate. A block handles ROUTE_TOKENS tokens; of few tokens several blocks compute the logits (route_cut), and the one that is done last
+// expert's gate. A block handles ROUTE_TOKENS tokens; of few tokens several blocks compute the logits (route_split), and the one that is done last
 // goes on with them. src/moe/cpu/router.rs defines the results.
 #pragma once
 #include "route_math.h"
@@ -9,12 +9,12 @@ namespace aristos {
 
 // The tokens of a block, and its share of their logits.
 struct RouteItem {
-    RouteCut cut;
+    RouteSplit split;
     u32 number, token0, tile, range;
 
-    DEVICE RouteItem(const LayerShape& s, u32 tokens) : cut(route_cut(s, tokens)) {
-        number = dev::block() / cut.blocks(), token0 = number * ROUTE_TOKENS;
-        tile = dev::block() % cut.tiles, range = dev::block() % cut.blocks() / cut.tiles;
+    DEVICE RouteItem(const LayerShape& s, u32 tokens) : split(route_split(s, tokens)) {
+        number = dev::block() / split.blocks(), token0 = number * ROUTE_TOKENS;
+        tile = dev::block() % split.tiles, range = dev::block() % split.blocks() / split.tiles;
     }
 };
 
@@ -26,11 +26,11 @@ DEVICE void route_logits(const Layer& layer, const Pass& pass, const RouteItem& 
     const LayerShape& s = layer.shape;
     const SmallOperand x{pass.x, 0, s.hidden, pass.tokens, s.hidden};
     const SmallOperand w{layer.tables.router, u64(s.n_experts) * s.hidden, s.hidden, s.n_experts, s.hidden};
-    const u32 tokens = pass.tokens, experts = s.n_experts, begin = item.range * item.cut.range;
-    float* logits = item.cut.ranges == 1 ? layer.routing.logits : logit_partials(layer) + u64(item.range) * tokens * experts;
+    const u32 tokens = pass.tokens, experts = s.n_experts, begin = item.range * item.split.range;
+    float* logits = item.split.ranges == 1 ? layer.routing.logits : logit_partials(layer) + u64(item.range) * tokens * experts;
     SmallGemm<T, ROUTE_TOKENS, false, false, 1, PARTS> gemm;
-    for (u32 e0 = item.tile * SMALL_TILE_N; e0 < experts; e0 += item.cut.tiles * SMALL_TILE_N) {
-        gemm.run(x, w, item.token0, e0, tokens, experts, begin, least(begin + item.cut.range, s.hidden), [](u32) { return 1.0f; });
+    for (u32 e0 = item.tile * SMALL_TILE_N; e0 < experts; e0 += item.split.tiles * SMALL_TILE_N) {
+        gemm.run(x, w, item.token0, e0, tokens, experts, begin, min_of(begin + item.split.range, s.hidden), [](u32) { return 1.0f; });
         gemm.each(item.token0, e0, [&](u32 t, u32 e, float v0, float v1) {
             if (t >= tokens) return;
             float* to = logits + u64(t) * experts + e;
@@ -42,7 +42,7 @@ DEVICE void route_logits(const Layer& layer, const Pass& pass, const RouteItem& 
 
 // Whether this block is the last of those that have computed the logits, which then are in memory.
 DEVICE bool complete_logits(const Layer& layer, const RouteItem& item, u32 tokens) {
-    const u32 blocks = item.cut.blocks();
+    const u32 blocks = item.split.blocks();
     dev::sync_block();  // the logits are in memory, and shared memory is free
     if (blocks == 1) return true;
     bool last = false;
@@ -52,13 +52,13 @@ DEVICE bool complete_logits(const Layer& layer, const RouteItem& item, u32 token
         if (last) *done = 0;  // for the next pass
     }
     if (!dev::sync_block_or(last)) return false;
-    if (item.cut.ranges == 1) return true;
+    if (item.split.ranges == 1) return true;
     const u32 experts = layer.shape.n_experts;
     const u64 first = u64(item.token0) * experts, plane = u64(tokens) * experts;
     const float* partials = logit_partials(layer) + first;
-    for (u32 i = dev::thread(); i < least(tokens - item.token0, ROUTE_TOKENS) * experts; i += ROUTE_THREADS) {
+    for (u32 i = dev::thread(); i < min_of(tokens - item.token0, ROUTE_TOKENS) * experts; i += ROUTE_THREADS) {
         float sum = 0.0f;
-        for (u32 r = 0; r < item.cut.ranges; r++) sum += partials[r * plane + i];
+        for (u32 r = 0; r < item.split.ranges; r++) sum += partials[r * plane + i];
         layer.routing.logits[first + i] = sum;
     }
     dev::sync_block();
@@ -66,14 +66,14 @@ DEVICE bool complete_logits(const Layer& layer, const RouteItem& item, u32 token
 }
 
 // Keys that a warp selects by: scores in the total order, above these two values.
-constexpr u32 KEY_TAKEN = 0, KEY_MASKED = 1, KEY_LEAST = 2;
+constexpr u32 KEY_SELECTED = 0, KEY_MASKED = 1, KEY_LEAST = 2;
 DEVICE u32 live_key(float x) {
     const u32 key = total_order(x);
     return key < KEY_LEAST ? KEY_LEAST : key;
 }
 
 // Marks the `count` largest of `keys` as taken, ties to the smaller index. By a warp; there are at least `count`.
-DEVICE void take_largest(u32* keys, u32 n, u32 count) {
+DEVICE void select_largest(u32* keys, u32 n, u32 count) {
     const u32 lane = dev::lane();
     // The largest of this lane's keys; it searches again only when that one is taken.
     u32 key = 0, index = NONE;
@@ -91,7 +91,7 @@ DEVICE void take_largest(u32* keys, u32 n, u32 count) {
             if (other > best || (other == best && other_at < at)) best = other, at = other_at;
         }
         if (at == index && at != NONE) {
-            keys[at] = KEY_TAKEN;
+            keys[at] = KEY_SELECTED;
             look();
         }
     }
@@ -115,9 +115,9 @@ DEVICE void mask_groups(u32* keys, u32* group_keys, const LayerShape& s) {
         group_keys[g] = live_key(from_total_order(first) + (size > 1 ? from_total_order(second) : 0.0f));
     }
     dev::sync_warp();
-    take_largest(group_keys, s.n_groups, s.top_groups);
+    select_largest(group_keys, s.n_groups, s.top_groups);
     for (u32 e = lane; e < s.n_experts; e += 32) {
-        if (group_keys[e / size] != KEY_TAKEN) keys[e] = KEY_MASKED;
+        if (group_keys[e / size] != KEY_SELECTED) keys[e] = KEY_MASKED;
     }
     dev::sync_warp();
 }
@@ -134,7 +134,7 @@ DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& sco
     }
     dev::sync_warp();
     if (s.n_groups > 0) mask_groups(keys, keys + experts, s);
-    take_largest(keys, experts, s.top_k);
+    select_largest(keys, experts, s.top_k);
 
     // The taken ones in ascending order; their lanes write them and, once their sum is known, their weights.
     u32* chosen = layer.routing.chosen + u64(token) * s.top_k;
@@ -144,9 +144,9 @@ DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& sco
     u32 found = 0;
     for (u32 e0 = 0; e0 < experts; e0 += 32) {
         const u32 e = e0 + lane;
-        const bool taken = e < experts && keys[e] == KEY_TAKEN;
-        const u32 all = dev::ballot(taken);
-        if (taken) {
+        const bool selected = e < experts && keys[e] == KEY_SELECTED;
+        const u32 all = dev::ballot(selected);
+        if (selected) {
             const float score = scores.score(logits[e]);
             chosen[found + count_bits(all & below)] = e;
             sum += score;
@@ -157,9 +157,9 @@ DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& sco
     found = 0;
     for (u32 e0 = 0; e0 < experts; e0 += 32) {
         const u32 e = e0 + lane;
-        const bool taken = e < experts && keys[e] == KEY_TAKEN;
-        const u32 all = dev::ballot(taken);
-        if (taken) weights[found + count_bits(all & below)] = scores.score(logits[e]) / norm * s.scaling;
+        const bool selected = e < experts && keys[e] == KEY_SELECTED;
+        const u32 all = dev::ballot(selected);
+        if (selected) weights[found + count_bits(all & below)] = scores.score(logits[e]) / norm * s.scaling;
         found += count_bits(all);
     }
     dev::sync_warp();
@@ -171,7 +171,7 @@ DEVICE void shared_gate(const Layer& layer, const Pass& pass, u32 token0) {
     const u32 hidden = layer.shape.hidden, lane = dev::lane();
     const float* w = layer.tables.shared_gate;
     const u16* x = static_cast<const u16*>(pass.x);
-    for (u32 first = token0 + dev::warp() * 4; first < least(token0 + ROUTE_TOKENS, pass.tokens); first += 32) {
+    for (u32 first = token0 + dev::warp() * 4; first < min_of(token0 + ROUTE_TOKENS, pass.tokens); first += 32) {
         float dot[4] = {};
         for (u32 h = lane * 8; h < hidden; h += 256) {
             float g[8];
@@ -239,10 +239,10 @@ DEVICE void route(const Layer& layer, const Pass& pass) {
     } else {
         route_logits<T, 3>(layer, pass, item);
     }
-    if (s.shared_gate && dev::block() % item.cut.blocks() == 0) shared_gate<T>(layer, pass, token0);
+    if (s.shared_gate && dev::block() % item.split.blocks() == 0) shared_gate<T>(layer, pass, token0);
     if (!complete_logits(layer, item, pass.tokens)) return;
 
-    const u32 tokens = least(pass.tokens - token0, ROUTE_TOKENS), warps = select_warps(s);
+    const u32 tokens = min_of(pass.tokens - token0, ROUTE_TOKENS), warps = select_warps(s);
     LossTokens& losses = *reinterpret_cast<LossTokens*>(dev::shared() + route_launch(s).shared_bytes - 1024);
     if (dev::warp() < warps) {
         u32* keys = reinterpret_cast<u32*>(dev::shared()) + dev::warp() * (s.n_experts + s.n_groups);

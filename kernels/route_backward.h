@@ -88,7 +88,7 @@ DEVICE void route_backward(const Layer& layer, const Pass& pass) {
     }
     const u32 token0 = dev::block() * SCALE_TOKENS;
     if (token0 >= pass.tokens) return;
-    const u32 tokens = least(pass.tokens - token0, SCALE_TOKENS);
+    const u32 tokens = min_of(pass.tokens - token0, SCALE_TOKENS);
     const double sum = has_losses(s) ? layer.losses.all[0] : 1.0, all_tokens = sum > 1.0 ? sum : 1.0;
 
     float largest = 0.0f;

@@ -32,7 +32,7 @@ DEVICE void router_gradient_tile(const Layer& layer, const Pass& pass, u32 item)
     const u32 rows = grad_rows(s), hidden = s.hidden;
     // Ranges are whole multiples of the tokens that share a scale.
     const u32 range = div_up(div_up(pass.tokens, SCALE_TOKENS), splits) * SCALE_TOKENS;
-    const u32 begin = least(split * range, pass.tokens), end = least(begin + range, pass.tokens);
+    const u32 begin = min_of(split * range, pass.tokens), end = min_of(begin + range, pass.tokens);
     const float* scales = reinterpret_cast<const float*>(layer.route_scratch + scratch.scales);
     const SmallOperand x{pass.x, 0, hidden, pass.tokens, hidden};
     SmallGemm<T, 64, true, true, GRAD_PARTS, 1> gemm;

@@ -53,25 +53,25 @@ DEVICE bool takes_part(const Layer& l, const Step& step, u32 batch) {
 }
 
 // ---- Places and tiles of a batch's slots: first those of tiles that are this PE's alone, elsewhere the others.
-DEVICE u32 slot_place(const Layer& l, u32 expert, u32 slot) {
+DEVICE u32 slot_position(const Layer& l, u32 expert, u32 slot) {
     const Batches& b = l.batches;
     return slot < b.own[expert] ? b.own_base[expert] + slot : b.rest_base[expert] + slot - b.own[expert];
 }
 // Slots of a source in a batch lie one after another, by rank, of every other source the other way round: so where a tile has slots of two, both are
 // among the first of theirs to come, or among the last, and no tile waits for the last of one with the first of another.
-DEVICE bool lies_backwards(const Layer& l, u32 source) {
-    u32 turn = source < l.shape.my_pe ? source + l.shape.n_pes - l.shape.my_pe : source - l.shape.my_pe;
-    return turn > 0 && turn % 2 == 0;
+DEVICE bool is_reversed(const Layer& l, u32 source) {
+    u32 distance = source < l.shape.my_pe ? source + l.shape.n_pes - l.shape.my_pe : source - l.shape.my_pe;
+    return distance > 0 && distance % 2 == 0;
 }
 DEVICE u32 batch_slot(const Layer& l, u32 source, u32 expert, u32 rank) {
     const u64 at = u64(source) * l.shape.n_local + expert;
-    return l.received.first[at] + (lies_backwards(l, source) ? l.received.counts[at] - 1 - rank : rank);
+    return l.received.first[at] + (is_reversed(l, source) ? l.received.counts[at] - 1 - rank : rank);
 }
-DEVICE u32 place_tile(const Layer& l, u32 expert, u32 place) {
+DEVICE u32 tile_of(const Layer& l, u32 expert, u32 position) {
     const Batches& b = l.batches;
-    u32 own = place - b.own_base[expert];  // places of others are above all own ones
+    u32 own = position - b.own_base[expert];  // places of others are above all own ones
     return own < b.own[expert] ? b.own_tile[expert] + own / l.shape.tile_m
-                               : b.rest_tile[expert] + (place - b.rest_base[expert]) / l.shape.tile_m;
+                               : b.rest_tile[expert] + (position - b.rest_base[expert]) / l.shape.tile_m;
 }
 
 // ---- Tasks of a batch.
@@ -90,11 +90,11 @@ DEVICE u32 tiles_down(const Layer& l, u32 kind, u32 batch) {
 }
 
 // Items of PLAIN_BIAS of a batch: columns of the down projection's, then those of what the activation saw.
-DEVICE u32 gu_columns(const Layer& l, u32 batch) {
+DEVICE u32 gate_up_columns(const Layer& l, u32 batch) {
     return store_of(l, batch).intermediate * (is_gated(l, batch) ? 2 : 1);
 }
 DEVICE u32 bias_items(const Layer& l, u32 batch) {
-    return ceil_div(l.shape.hidden, BIAS_COLUMNS) + ceil_div(gu_columns(l, batch), BIAS_COLUMNS);
+    return ceil_div(l.shape.hidden, BIAS_COLUMNS) + ceil_div(gate_up_columns(l, batch), BIAS_COLUMNS);
 }
 // Which of a batch's an item is, counted without the zeros.
 struct BiasItem { u32 batch, part; };
@@ -173,7 +173,7 @@ DEVICE bool header_due(const Block& b, u32 source) {
 
 // With relays: how many of a source's chunks in this step its home wants to know to be emptied by all: those that have one more for their place, or, as
 // rows that are sent again have no results, all.
-DEVICE u32 emptied_told(const Block& b, u32 chunks) {
+DEVICE u32 consumed_acks_expected(const Block& b, u32 chunks) {
     if (b.step.mode == MODE_RECOMPUTE) return chunks;
     return chunks > b.l.shape.window_chunks ? chunks - b.l.shape.window_chunks : 0;
 }
@@ -219,18 +219,18 @@ DEVICE void fill_queues(Block& b) {
                 if (takes_part(l, b.step, batch) && l.batches.total[batch] == 0) q.empty[sum] = batch;
             });
     }
-    u32 chunks = 0, near = 0, most = 0;  // near: of sources that results reach without a wave
+    u32 chunks = 0, intra_node = 0, most = 0;  // near: of sources that results reach without a wave
     if (b.step.receives) {
         for (u32 s = dev::lane(); s < l.shape.n_pes; s += 32) {
             u32 count = in.end_chunk[s] - in.first_chunk[s];
             chunks += count;
-            const bool far = returns_far(l, s);
-            if (!far) near += count;
+            const bool inter_node = returns_inter_node(l, s);
+            if (!inter_node) intra_node += count;
             else most = count > most ? count : most;
         }
         UNROLL for (int d = 16; d > 0; d /= 2) {
             chunks += dev::shfl_xor(chunks, d);
-            near += dev::shfl_xor(near, d);
+            intra_node += dev::shfl_xor(intra_node, d);
             u32 other = dev::shfl_xor(most, d);
             most = other > most ? other : most;
         }
@@ -239,14 +239,14 @@ DEVICE void fill_queues(Block& b) {
     for (u32 i = 0; l.shape.relays && b.step.receives && i < served_sources(l)[0]; i++) {
         const u32 source = served_sources(l)[1 + i];
         const u32 come = in.end_chunk[source] - in.first_chunk[source];
-        relays += (mode != MODE_GRADIENT && header_due(b, source)) + come + emptied_told(b, come);
+        relays += (mode != MODE_GRADIENT && header_due(b, source)) + come + consumed_acks_expected(b, come);
     }
     if (dev::thread() == 0) {
         *q.relays = relays;
         u32 me = l.shape.my_pe, own = b.step.receives && own_in_parts(b.step) ? in.end_chunk[me] - in.first_chunk[me] : 0;
         u32 zeros = empty * zero_items(l), biases = 0;
         *q.arrivals = chunks + own;
-        *q.results = mode == MODE_RECOMPUTE ? 0 : (near + l.tables.far_back[0] * most) * return_items(l);
+        *q.results = mode == MODE_RECOMPUTE ? 0 : (intra_node + l.tables.inter_node_returns[0] * most) * return_items(l);
         *q.most_results = mode == MODE_RECOMPUTE ? 0 : most;
         if (mode == MODE_GRADIENT) {
             if (l.shape.bias && b.step.receives) biases += n * bias_items(l, 0);

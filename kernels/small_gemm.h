@@ -139,8 +139,8 @@ struct SmallGemm {
             }
         }
         const u32 row = m0 + warp_row(), col = n0 + warp_col();
-        const u32 n_tiles = col < n ? least(4, div_up(n - col, 8)) : 0;
-        const u32 m_tiles = row < m && n_tiles > 0 ? least(M_TILES, div_up(m - row, 16)) : 0;
+        const u32 n_tiles = col < n ? min_of(4, div_up(n - col, 8)) : 0;
+        const u32 m_tiles = row < m && n_tiles > 0 ? min_of(M_TILES, div_up(m - row, 16)) : 0;
         const u32 steps = k_end > k_begin ? div_up(k_end - k_begin, SMALL_TILE_K) : 0;
         for (u32 s = 0; s + 1 < STAGES; s++) {
             if (s < steps) load(memory + s * STAGE, a, b, m0, n0, k_begin + s * SMALL_TILE_K);

@@ -41,12 +41,12 @@ KERNEL(aristos_smoke, 128, 1)(SmokeArea area, SmokeResult* result, u64 value, u6
     }
     const u64 start = nanoseconds();
     for (u32 pe = thread(); pe < n; pe += threads()) {
-        bool came = pe == me;
-        while (!came && !(came = load_acquire_sys(area.signals + pe) == value) && nanoseconds() - start < limit_ns) pause();
-        if (!came) result->missing_pe = pe;
+        bool arrived = pe == me;
+        while (!arrived && !(arrived = load_acquire_sys(area.signals + pe) == value) && nanoseconds() - start < limit_ns) pause();
+        if (!arrived) result->missing_pe = pe;
     }
     sync_block();
-    if (thread() == 0) see_puts(area.signals);
+    if (thread() == 0) acquire_puts(area.signals);
     sync_block();
     for (u32 k = 1; k < n; k++) {
         const u32 pe = (me + k) % n;

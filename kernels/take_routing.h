@@ -37,7 +37,7 @@ DEVICE void take_choices(const Layer& layer, const Pass& pass, u32 token) {
 
 KERNEL(aristos_take_routing, 256, 2)(const Layer* layer, Pass pass) {
     if (dev::block() == 0) clear_pass(*layer);
-    const u32 begin = dev::block() * ROUTE_TOKENS, end = least(begin + ROUTE_TOKENS, pass.tokens);
+    const u32 begin = dev::block() * ROUTE_TOKENS, end = min_of(begin + ROUTE_TOKENS, pass.tokens);
     for (u32 token = begin + dev::warp(); token < end; token += ROUTE_THREADS / 32) take_choices(*layer, pass, token);
 }
 REGISTER_KERNEL(aristos_take_routing)

@@ -15,7 +15,7 @@ Cluster& cluster_of(Block& block) {
     return *block.cluster;
 }
 
-void leave_act(Block& from, u32 rank, const RemoteAct& act) {
+void post_remote_op(Block& from, u32 rank, const RemoteOp& op) {
     Cluster& cluster = *from.cluster;
     bool over;
     {
@@ -23,8 +23,8 @@ void leave_act(Block& from, u32 rank, const RemoteAct& act) {
         tsan::release(&cluster.sync[0]);
         over = cluster.over[rank];
         if (!over) {
-            cluster.acts[rank].push_back(act);
-            cluster.waiting[rank].store(u32(cluster.acts[rank].size()), std::memory_order_release);
+            cluster.ops[rank].push_back(op);
+            cluster.waiting[rank].store(u32(cluster.ops[rank].size()), std::memory_order_release);
         }
     }
     if (over) from.fail("thread %u reaches for block %u of its cluster, which is over", self()->thread, rank);
@@ -51,22 +51,22 @@ Block& block_of(Block& from, u32 rank) {
 
 }  // namespace
 
-void Block::take_acts() {
+void Block::run_remote_ops() {
     const u32 rank = index % 2;
-    UntrackedVector<RemoteAct> acts;
+    UntrackedVector<RemoteOp> ops;
     {
         Locked locked(cluster->lock);
-        acts.swap(cluster->acts[rank]);
+        ops.swap(cluster->ops[rank]);
         cluster->waiting[rank].store(0, std::memory_order_relaxed);
         cluster->idle[rank] = false;
     }
     tsan::acquire(&cluster->sync[0]);
-    for (const RemoteAct& act : acts) {
-        switch (act.what) {
-            case Remote::ARRIVE: arrive_here(*this, act.bar); break;
-            case Remote::LOAD: begin_load(*this, act.load, true); break;
-            case Remote::FENCE: pass_fenced(*this); break;
-            case Remote::BARRIER:
+    for (const RemoteOp& op : ops) {
+        switch (op.what) {
+            case RemoteKind::ARRIVE: arrive_here(*this, op.bar); break;
+            case RemoteKind::LOAD: begin_load(*this, op.load, true); break;
+            case RemoteKind::FENCE: pass_fenced(*this); break;
+            case RemoteKind::BARRIER:
                 for (auto& fiber : fibers) {
                     if (fiber->wait == Wait::CLUSTER) wake(fiber.get());
                 }
@@ -74,10 +74,10 @@ void Block::take_acts() {
     }
 }
 
-bool Block::await_acts() {
+bool Block::await_remote_ops() {
     const u32 rank = index % 2;
     for (;;) {
-        if (cluster->waiting[rank].load(std::memory_order_acquire) != 0) return take_acts(), true;
+        if (cluster->waiting[rank].load(std::memory_order_acquire) != 0) return run_remote_ops(), true;
         if (VirtualTime* time = launch->world->time) {
             if (launch->failed.load(std::memory_order_relaxed) || !time->park(this)) return false;
             continue;
@@ -85,8 +85,8 @@ bool Block::await_acts() {
         {
             Locked locked(cluster->lock);
             cluster->idle[rank] = true;
-            const bool other = cluster->over[1 - rank] || (cluster->idle[1 - rank] && cluster->acts[1 - rank].empty());
-            if (other && cluster->acts[rank].empty()) return false;
+            const bool other = cluster->over[1 - rank] || (cluster->idle[1 - rank] && cluster->ops[1 - rank].empty());
+            if (other && cluster->ops[rank].empty()) return false;
         }
         if (launch->failed.load(std::memory_order_relaxed)) return false;
         sched_yield();
@@ -100,14 +100,14 @@ namespace aristos::dev {
 using namespace host;
 
 u32 cluster_rank() {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     cluster_of(block);
     return block.index % 2;
 }
 
 void cluster_sync() {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     Cluster& cluster = cluster_of(block);
     tsan::release(&cluster.sync[1]);
     bool last;
@@ -117,43 +117,43 @@ void cluster_sync() {
         if (last) cluster.arrived = 0;
     }
     if (last) {
-        for (u32 rank = 0; rank < 2; ++rank) leave_act(block, rank, {Remote::BARRIER, nullptr, {}});
+        for (u32 rank = 0; rank < 2; ++rank) post_remote_op(block, rank, {RemoteKind::BARRIER, nullptr, {}});
     }
     block.wait(fiber, Wait::CLUSTER);
     tsan::acquire(&cluster.sync[1]);
 }
 
 const void* cluster_address(const void* p, u32 rank) {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     block.check_shared(p, 1, 1, "cluster_shared's address");
     return in_block(block, block_of(block, rank), p);
 }
 
-void mbarrier_arrive_at(u64* bar, u32 rank) {
-    Block& block = *self()->home;
+void mbarrier_arrive_remote(u64* bar, u32 rank) {
+    Block& block = *self()->owner;
     block.check_shared(bar, 8, 8, "mbarrier_arrive_at");
     Block& to = block_of(block, rank);
     if (&to == &block) return arrive_here(block, bar);
-    leave_act(block, rank, {Remote::ARRIVE, in_block(block, to, bar), {}});
+    post_remote_op(block, rank, {RemoteKind::ARRIVE, in_block(block, to, bar), {}});
 }
 
 void fence_proxy_async_cluster() {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     const u32 rank = 1 - cluster_rank();
     block_of(block, rank);
-    leave_act(block, rank, {Remote::FENCE, nullptr, {}});
+    post_remote_op(block, rank, {RemoteKind::FENCE, nullptr, {}});
 }
 
-void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
-    Block& block = *self()->home;
+void tma_load_2d_multicast(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
+    Block& block = *self()->owner;
     const TmaLoad load = checked_load(smem, map, bar, col, row);
     begin_load(block, load);
     const u32 rank = 1 - cluster_rank();
     const Block& to = block_of(block, rank);
-    RemoteAct act{Remote::LOAD, nullptr, load};
-    act.load.to = in_block(block, to, load.to);
-    act.load.bar = in_block(block, to, load.bar);
-    leave_act(block, rank, act);
+    RemoteOp op{RemoteKind::LOAD, nullptr, load};
+    op.load.to = in_block(block, to, load.to);
+    op.load.bar = in_block(block, to, load.bar);
+    post_remote_op(block, rank, op);
 }
 
 }  // namespace aristos::dev

@@ -77,7 +77,7 @@ bool later(const AsyncArrival& a, const AsyncArrival& b) { return a.due > b.due;
 // A copy of `fiber` comes now.
 void land(Fiber* fiber, const Copy& copy) {
     const Vec16 zeros{};
-    Written& written = fiber->home->written[fiber->home->shared_address(copy.to) / 16];
+    Written& written = fiber->owner->written[fiber->owner->shared_address(copy.to) / 16];
     written = {u16(fiber->thread + 1), copy.slot, false, false, copy.phase};
     __builtin_memcpy(copy.to, copy.valid ? copy.from : reinterpret_cast<const char*>(&zeros), 16);
 }
@@ -113,7 +113,7 @@ Map read_map(const TensorMap* map, const char* what) {
     Map read;
     std::memcpy(&read, map, sizeof read);
     if (reinterpret_cast<std::uintptr_t>(map) % 64 != 0 || read.magic != MAP_MAGIC) {
-        self()->home->fail("thread %u %s through what is no tensor map", self()->thread, what);
+        self()->owner->fail("thread %u %s through what is no tensor map", self()->thread, what);
     }
     return read;
 }
@@ -150,7 +150,7 @@ void complete_loads(Block& block, bool force_one) {
 }
 
 TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     const Map read = read_map(map, "loads");
     block.check_shared(smem, read.box_rows * read.box_cols * read.element_bytes, 128, "tma_load_2d's target");
     checked(block, bar, "tma_load_2d's mbarrier");
@@ -208,7 +208,7 @@ void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too) {
         }
         if (copy.valid) tsan::reads(copy.from, 16);
         tsan::writes(copy.to, 16);
-        fiber->unfenced.push_back(fiber->home->shared_address(copy.to) / 16);
+        fiber->unfenced.push_back(fiber->owner->shared_address(copy.to) / 16);
         land(fiber, copy);
     }
     fiber->copies.resize(kept);
@@ -236,18 +236,18 @@ using namespace host;
 void cp_async16(void* smem, const void* global, bool valid) {
     Fiber* fiber = self();
     work.copies.fetch_add(1, std::memory_order_relaxed);
-    fiber->home->check_shared(smem, 16, 16, "cp_async16's target");
+    fiber->owner->check_shared(smem, 16, 16, "cp_async16's target");
     if (valid && reinterpret_cast<std::uintptr_t>(global) % 16 != 0) fail_misaligned(global);
     fiber->copies.push_back(
         {static_cast<char*>(smem), static_cast<const char*>(global), fiber->copy_groups, valid, NO_SLOT, fiber->copies_issued++, 0});
     // The target may be written from now on; until the copy completes its contents are undefined.
-    if (fiber->home->random.next() % 2 == 0) raw_fill(smem, 0xff, 16);
+    if (fiber->owner->random.next() % 2 == 0) raw_fill(smem, 0xff, 16);
 }
 
 void cp_async_commit() {
     Fiber* fiber = self();
     ++fiber->copy_groups;
-    if (fiber->home->random.next() % 8 == 0) finish_copies(fiber, fiber->copy_groups, false);
+    if (fiber->owner->random.next() % 8 == 0) finish_copies(fiber, fiber->copy_groups, false);
 }
 
 void cp_async_wait_group(u32 n) {
@@ -259,7 +259,7 @@ void cp_async_wait_group(u32 n) {
 // this thread's other writes.
 void cp_async_mbarrier_arrive(u64* bar) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     checked(block, bar, "cp_async_mbarrier_arrive");
     const u8 slot = slot_of(block, bar);
     for (Copy& copy : fiber->copies) {
@@ -276,7 +276,7 @@ void cp_async_mbarrier_arrive(u64* bar) {
 void fence_proxy_async() {
     Fiber* fiber = self();
     for (u32 piece : fiber->unfenced) {
-        if (fiber->home->written[piece].thread == fiber->thread + 1) fiber->home->written[piece] = {};
+        if (fiber->owner->written[piece].thread == fiber->thread + 1) fiber->owner->written[piece] = {};
     }
     fiber->unfenced.clear();
     for (u32 i = 0; i < MBARRIERS; ++i) fiber->fenced[i] = fiber->waited[i];
@@ -285,7 +285,7 @@ void fence_proxy_async() {
 void (*prefetch_hook)(const void*) = nullptr;
 
 void mbarrier_init(u64* bar, u32 count) {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     block.check_shared(bar, 8, 8, "mbarrier_init");
     if (count == 0 || count > MAX_THREADS) block.fail("an mbarrier for %u arrivals", count);
     MbarrierSlot* free = nullptr;
@@ -299,7 +299,7 @@ void mbarrier_init(u64* bar, u32 count) {
 }
 
 void mbarrier_inval(u64* bar) {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     checked(block, bar, "mbarrier_inval");
     for (u32 i = 0; i < block.threads; ++i) {
         const Fiber& fiber = *block.fibers[i];
@@ -315,27 +315,27 @@ void mbarrier_inval(u64* bar) {
     reinterpret_cast<Mbarrier*>(bar)->tag = 0;
 }
 
-void mbarrier_arrive(u64* bar, u32 count) { arrive(*self()->home, bar, count, 0); }
-void mbarrier_arrive_expect(u64* bar, u32 bytes) { arrive(*self()->home, bar, 1, bytes); }
+void mbarrier_arrive(u64* bar, u32 count) { arrive(*self()->owner, bar, count, 0); }
+void mbarrier_arrive_expect(u64* bar, u32 bytes) { arrive(*self()->owner, bar, 1, bytes); }
 
 bool mbarrier_test(u64* bar, u32 parity) {
     Fiber* fiber = self();
-    const Mbarrier* mbarrier = checked(*fiber->home, bar, "mbarrier_test");
+    const Mbarrier* mbarrier = checked(*fiber->owner, bar, "mbarrier_test");
     if ((mbarrier->tag & 1) == (parity & 1)) return false;
-    const u8 slot = slot_of(*fiber->home, bar);
-    fiber->waited[slot] = fiber->home->mbarriers[slot].phases;
+    const u8 slot = slot_of(*fiber->owner, bar);
+    fiber->waited[slot] = fiber->owner->mbarriers[slot].phases;
     tsan::acquire(sync_of(bar, parity));
     return true;
 }
 
 void mbarrier_wait(u64* bar, u32 parity) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     while (!mbarrier_test(bar, parity)) block.wait(fiber, Wait::MBARRIER, bar, parity & 1);
 }
 
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
-    begin_load(*self()->home, checked_load(smem, map, bar, col, row));
+    begin_load(*self()->owner, checked_load(smem, map, bar, col, row));
 }
 
 }  // namespace aristos::dev

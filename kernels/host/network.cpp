@@ -20,7 +20,7 @@ Network::~Network() {
     over_ = true;
     if (has_thread_) pthread_join(thread_, nullptr);
     if (tsan_fiber_) tsan::destroy_fiber(tsan_fiber_);
-    for (const Unseen& data : unseen_) Untracked<char>().deallocate(data.data, data.bytes);
+    for (const Withheld& data : withheld_) Untracked<char>().deallocate(data.data, data.bytes);
 }
 
 void* Network::deliver_now_and_then(void* network) {
@@ -97,7 +97,7 @@ void Network::deliver(std::size_t which) {
         } else {
             char* data = Untracked<char>().allocate(piece.bytes);
             raw_copy(data, piece.source, piece.bytes);
-            unseen_.push_back({piece.from, piece.to_pe, piece.to, piece.bytes, data});
+            withheld_.push_back({piece.from, piece.to_pe, piece.to, piece.bytes, data});
         }
     }
     tsan::release(&delivered_);
@@ -108,20 +108,20 @@ void Network::deliver(std::size_t which) {
 // Those for which `of` holds, in the order of their delivery.
 template <class Of> void Network::show(Of of) {
     std::size_t kept = 0;
-    for (const Unseen& data : unseen_) {
+    for (const Withheld& data : withheld_) {
         if (!of(data)) {
-            unseen_[kept++] = data;
+            withheld_[kept++] = data;
             continue;
         }
         raw_copy(data.to, data.data, data.bytes);
         Untracked<char>().deallocate(data.data, data.bytes);
     }
-    unseen_.resize(kept);
+    withheld_.resize(kept);
 }
 
 void Network::see(u32 pe) {
     Locked locked(lock_);
-    show([&](const Unseen& data) { return data.to_pe == pe; });
+    show([&](const Withheld& data) { return data.to_pe == pe; });
 }
 
 void Network::poll() {
@@ -144,7 +144,7 @@ void Network::quiet(u32 from) {
             if (may_be_delivered(bag_[i])) deliver(i);  // puts the last piece, which has been seen, in its place
         }
     }
-    show([&](const Unseen& data) { return data.from == from; });
+    show([&](const Withheld& data) { return data.from == from; });
     // For the caller, what was delivered has completed: it may reuse its sources.
     tsan::acquire(&delivered_);
 }
@@ -185,7 +185,7 @@ template <class Call> bool through_transport(World& world, Call call) {
 // All threads of the block call it with the same arguments, and the last one to come does the work.
 template <class Work> void once(Wait kind, const void* argument, Work work) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     Barrier& barrier = block.barriers[0];
     if (barrier.arrived == 0) {
         barrier.argument = argument;
@@ -196,7 +196,7 @@ template <class Work> void once(Wait kind, const void* argument, Work work) {
         tsan::acquire(&barrier.sync[barrier.phase % 2]);
         work(block);
     }
-    block.meet_block(fiber, barrier, ~0u, kind);
+    block.arrive_at_barrier(fiber, barrier, ~0u, kind);
 }
 
 // What a put or a signal releases must be fenced, as whoever carries it is no thread of the device: by its writer, before the last
@@ -207,10 +207,10 @@ void check_fenced(Block& block, const Fiber& fiber, const char* what) {
 
 }  // namespace
 
-void note_fence_sys() { self()->fenced_at = self()->home->syncs; }
+void note_fence_sys() { self()->fenced_at = self()->owner->syncs; }
 
 void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
-    check_fenced(*self()->home, *self(), "a put");
+    check_fenced(*self()->owner, *self(), "a put");
     once(Wait::PUT, dst_mine, [&](Block& block) {
         const Grid& launch = *block.launch;
         const u64 offset = offset_of(block, dst_mine, bytes, pe, "a put");
@@ -228,14 +228,14 @@ void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
 }
 
 void fence_puts() {
-    const Grid& launch = *self()->home->launch;
+    const Grid& launch = *self()->owner->launch;
     if (through_transport(*launch.world, [](auto& t) { t.fence(t.context); })) return;
     if (launch.world->time) return;  // a signal waits for the puts before it
     launch.world->network->fence(launch.pe);
 }
 
 void signal_set(u64* signal_mine, u64 value, u32 pe) {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     check_fenced(block, *self(), "a signal");
     World& world = *block.launch->world;
     const u64 offset = offset_of(block, signal_mine, 8, pe, "a signal");
@@ -248,29 +248,29 @@ void signal_set(u64* signal_mine, u64 value, u32 pe) {
 }
 
 void quiet_puts() {
-    const Grid& launch = *self()->home->launch;
+    const Grid& launch = *self()->owner->launch;
     if (through_transport(*launch.world, [](auto& t) { t.quiet(t.context); })) return;
-    if (VirtualTime* time = launch.world->time) return time->quiet(self()->home, launch.pe);
+    if (VirtualTime* time = launch.world->time) return time->quiet(self()->owner, launch.pe);
     launch.world->network->quiet(launch.pe);
 }
 
-void see_puts(const u64* word_mine) {
-    Block& block = *self()->home;
+void acquire_puts(const u64* word_mine) {
+    Block& block = *self()->owner;
     (void)offset_of(block, word_mine, 8, block.launch->pe, "a test");
     if (Network* network = block.launch->world->network.get()) network->see(block.launch->pe);
 }
 
-u32 my_pe() { return self()->home->launch->pe; }
-u32 n_pes() { return self()->home->launch->world->n_pes; }
+u32 my_pe() { return self()->owner->launch->pe; }
+u32 n_pes() { return self()->owner->launch->world->n_pes; }
 
 bool store_is_lost() {
-    const Grid& launch = *self()->home->launch;
+    const Grid& launch = *self()->owner->launch;
     return launch.world->has_fault(launch.pe, ARISTOS_FAULT_STORE_LOST);
 }
 
 // Gives others a processor, on a machine as busy as it may be, before this block's other threads go on.
-void linger() {
-    Block& block = *self()->home;
+void delay_signaller() {
+    Block& block = *self()->owner;
     if (!block.launch->world->has_fault(block.launch->pe, ARISTOS_FAULT_SLOW_SIGNALLER) || block.random.below(4) != 0) return;
     const timespec nap{0, 200'000};
     nanosleep(&nap, nullptr);

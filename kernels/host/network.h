@@ -29,7 +29,7 @@ class Network {
   private:
     // `source` is null in a signal.
     struct Piece { u32 from, to_pe; u64 fences; char* to; const char* source; u64 bytes, value; };
-    struct Unseen { u32 from, to_pe; char* to; u64 bytes; char* data; };
+    struct Withheld { u32 from, to_pe; char* to; u64 bytes; char* data; };
 
     void add(const Piece& piece);
     bool may_be_delivered(const Piece& piece) const;
@@ -42,7 +42,7 @@ class Network {
     std::atomic<std::size_t> waiting_{0};
     Random random_;
     UntrackedVector<Piece> bag_;
-    UntrackedVector<Unseen> unseen_;
+    UntrackedVector<Withheld> withheld_;
     UntrackedVector<u64> fences_;  // by PE
     UntrackedVector<u64> quiets_;
     void* tsan_fiber_;      // as which ThreadSanitizer sees deliveries

@@ -175,10 +175,10 @@ DEVICE void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAX
 DEVICE void store_release(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 bool store_is_lost();  // planted faults
-void linger();
+void delay_signaller();
 DEVICE void store_release_sys(u64* p, u64 v) {
     if (!store_is_lost()) __atomic_store_n(p, v, __ATOMIC_RELEASE);
-    linger();
+    delay_signaller();
 }
 DEVICE u32 fetch_add(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE u64 fetch_add(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
@@ -238,7 +238,7 @@ void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe);
 void fence_puts();
 void signal_set(u64* signal_mine, u64 value, u32 pe);
 void quiet_puts();
-void see_puts(const u64* word_mine);
+void acquire_puts(const u64* word_mine);
 u32 my_pe();
 u32 n_pes();
 
@@ -272,11 +272,11 @@ const void* cluster_address(const void* p, u32 rank);
 template <class P> DEVICE const P* cluster_shared(const P* p, u32 rank) { return static_cast<const P*>(cluster_address(p, rank)); }
 // Here, and not in the runtime, so that ThreadSanitizer sees it.
 DEVICE u32 cluster_add_acq_rel(u32* p, u32 v, u32 rank) { return __atomic_fetch_add(const_cast<u32*>(cluster_shared(p, rank)), v, __ATOMIC_ACQ_REL); }
-void mbarrier_arrive_at(u64* bar, u32 rank);
-inline void mbarrier_arrive_at_having_read(u64* bar, u32 rank) { mbarrier_arrive_at(bar, rank); }
+void mbarrier_arrive_remote(u64* bar, u32 rank);
+inline void mbarrier_arrive_remote_relaxed(u64* bar, u32 rank) { mbarrier_arrive_remote(bar, rank); }
 DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) { mbarrier_wait(bar, parity); }
 void fence_proxy_async_cluster();
-void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
+void tma_load_2d_multicast(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 
 void wgmma_fence();
 void wgmma_commit();

@@ -141,7 +141,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     if (cluster) {
         Locked locked(cluster->lock);
         cluster->over[index % 2] = true;
-        if (!cluster->acts[index % 2].empty()) report_failure(launch, "block " + std::to_string(index) + " ends before what the other of its cluster does in it");
+        if (!cluster->ops[index % 2].empty()) report_failure(launch, "block " + std::to_string(index) + " ends before what the other of its cluster does in it");
     }
     if (launch->world->time) launch->world->time->end(this);
     if (launch->failed.load(std::memory_order_relaxed)) return;
@@ -158,7 +158,7 @@ void Block::start_fiber(Fiber* fiber) {
     fiber->block = index;
     fiber->blocks = launch->grid;
     fiber->shared = window + SHARED_START;
-    fiber->home = this;
+    fiber->owner = this;
     fiber->wait = Wait::NOTHING;
     fiber->copy_groups = fiber->bulk_groups = fiber->fenced_at = 0;
     fiber->stores.clear();
@@ -178,7 +178,7 @@ void Block::start_fiber(Fiber* fiber) {
 
 void Block::fiber_main() {
     Fiber* fiber = self();
-    Block* block = fiber->home;
+    Block* block = fiber->owner;
     const Grid* launch = block->launch;
     tsan::acquire(&launch->sync[0]);
     tsan::acquire(&block->sync_[0]);  // whoever used this stack before
@@ -238,13 +238,13 @@ void Block::check_shared(const void* p, u64 bytes, u32 alignment, const char* wh
 Fiber* Block::pick() {
     ++switches;
     if (launch->failed.load(std::memory_order_relaxed)) leave();
-    if (cluster && cluster->waiting[index % 2].load(std::memory_order_acquire) != 0) take_acts();
+    if (cluster && cluster->waiting[index % 2].load(std::memory_order_acquire) != 0) run_remote_ops();
     if (copies_in_flight(*this) && switches >= next_load_due) complete_loads(*this, false);
     while (queue_size == 0) {
         if (live == 0) leave();
         if (copies_in_flight(*this)) {
             complete_loads(*this, true);
-        } else if (!cluster || !await_acts()) {
+        } else if (!cluster || !await_remote_ops()) {
             report_failure(launch, deadlock());
             leave();
         }
@@ -321,7 +321,7 @@ void Block::release_barrier(Barrier& barrier, Fiber* but) {
     }
 }
 
-void Block::meet_block(Fiber* fiber, Barrier& barrier, u32 expected, Wait kind) {
+void Block::arrive_at_barrier(Fiber* fiber, Barrier& barrier, u32 expected, Wait kind) {
     idle_rounds = 0;
     if (barrier.arrived == 0) {
         barrier.kind = kind;
@@ -344,7 +344,7 @@ void Block::meet_block(Fiber* fiber, Barrier& barrier, u32 expected, Wait kind) 
 
 // ---- warps
 
-bool Block::meet_warp(Fiber* fiber, Wait instruction) {
+bool Block::arrive_at_warp_op(Fiber* fiber, Wait instruction) {
     idle_rounds = 0;
     Warp& warp = warps[fiber->thread / 32];
     if (warp.arrived == 0) {
@@ -410,33 +410,33 @@ using host::Wait;
 
 void sync_block() {
     Fiber* fiber = self();
-    fiber->home->meet_block(fiber, fiber->home->barriers[0], ~0u, Wait::BLOCK);
+    fiber->owner->arrive_at_barrier(fiber, fiber->owner->barriers[0], ~0u, Wait::BLOCK);
 }
 
 u32 sync_block_or(bool v) {
     Fiber* fiber = self();
-    host::Barrier& barrier = fiber->home->barriers[0];
+    host::Barrier& barrier = fiber->owner->barriers[0];
     const u32 phase = barrier.phase;
     barrier.any_now |= v;
-    fiber->home->meet_block(fiber, barrier, ~0u, Wait::BLOCK_OR);
+    fiber->owner->arrive_at_barrier(fiber, barrier, ~0u, Wait::BLOCK_OR);
     return barrier.any[phase % 2];
 }
 
 void named_barrier(u32 id, u32 count) {
     Fiber* fiber = self();
     if (id < 1 || id > 15 || count == 0 || count % 32 != 0 || count > fiber->threads) {
-        fiber->home->fail("named_barrier(%u, %u) of %u threads cannot be", id, count, fiber->threads);
+        fiber->owner->fail("named_barrier(%u, %u) of %u threads cannot be", id, count, fiber->threads);
     }
-    fiber->home->meet_block(fiber, fiber->home->barriers[id], count, Wait::NAMED);
+    fiber->owner->arrive_at_barrier(fiber, fiber->owner->barriers[id], count, Wait::NAMED);
 }
 
 void sync_warp() {
     Fiber* fiber = self();
-    host::Block* block = fiber->home;
+    host::Block* block = fiber->owner;
     host::Warp& warp = block->warps[fiber->thread / 32];
     const u8* sync = &warp.sync[warp.phase % 2];
     host::tsan::release(sync);
-    if (block->meet_warp(fiber, Wait::WARP)) {
+    if (block->arrive_at_warp_op(fiber, Wait::WARP)) {
         ++warp.phase;
         block->warp_done(fiber);
     }
@@ -448,10 +448,10 @@ namespace {
 // Lane i gets the value of lane `from(i, its argument)`.
 template <class From> u64 exchange(Wait kind, u64 value, u64 argument, From from) {
     Fiber* fiber = self();
-    host::Block* block = fiber->home;
+    host::Block* block = fiber->owner;
     fiber->operands.value = value;
     fiber->operands.argument = argument;
-    if (block->meet_warp(fiber, kind)) {
+    if (block->arrive_at_warp_op(fiber, kind)) {
         const std::unique_ptr<Fiber>* lanes = &block->fibers[fiber->thread / 32 * 32];
         for (u32 i = 0; i < 32; ++i) lanes[i]->result = lanes[from(i, lanes[i]->operands.argument)]->operands.value;
         block->warp_done(fiber);
@@ -473,9 +473,9 @@ u64 exchange_up(u64 v, u32 delta) {
 
 u32 ballot(bool v) {
     Fiber* fiber = self();
-    host::Block* block = fiber->home;
+    host::Block* block = fiber->owner;
     fiber->operands.value = v;
-    if (block->meet_warp(fiber, Wait::BALLOT)) {
+    if (block->arrive_at_warp_op(fiber, Wait::BALLOT)) {
         const std::unique_ptr<Fiber>* lanes = &block->fibers[fiber->thread / 32 * 32];
         u64 bits = 0;
         for (u32 i = 0; i < 32; ++i) bits |= lanes[i]->operands.value << i;
@@ -487,11 +487,11 @@ u32 ballot(bool v) {
 
 void pause() {
     Fiber* fiber = self();
-    fiber->home->pause(fiber);
+    fiber->owner->pause(fiber);
 }
 
 u64 nanoseconds() {
-    const host::Block* block = dev::current ? self()->home : nullptr;
+    const host::Block* block = dev::current ? self()->owner : nullptr;
     if (block && block->launch->world->time) return block->time;
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -499,7 +499,7 @@ u64 nanoseconds() {
 }
 
 void fail_misaligned(const void* p) {
-    self()->home->fail("thread %u loads or stores 16 bytes at %p, which is not aligned to 16, or not in global memory", self()->thread, p);
+    self()->owner->fail("thread %u loads or stores 16 bytes at %p, which is not aligned to 16, or not in global memory", self()->thread, p);
 }
 
 #ifdef ARISTOS_TSAN

@@ -89,7 +89,7 @@ struct BulkStore {
 
 struct Fiber : dev::ThreadContext {
     void* stack_pointer;
-    Block* home;
+    Block* owner;
     void* tsan_fiber = nullptr;
     Wait wait;
     const void* wait_on;
@@ -130,9 +130,9 @@ struct AsyncArrival {
 };
 
 // What one block of a cluster does in the other (cluster.cpp), which takes it between two of its threads' turns.
-enum class Remote : u8 { ARRIVE, LOAD, FENCE, BARRIER };
-struct RemoteAct {
-    Remote what;
+enum class RemoteKind : u8 { ARRIVE, LOAD, FENCE, BARRIER };
+struct RemoteOp {
+    RemoteKind what;
     u64* bar;      // ARRIVE: in the shared memory of the block that takes it
     TmaLoad load;  // LOAD: the same
 };
@@ -141,7 +141,7 @@ struct Cluster {
     Block* blocks[2] = {nullptr, nullptr};
     bool idle[2] = {false, false};  // none of the block's threads can go on, and nothing is in flight to it
     bool over[2] = {false, false};
-    UntrackedVector<RemoteAct> acts[2];   // that block `rank` has yet to take
+    UntrackedVector<RemoteOp> ops[2];   // that block `rank` has yet to take
     std::atomic<u32> waiting[2] = {{0}, {0}};  // how many
     u32 arrived = 0;                      // threads of both at cluster_sync
     u8 sync[2];                           // for ThreadSanitizer: acts, the barrier
@@ -173,9 +173,9 @@ struct Block {
     void switch_away(Fiber* self);         // `self` waits, or stands in the queue
     void wait(Fiber* self, Wait kind, const void* on = nullptr, u64 value = 0);
     void wake(Fiber* fiber);
-    void meet_block(Fiber* self, Barrier& barrier, u32 expected, Wait kind);
+    void arrive_at_barrier(Fiber* self, Barrier& barrier, u32 expected, Wait kind);
     // True for the last lane, which does the instruction for all and then calls warp_done(); the others return when it is done.
-    bool meet_warp(Fiber* self, Wait instruction);
+    bool arrive_at_warp_op(Fiber* self, Wait instruction);
     void warp_done(Fiber* self);
     [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
     void check_shared(const void* p, u64 bytes, u32 alignment, const char* what);
@@ -183,8 +183,8 @@ struct Block {
     void pause(Fiber* self);
 
     // In a cluster only: acts of the other block that have come, or, where nothing else can go on, that come yet. False: none will.
-    void take_acts();
-    bool await_acts();
+    void run_remote_ops();
+    bool await_remote_ops();
 
     Grid* launch = nullptr;
     Cluster* cluster = nullptr;

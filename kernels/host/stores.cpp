@@ -40,7 +40,7 @@ Map map_of(const BulkStore& store) {
 }  // namespace
 
 void check_no_stores(Fiber* fiber) {
-    if (!fiber->stores.empty()) fiber->home->fail("thread %u ends, and has not waited for its tma_store_2d", fiber->thread);
+    if (!fiber->stores.empty()) fiber->owner->fail("thread %u ends, and has not waited for its tma_store_2d", fiber->thread);
 }
 
 }  // namespace aristos::host
@@ -51,7 +51,7 @@ using namespace host;
 
 void tma_store_2d(const TensorMap* map, i32 col, i32 row, const void* smem) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     const Map read = read_map(map, "stores");
     const u32 bytes = read.box_rows * read.box_cols * read.element_bytes;
     block.check_shared(smem, bytes, 128, "tma_store_2d's source");
@@ -72,7 +72,7 @@ void bulk_commit() { ++self()->bulk_groups; }
 
 void bulk_wait_group(u32 n, bool read) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     const u32 through = fiber->bulk_groups > n ? fiber->bulk_groups - n : 0;
     std::size_t kept = 0;
     for (std::size_t i = 0; i < fiber->stores.size(); ++i) {

@@ -51,13 +51,13 @@ template <bool BF16> void multiply_warp(const std::unique_ptr<Fiber>* lanes) {
 
 void load_matrices(const void* smem_row, u32* registers, bool transposed) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     block.check_shared(smem_row, 16, 16, "ldmatrix's row");
     Operands& mine = fiber->operands;
     tsan::reads(smem_row, 16);
     __builtin_memcpy(mine.row, smem_row, 16);
     mine.registers = registers;
-    if (!block.meet_warp(fiber, transposed ? Wait::LDMATRIX_TRANS : Wait::LDMATRIX)) return;
+    if (!block.arrive_at_warp_op(fiber, transposed ? Wait::LDMATRIX_TRANS : Wait::LDMATRIX)) return;
     const std::unique_ptr<Fiber>* lanes = &block.fibers[fiber->thread / 32 * 32];
     for (u32 i = 0; i < 4; ++i) {
         u16 matrix[8][8];
@@ -73,7 +73,7 @@ void load_matrices(const void* smem_row, u32* registers, bool transposed) {
 // The last lane writes for all; each lane is the one that wrote the row at its address.
 void store_matrices(void* smem_row, const u32* registers) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     block.check_shared(smem_row, 16, 16, "stmatrix's row");
     tsan::writes(smem_row, 16);
     const u32 piece = block.shared_address(smem_row) / 16;
@@ -81,7 +81,7 @@ void store_matrices(void* smem_row, const u32* registers) {
     fiber->operands.a = registers;
     fiber->unfenced.push_back(piece);
     block.written[piece] = {u16(fiber->thread + 1), NO_SLOT, false, false, 0};
-    if (!block.meet_warp(fiber, Wait::STMATRIX)) return;
+    if (!block.arrive_at_warp_op(fiber, Wait::STMATRIX)) return;
     const std::unique_ptr<Fiber>* lanes = &block.fibers[fiber->thread / 32 * 32];
     for (u32 i = 0; i < 4; ++i) {
         u16 matrix[8][8];
@@ -158,7 +158,7 @@ void execute(Block& block, const WgmmaOp& op) {
     }
 }
 
-WgmmaGroup& group_of(Fiber* fiber) { return fiber->home->warpgroups[fiber->thread / WARPGROUP]; }
+WgmmaGroup& group_of(Fiber* fiber) { return fiber->owner->warpgroups[fiber->thread / WARPGROUP]; }
 
 // Does all wgmmas up to number `through`, as far as all threads have issued them.
 void execute_through(Block& block, WgmmaGroup& group, u64 through) {
@@ -197,7 +197,7 @@ Accumulators* take(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, floa
         for (float*& pointer : found->of_thread) pointer = nullptr;
     }
     if (found->of_thread[t] == nullptr) {
-        if (!fiber->wgmma.fenced) fiber->home->fail("thread %u: wgmma on accumulators without wgmma_fence before", fiber->thread);
+        if (!fiber->wgmma.fenced) fiber->owner->fail("thread %u: wgmma on accumulators without wgmma_fence before", fiber->thread);
         for (u32 i = 0; i < n / 2; ++i) {
             const Place place = wgmma_d(t, i);
             found->values[place.row * n + place.col] = acc[i];
@@ -207,7 +207,7 @@ Accumulators* take(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, floa
         ++found->open;
         ++fiber->wgmma.taken;
     } else if (found->of_thread[t] != acc || found->n != n) {
-        fiber->home->fail("thread %u: wgmma on other accumulators than the rest of the warpgroup", fiber->thread);
+        fiber->owner->fail("thread %u: wgmma on other accumulators than the rest of the warpgroup", fiber->thread);
     }
     found->last_use[t] = fiber->wgmma.issued;
     return found;
@@ -244,11 +244,11 @@ void stmatrix_x4(void* smem_row, const u32 (&r)[4]) { store_matrices(smem_row, r
 
 void mma_16x8x16(float* d, const u32* a, const u32* b, bool bf16) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     fiber->operands.d = d;
     fiber->operands.a = a;
     fiber->operands.b = b;
-    if (!block.meet_warp(fiber, bf16 ? Wait::MMA_BF16 : Wait::MMA_F16)) return;
+    if (!block.arrive_at_warp_op(fiber, bf16 ? Wait::MMA_BF16 : Wait::MMA_F16)) return;
     const std::unique_ptr<Fiber>* lanes = &block.fibers[fiber->thread / 32 * 32];
     if (bf16) multiply_warp<true>(lanes);
     else multiply_warp<false>(lanes);
@@ -256,9 +256,9 @@ void mma_16x8x16(float* d, const u32* a, const u32* b, bool bf16) {
 }
 
 u64 smem_descriptor(const void* smem, u32 lbo_bytes, u32 sbo_bytes) {
-    const u32 at = self()->home->shared_address(smem);
+    const u32 at = self()->owner->shared_address(smem);
     if (at % 16 != 0 || lbo_bytes % 16 != 0 || sbo_bytes % 16 != 0 || lbo_bytes >= 1 << 18 || sbo_bytes >= 1 << 18) {
-        self()->home->fail("a wgmma descriptor of address %u, strides %u and %u", at, lbo_bytes, sbo_bytes);
+        self()->owner->fail("a wgmma descriptor of address %u, strides %u and %u", at, lbo_bytes, sbo_bytes);
     }
     return u64(at >> 4 & 0x3fff) | u64(lbo_bytes >> 4) << 16 | u64(sbo_bytes >> 4) << 32 | u64(1) << 62;
 }
@@ -267,7 +267,7 @@ void wgmma_fence() { self()->wgmma.fenced = true; }
 
 void wgmma_64xnx16(float* acc, u32 n, u64 desc_a, u64 desc_b, bool accumulate, bool bf16, bool trans_a, bool trans_b) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     WgmmaGroup& group = group_of(fiber);
     if (fiber->thread / WARPGROUP * WARPGROUP + WARPGROUP > fiber->threads) {
         block.fail("thread %u is in no whole warpgroup", fiber->thread);
@@ -302,7 +302,7 @@ void wgmma_commit() {
 
 void wgmma_wait_group(u32 n) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     WgmmaThread& thread = fiber->wgmma;
     if (n > 7) block.fail("wgmma_wait<%u>: at most 7", n);
     thread.fenced = false;

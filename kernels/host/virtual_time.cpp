@@ -3,7 +3,7 @@
 
 namespace aristos::host {
 
-void VirtualTime::pass_on(const Block* from) {
+void VirtualTime::run_next(const Block* from) {
     running_ = nullptr;
     if (wakes_.size() < expected_) return;
     if (waiting_.empty()) {
@@ -32,7 +32,7 @@ void VirtualTime::begin(Block* block) {
     block->time = begin_[block->launch->pe];
     wakes_[block] = std::make_unique<std::condition_variable>();
     waiting_.insert(turn(block));
-    if (wakes_.size() == expected_) pass_on(block);
+    if (wakes_.size() == expected_) run_next(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
 }
 
@@ -40,21 +40,21 @@ void VirtualTime::end(Block* block) {
     std::unique_lock<std::mutex> lock(mutex_);
     u64& end = end_[block->launch->pe];
     end = std::max(end, block->time);
-    pass_on(block);
+    run_next(block);
 }
 
 void VirtualTime::spend(Block* block, u64 ns) {
     std::unique_lock<std::mutex> lock(mutex_);
     block->time += ns;
     waiting_.insert(turn(block));
-    pass_on(block);
+    run_next(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
 }
 
 bool VirtualTime::park(Block* block) {
     std::unique_lock<std::mutex> lock(mutex_);
     parked_.insert(block);
-    pass_on(block);
+    run_next(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
     return parked_.erase(block) == 0;
 }
@@ -104,7 +104,7 @@ void VirtualTime::quiet(Block* block, u32 from) {
 }
 
 void spend(u64 ns) {
-    Block* block = self()->home;
+    Block* block = self()->owner;
     block->launch->world->time->spend(block, ns);
 }
 

@@ -54,7 +54,7 @@ class VirtualTime {
 
   private:
     struct Port { u64 free = 0, bytes = 0; };
-    void pass_on(const Block* from);  // with the mutex held
+    void run_next(const Block* from);  // with the mutex held
 
     Rates rates_;
     u32 expected_;

@@ -155,7 +155,7 @@ template <bool MN_MAJOR, int ROWS, int K, bool ALONG_K> static void check_readin
         }
     }
 }
-CASE(descriptors_are_read_as_cute_means_them) {
+CASE(descriptors_match_cute) {
     check_reading<false, 64, 64, false>(), check_reading<false, 128, 64, false>(), check_reading<false, 256, 64, true>();
     check_reading<false, 64, 128, false>(), check_reading<false, 128, 128, true>();
     check_reading<true, 64, 64, false>(), check_reading<true, 128, 64, false>(), check_reading<true, 256, 64, true>();

@@ -87,7 +87,7 @@ template <class T> struct Run {
     u32 H, I, W;  // W: width of gu
     u32 experts, slots = 0, tokens = 0;
     std::vector<u32> first;  // first slot of each expert
-    Guarded<T> x, dy, gate, up, down, gu, h, y, dx;
+    Guarded<T> x, dy, gate, up, down, gate_up, h, y, dx;
     Guarded<float> gate_bias, up_bias, down_bias, weight, d_weight, d_gate, d_up, d_down;
     std::vector<T> poison;                   // a row that no pointer of a batch leads to
     std::vector<const void*> x_row, dy_row;  // by slot
@@ -104,7 +104,7 @@ template <class T> struct Run {
     Run(const Shape& s, u32 n, u32 seed)
         : shape(s), tile_n(n), H(s.hidden), I(s.intermediate), W(s.gated ? 2 * I : I), experts(u32(s.rows.size())), slots(slots_of(s)),
           tokens(slots / 2 + 1), x(size_t(tokens) * H), dy(size_t(tokens) * H), gate(size_t(experts) * I * H),
-          up(size_t(experts) * I * H), down(size_t(experts) * H * I), gu(size_t(slots) * W), h(size_t(slots) * I),
+          up(size_t(experts) * I * H), down(size_t(experts) * H * I), gate_up(size_t(slots) * W), h(size_t(slots) * I),
           y(size_t(slots) * H), dx(size_t(slots) * H), gate_bias(size_t(experts) * I), up_bias(size_t(experts) * I),
           down_bias(size_t(experts) * H), weight(slots), d_weight(size_t(slots) * (tiles() + 1)),
           d_gate(size_t(experts) * I * H), d_up(size_t(experts) * I * H), d_down(size_t(experts) * H * I), poison(H),
@@ -138,7 +138,7 @@ template <class T> struct Run {
             }
             slot += shape.rows[e] + GAP;
             for (u32 r = slot - GAP; r < slot; r++) {
-                for (u32 i = 0; i < W; i++) gu[size_t(r) * W + i] = poison[0];
+                for (u32 i = 0; i < W; i++) gate_up[size_t(r) * W + i] = poison[0];
                 for (u32 i = 0; i < I; i++) h[size_t(r) * I + i] = poison[0];
                 weight[r] = NOT_A_NUMBER;
             }
@@ -148,8 +148,8 @@ template <class T> struct Run {
         }
         for (Guarded<T>* out : {&y, &dx}) {
             for (u32 rows : {RESULT_BOX_ROWS, OPERAND_BOX_ROWS}) {
-                slot_maps.push_back(tensor_map(gu.data(), slots, I, W, rows));
-                slot_maps.push_back(tensor_map(gu.data() + W - I, slots, I, W, rows));
+                slot_maps.push_back(tensor_map(gate_up.data(), slots, I, W, rows));
+                slot_maps.push_back(tensor_map(gate_up.data() + W - I, slots, I, W, rows));
                 slot_maps.push_back(tensor_map(h.data(), slots, I, I, rows));
                 if (rows == RESULT_BOX_ROWS) slot_maps.push_back(tensor_map(out->data(), slots, H, H, rows));
             }
@@ -175,7 +175,7 @@ template <class T> struct Run {
         t.which = u8(which);
         bool of_dy = kind == BACKWARD_DOWN || kind == GRAD_DOWN;
         t.row = (of_dy ? dy_row : x_row).data() + slot;
-        t.gu = &gu[slot * W];
+        t.gate_up = &gate_up[slot * W];
         t.h = &h[slot * I];
         t.y = kind == BACKWARD_UP ? &dx[slot * H] : &y[slot * H];
         t.gate = t.up = t.down = nullptr;  // TMA takes them
@@ -244,7 +244,7 @@ void check(double got, Near want, const char* what, size_t slot, u32 column) {
 template <class T> void check_forward(const Run<T>& r) {
     const auto type = reference::Type::of(std::is_same_v<T, F16>);
     const u32 H = r.H, I = r.I, W = r.W;
-    auto gate = widen(r.gate), up = widen(r.up), down = widen(r.down), h = widen(r.h), gu = widen(r.gu), y = widen(r.y);
+    auto gate = widen(r.gate), up = widen(r.up), down = widen(r.down), h = widen(r.h), gate_up = widen(r.gate_up), y = widen(r.y);
     for (u32 e = 0; e < r.experts; e++) {
         for (size_t s = r.first[e]; s < r.first[e] + r.shape.rows[e]; s++) {
             std::vector<double> x(H);
@@ -261,8 +261,8 @@ template <class T> void check_forward(const Run<T>& r) {
                 if (r.shape.gated) result = reference::times(result, u);
                 check(h[s * I + i], result.rounded(type), "h", s, i);
                 if (!r.shape.training) continue;
-                check(gu[s * W + i], (r.shape.gated ? g : u).rounded(type), "gate", s, i);
-                if (r.shape.gated) check(gu[s * W + I + i], u.rounded(type), "up", s, i);
+                check(gate_up[s * W + i], (r.shape.gated ? g : u).rounded(type), "gate", s, i);
+                if (r.shape.gated) check(gate_up[s * W + I + i], u.rounded(type), "up", s, i);
             }
             for (u32 n = 0; n < H; n++) {
                 Near v = reference::dot({h.data() + s * I, 0, 1}, 0, {down.data() + size_t(e) * H * I + size_t(n) * I, 0, 1}, 0, I);
@@ -271,14 +271,14 @@ template <class T> void check_forward(const Run<T>& r) {
             }
         }
     }
-    if (!r.shape.training && !r.gu.untouched(0, size_t(r.shape.rows[0]) * W)) fail("gu written without training");
+    if (!r.shape.training && !r.gate_up.untouched(0, size_t(r.shape.rows[0]) * W)) fail("gu written without training");
 }
 
 // `before`: gu as forward left it; r.gu and r.h are what backward made of them.
 template <class T> void check_backward(const Run<T>& r, const std::vector<double>& before, const std::vector<std::vector<float>>& old) {
     const auto type = reference::Type::of(std::is_same_v<T, F16>);
     const u32 H = r.H, I = r.I, W = r.W;
-    auto gate = widen(r.gate), up = widen(r.up), down = widen(r.down), h = widen(r.h), gu = widen(r.gu), dx = widen(r.dx);
+    auto gate = widen(r.gate), up = widen(r.up), down = widen(r.down), h = widen(r.h), gate_up = widen(r.gate_up), dx = widen(r.dx);
     std::vector<double> x(size_t(r.slots) * H), dy(size_t(r.slots) * H);
     for (u32 e = 0; e < r.experts; e++)
         for (size_t s = r.first[e]; s < r.first[e] + r.shape.rows[e]; s++)
@@ -302,9 +302,9 @@ template <class T> void check_backward(const Run<T>& r, const std::vector<double
                     Near u = reference::exact(before[s * W + I + i]);
                     d_g = reference::times(d_g, u);
                     result = reference::times(result, u);
-                    check(gu[s * W + I + i], reference::times(dh, value).rounded(type), "d_up", s, i);
+                    check(gate_up[s * W + I + i], reference::times(dh, value).rounded(type), "d_up", s, i);
                 }
-                check(gu[s * W + i], d_g.rounded(type), "d_gate", s, i);
+                check(gate_up[s * W + i], d_g.rounded(type), "d_gate", s, i);
                 check(h[s * I + i], reference::times(w, result).rounded(type), "w h", s, i);
                 Near product = reference::times(q, result);
                 sums[i / r.tile_n].value += product.value;
@@ -316,9 +316,9 @@ template <class T> void check_backward(const Run<T>& r, const std::vector<double
                 check(r.d_weight[s * r.d_weight_stride + tile], sums[tile], "d_weight", s, tile);
             }
             for (u32 n = 0; n < H; n++) {
-                Near v = reference::dot({gu.data() + s * W, 0, 1}, 0, {(r.shape.gated ? gate : up).data() + in + n, 0, H}, 0, I);
+                Near v = reference::dot({gate_up.data() + s * W, 0, 1}, 0, {(r.shape.gated ? gate : up).data() + in + n, 0, H}, 0, I);
                 if (r.shape.gated) {
-                    Near second = reference::dot({gu.data() + s * W + I, 0, 1}, 0, {up.data() + in + n, 0, H}, 0, I);
+                    Near second = reference::dot({gate_up.data() + s * W + I, 0, 1}, 0, {up.data() + in + n, 0, H}, 0, I);
                     v.value += second.value;
                     v.error = 2 * (v.error + second.error) + 4 * reference::U * (std::fabs(v.value) + std::fabs(second.value));
                 }
@@ -337,14 +337,14 @@ template <class T> void check_backward(const Run<T>& r, const std::vector<double
                     check(out[at], v, what, i, j);
                 }
         };
-        if (r.shape.gated) gradient(r.d_gate, 0, {gu.data() + slot * W, 1, W}, {x.data() + slot * H, 1, H}, I, H, "gradient of gate");
-        gradient(r.d_up, 1, {gu.data() + slot * W + (r.shape.gated ? I : 0), 1, W}, {x.data() + slot * H, 1, H}, I, H, "gradient of up");
+        if (r.shape.gated) gradient(r.d_gate, 0, {gate_up.data() + slot * W, 1, W}, {x.data() + slot * H, 1, H}, I, H, "gradient of gate");
+        gradient(r.d_up, 1, {gate_up.data() + slot * W + (r.shape.gated ? I : 0), 1, W}, {x.data() + slot * H, 1, H}, I, H, "gradient of up");
         gradient(r.d_down, 2, {dy.data() + slot * H, 1, H}, {h.data() + slot * I, 1, I}, H, I, "gradient of down");
     }
 }
 
 template <class T> void check_memory(const Run<T>& r) {
-    r.gu.check_guards("gu");
+    r.gate_up.check_guards("gu");
     r.h.check_guards("h");
     r.y.check_guards("y");
     r.dx.check_guards("dx");
@@ -359,7 +359,7 @@ template <class T> void check_memory(const Run<T>& r) {
         if (!r.dx.untouched(end * r.H, (end + GAP) * r.H)) fail("dx written beyond the batch");
         if (!r.d_weight.untouched(end * r.d_weight_stride, (end + GAP) * r.d_weight_stride)) fail("d_weight beyond the batch");
         for (size_t i = end * r.W; i < (end + GAP) * r.W; i++)
-            if (r.gu[i].bits != r.poison[0].bits) fail("gu written beyond the batch");
+            if (r.gate_up[i].bits != r.poison[0].bits) fail("gu written beyond the batch");
         for (size_t i = end * r.I; i < (end + GAP) * r.I; i++)
             if (r.h[i].bits != r.poison[0].bits) fail("h written beyond the batch");
     }
@@ -377,7 +377,7 @@ template <class T> void check_prefetches(const Run<T>& r) {
         }
     };
     for (u32 e = 0; e < r.experts; e++) {
-        for (u32 half = 0; half < r.W / r.I; half++) reads(&r.gu[size_t(r.first[e]) * r.W + half * r.I], r.shape.rows[e], r.I, r.W);
+        for (u32 half = 0; half < r.W / r.I; half++) reads(&r.gate_up[size_t(r.first[e]) * r.W + half * r.I], r.shape.rows[e], r.I, r.W);
         if (!r.shape.accumulate) continue;
         const size_t in = size_t(e) * r.I * r.H;
         if (r.shape.gated) reads(&r.d_gate[in], r.I, r.H, r.H);
@@ -402,11 +402,11 @@ template <class T> std::vector<unsigned char> run(const Shape& shape, u32 tile_n
     std::vector<unsigned char> bytes;
     r.launch({{FORWARD_UP, 0}, {FORWARD_DOWN, 0}}, blocks, seed, delay);
     if (compare) check_forward(r);
-    append(bytes, r.gu);
+    append(bytes, r.gate_up);
     append(bytes, r.h);
     append(bytes, r.y);
     if (shape.training) {
-        auto before = widen(r.gu);
+        auto before = widen(r.gate_up);
         std::vector<std::vector<float>> old;
         for (auto* g : {&r.d_gate, &r.d_up, &r.d_down}) old.emplace_back(g->data(), g->data() + g->size());
         std::vector<std::pair<u32, u32>> kinds = {{BACKWARD_DOWN, 0}, {BACKWARD_UP, 0}};
@@ -418,7 +418,7 @@ template <class T> std::vector<unsigned char> run(const Shape& shape, u32 tile_n
         r.launch(kinds, blocks, seed + 1, delay);
         dev::prefetch_hook = nullptr;
         if (compare) check_backward(r, before, old), check_prefetches(r);
-        append(bytes, r.gu);
+        append(bytes, r.gate_up);
         append(bytes, r.h);
         append(bytes, r.dx);
         append(bytes, r.d_weight);

@@ -52,7 +52,7 @@ template <class Tile> double products(u32 kind) {
     return worst;
 }
 void products(u32 kind) {
-    const double large = products<LargeTile>(kind), little = products<LittleTile>(kind);
+    const double large = products<LargeTile>(kind), little = products<SmallTile>(kind);
     std::printf("  worst error %.3f of its bound, in small tiles %.3f\n", large, little);
 }
 
@@ -213,14 +213,14 @@ template <class Tile> void bank_conflicts() { bank_conflicts<Tile, true>(), bank
 
 }  // namespace
 
-CASE(bank_conflicts) { bank_conflicts<LargeTile>(), bank_conflicts<LittleTile>(); }
+CASE(bank_conflicts) { bank_conflicts<LargeTile>(), bank_conflicts<SmallTile>(); }
 
-CASE(repeatable) { repeatable<LargeTile>(), repeatable<LittleTile>(); }
-CASE(kinds_in_turn) { kinds_in_turn<LargeTile>(), kinds_in_turn<LittleTile>(); }
-CASE(tsan_products) { tsan_products<LargeTile>(), tsan_products<LittleTile>(); }
+CASE(repeatable) { repeatable<LargeTile>(), repeatable<SmallTile>(); }
+CASE(kinds_in_turn) { kinds_in_turn<LargeTile>(), kinds_in_turn<SmallTile>(); }
+CASE(tsan_products) { tsan_products<LargeTile>(), tsan_products<SmallTile>(); }
 
 CASE(empty_rows) {
-    for (u32 kind : {FORWARD_UP, FORWARD_DOWN, BACKWARD_DOWN, BACKWARD_UP}) empty_rows<LargeTile>(kind), empty_rows<LittleTile>(kind);
+    for (u32 kind : {FORWARD_UP, FORWARD_DOWN, BACKWARD_DOWN, BACKWARD_UP}) empty_rows<LargeTile>(kind), empty_rows<SmallTile>(kind);
 }
 
 int main(int argc, char** argv) { return testing::testing_main(argc, argv); }

@@ -31,10 +31,10 @@ inline u32 window_places(u32 tokens, u32 experts, u32 top_k, u32 pes, u32 chunk_
     return std::min(round_chunks, std::max((7 * round_chunks + 15) / 16, u32(std::ceil(rows / chunk_rows))));
 }
 
-enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL, PATH_AMPERE_64X128, PATH_HOPPER_128X128, PATH_HOPPER_256X256, PATH_SMALL_PAIR };
+enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL, PATH_AMPERE_64X128, PATH_HOPPER_128X128, PATH_HOPPER_256X256, PATH_SMALL_CTA_PAIR };
 inline bool is_hopper(Path path) { return path == PATH_HOPPER || path == PATH_HOPPER_128X128 || path == PATH_HOPPER_256X256; }
-inline bool in_pairs(Path path) { return path == PATH_HOPPER_256X256 || path == PATH_SMALL_PAIR; }
-inline bool is_small(Path path) { return path == PATH_SMALL || path == PATH_SMALL_PAIR; }
+inline bool in_cta_pairs(Path path) { return path == PATH_HOPPER_256X256 || path == PATH_SMALL_CTA_PAIR; }
+inline bool is_small(Path path) { return path == PATH_SMALL || path == PATH_SMALL_CTA_PAIR; }
 
 struct Options {
     u32 n_pes = 1, tokens = 40, hidden = 64, intermediate = 48, experts = 4, top_k = 2, dtype = DTYPE_F16;
@@ -132,7 +132,7 @@ struct Layers {
             for (u32 pe = 0; pe < o.n_pes; pe++) f.tokens.push_back(o.tokens - (i * 7 + pe * 3) % o.tokens);
             o.passes.push_back(f);
         }
-        if (in_pairs(o.path)) o.blocks = (o.blocks + 1) / 2 * 2;
+        if (in_cta_pairs(o.path)) o.blocks = (o.blocks + 1) / 2 * 2;
         LayerShape s = world::shape();
         s.n_pes = o.n_pes, s.hidden = o.hidden, s.intermediate = o.intermediate, s.n_experts = o.experts, s.top_k = o.top_k;
         s.dtype = o.dtype, s.gated = o.gated, s.bias = o.bias, s.activation = ACT_SILU;
@@ -142,10 +142,10 @@ struct Layers {
         s.max_tokens = o.tokens, s.chunk_rows = o.chunk_rows, s.round_chunks = o.round_chunks, s.window_chunks = o.window_chunks, s.round_slots = o.round_slots;
         s.training = o.training, s.bulk = o.bulk, s.blocks = o.blocks;
         s.tile_m = is_small(o.path) ? SmallTile::M : 128, s.tile_n = is_small(o.path) ? SmallTile::N : 256;
-        if (in_pairs(o.path)) s.tile_m *= 2;
+        if (in_cta_pairs(o.path)) s.tile_m *= 2;
         if (o.path == PATH_AMPERE_64X128) s.tile_m = 64, s.tile_n = 128;
         if (o.path == PATH_HOPPER_128X128) s.tile_n = 128;
-        if (o.tile) s.tile_m = in_pairs(o.path) ? 2 * o.tile : o.tile, s.tile_n = o.tile_columns;
+        if (o.tile) s.tile_m = in_cta_pairs(o.path) ? 2 * o.tile : o.tile, s.tile_n = o.tile_columns;
         s.wait_limit_ns = o.wait_limit_ns;
         for (u8 r : o.reachable) s.stage |= !r;
         w = std::make_unique<World>(s, [&](u32 e) { return holders(e)[0]; }, o.reachable, o.schedule, [&](u32 e) { return holders(e); }, o.host_of, o.group_of);
@@ -270,7 +270,7 @@ struct Layers {
             u32* row_return = l.plan.row_return + u64(d) * s.max_tokens;
             // Rows by (first local expert, token).
             const u32 dest = w->peers(pe)[d];
-            auto at_d = [&](u32 k) { return w->home(pe, holder(l.routing.chosen[k], pe)) == dest; };
+            auto at_d = [&](u32 k) { return w->owner(pe, holder(l.routing.chosen[k], pe)) == dest; };
             auto local = [&](u32 k) { return w->number_for(pe, l.routing.chosen[k], holder(l.routing.chosen[k], pe)); };
             const u32 split = w->split(pe, dest);
             std::vector<std::pair<u32, u32>> heads;

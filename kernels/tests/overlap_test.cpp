@@ -38,7 +38,7 @@ u64 task_ns(const Block& b, const GemmTask& t) {
     return u64(2.0 * TILE * columns * products * gemm_k(t) / flop_per_ns);
 }
 
-void take_time(Block& b, u64 ns) {
+void spend_time(Block& b, u64 ns) {
     host::spend(ns);
     busy[b.l.shape.my_pe] += ns;
     std::atomic<u64>& last = last_end[b.l.shape.my_pe];
@@ -47,7 +47,7 @@ void take_time(Block& b, u64 ns) {
 
 template <bool IS_BACKWARD> struct TimedPath {
     using Element = F16;
-    static constexpr bool BACKWARD = IS_BACKWARD, PAIR = false;
+    static constexpr bool BACKWARD = IS_BACKWARD, CTA_PAIR = false;
     static constexpr u32 SHARED_BYTES = SCRATCH;
     static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {
@@ -56,7 +56,7 @@ template <bool IS_BACKWARD> struct TimedPath {
             dev::sync_block();
             if (!b.state.more) return;
             if (dev::thread() == 0) {
-                take_time(b, task_ns(b, b.state.task));
+                spend_time(b, task_ns(b, b.state.task));
                 task_done(b);
             }
             dev::sync_block();
@@ -64,18 +64,18 @@ template <bool IS_BACKWARD> struct TimedPath {
     }
 };
 
-// The same by pairs of blocks, in tiles of twice the rows: what a pair does around its tasks is the layer's (pair.h). A half without rows takes no time.
-template <bool IS_BACKWARD> struct TimedPairPath {
+// The same by pairs of blocks, in tiles of twice the rows: what a pair does around its tasks is the layer's (cta_pair.h). A half without rows takes no time.
+template <bool IS_BACKWARD> struct TimedCtaPairPath {
     using Element = F16;
-    static constexpr bool BACKWARD = IS_BACKWARD, PAIR = true;
-    using Pair = ClusterPair;
+    static constexpr bool BACKWARD = IS_BACKWARD, CTA_PAIR = true;
+    using CtaPair = aristos::CtaPair;
     static constexpr u32 SHARED_BYTES = SCRATCH;
     static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {
         State& s = b.state;
-        PairSource source{b};
-        const bool first = !ClusterPair::is_second(), one = dev::thread() == 0;
-        ClusterPair::call(b);
+        CtaPairScheduler source{b};
+        const bool first = !CtaPair::is_second(), one = dev::thread() == 0;
+        CtaPair::call(b);
         for (;;) {
             if (one && first) s.more = source.next(s.task, [] { return false; });
             if (one && !first) source.await();
@@ -87,9 +87,9 @@ template <bool IS_BACKWARD> struct TimedPairPath {
             }
             dev::cluster_sync();
             if (!s.more) return;
-            if (one && s.task.m0 < gemm_m(s.task)) take_time(b, task_ns(b, s.task));
+            if (one && s.task.m0 < gemm_m(s.task)) spend_time(b, task_ns(b, s.task));
             dev::cluster_sync();
-            if (one && first) report(source.ended(s.task));
+            if (one && first) count_done(source.done_counters(s.task));
         }
     }
 };
@@ -101,9 +101,9 @@ KERNEL(test_forward_timed, THREADS, 1)(const Layer* layer, Pass pass) { run_pass
 REGISTER_KERNEL(test_forward_timed)
 KERNEL(test_backward_timed, THREADS, 1)(const Layer* layer, Pass pass) { run_pass<TimedPath<true>>(*layer, pass); }
 REGISTER_KERNEL(test_backward_timed)
-CLUSTER_KERNEL(test_forward_timed_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedPairPath<false>>(*layer, pass); }
+CLUSTER_KERNEL(test_forward_timed_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedCtaPairPath<false>>(*layer, pass); }
 REGISTER_CLUSTER_KERNEL(test_forward_timed_pair)
-CLUSTER_KERNEL(test_backward_timed_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedPairPath<true>>(*layer, pass); }
+CLUSTER_KERNEL(test_backward_timed_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedCtaPairPath<true>>(*layer, pass); }
 REGISTER_CLUSTER_KERNEL(test_backward_timed_pair)
 }  // namespace aristos
 
@@ -163,7 +163,7 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
         const u32 as_made = summed;
         if (sums != SUMS_HIDDEN) summed = 0;
         const std::string kernel = backward ? "test_backward_timed" : "test_forward_timed";
-        t.w->launch(pe, backward ? KERNEL_BACKWARD : KERNEL_FORWARD, (kernel + (world::in_pairs(t.o.path) ? "_pair" : "")).c_str(), p);
+        t.w->launch(pe, backward ? KERNEL_BACKWARD : KERNEL_FORWARD, (kernel + (world::in_cta_pairs(t.o.path) ? "_pair" : "")).c_str(), p);
         summed = as_made;
     });
     if (sums != NO_SUMS) {
@@ -204,7 +204,7 @@ struct Scaled {
     Device device;
     explicit Scaled(const Model& m, u32 pes, u32 tokens, const Device& device, u32 copies = 1, bool pair = false) : device(device) {
         o.copies = copies;
-        o.path = pair ? world::PATH_SMALL_PAIR : world::PATH_SMALL, o.tile = TILE, o.tile_columns = device.tile_columns, o.blocks = device.blocks;
+        o.path = pair ? world::PATH_SMALL_CTA_PAIR : world::PATH_SMALL, o.tile = TILE, o.tile_columns = device.tile_columns, o.blocks = device.blocks;
         o.host_plan = true;
         o.n_pes = pes, o.tokens = tokens, o.hidden = m.hidden, o.intermediate = m.intermediate, o.experts = m.experts, o.top_k = m.top_k;
         o.reachable.assign(pes * pes, 0);
@@ -306,10 +306,10 @@ void counts_table() {
         p.s.gated = p.s.training = p.s.stage = p.s.summed = 1, p.s.bias = p.s.shared_intermediate = 0, p.s.channels = 108;
         p.sum_holders = {{0, 0}, {f.pes, 0}};
         for (u32 e = 0; e < f.experts / f.pes; e++) p.sum_units.push_back({e, 2, 0, 0});
-        const auto far = [](u32) { return true; };
-        const protocol_cases::SumCounts c = protocol_cases::expected_sum_counts(p, far);
+        const auto inter_node = [](u32) { return true; };
+        const protocol_cases::SumCounts c = protocol_cases::expected_sum_counts(p, inter_node);
         std::printf("| %s | 2 x %u | %u | %llu | %llu | %llu | %llu |\n", f.name, f.pes, f.experts / f.pes, (unsigned long long)c.puts, (unsigned long long)c.fences,
-                    (unsigned long long)c.puts, (unsigned long long)protocol_cases::expected_sums(p, far));
+                    (unsigned long long)c.puts, (unsigned long long)protocol_cases::expected_sums(p, inter_node));
     }
 }
 
@@ -345,7 +345,7 @@ void table(std::initializer_list<double> ratios) {
 }  // namespace
 
 // What a network as long as the GEMMs costs, of a small layer: the bound is far above what it does, and far below what an order by tokens does.
-CASE(most_of_the_wire_is_hidden) {
+CASE(communication_is_mostly_hidden) {
     const Result r = Scaled({"small", 64, 64, 32, 4}, 4, 256, SMALL_DEVICE).run(false, 1);
     print("small", 4, false, 1, r);
     CHECK(r.end < 1.5 * r.compute, "%.2f of the GEMMs", r.end / r.compute);
@@ -353,7 +353,7 @@ CASE(most_of_the_wire_is_hidden) {
 }
 
 // By pairs of blocks, whose tiles are half as many: about as much is hidden. What a pair does beside tasks, each of its blocks does for itself.
-CASE(most_of_the_wire_is_hidden_by_pairs) {
+CASE(communication_is_mostly_hidden_with_cta_pairs) {
     const Model small{"small, pairs", 64, 64, 32, 4};
     const Scaled layer(small, 4, 256, SMALL_DEVICE, 1, true);
     const Result r = layer.run(false, 1), back = layer.run(true, 1);
@@ -363,7 +363,7 @@ CASE(most_of_the_wire_is_hidden_by_pairs) {
 }
 
 // Sums that take as long on the wire as a quarter of the GEMMs: what a backward waits for beyond its own end is less than half of what it was.
-CASE(most_of_the_sums_is_hidden) {
+CASE(gradient_sums_are_mostly_hidden) {
     const Scaled layer({"small", 64, 64, 16, 4}, 4, 256, SMALL_DEVICE, 2);
     const Result after = layer.run_sums(SUMS_AFTER, 0.25), hidden = layer.run_sums(SUMS_HIDDEN, 0.25);
     print_sums("small", 2, 4, 0.25, after, hidden);

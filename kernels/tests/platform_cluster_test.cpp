@@ -38,7 +38,7 @@ CLUSTER_KERNEL(test_cluster, 64)(ClusterTest t) {
             if (lane() == 0) {
                 mbarrier_wait_cluster(empty, turn % 2 ^ 1);
                 mbarrier_arrive_expect(full, 2 * BOX);
-                tma_load_2d_both(s + rank * BOX, t.map, full, 0, i32((rank * 64 + turn) % 128));
+                tma_load_2d_multicast(s + rank * BOX, t.map, full, 0, i32((rank * 64 + turn) % 128));
             }
             sync_warp();
         } else {
@@ -52,7 +52,7 @@ CLUSTER_KERNEL(test_cluster, 64)(ClusterTest t) {
             sync_warp();
             if (lane() == 0) {
                 mbarrier_arrive(empty);
-                if (t.fault != CLUSTER_OVERWRITES) mbarrier_arrive_at(empty, rank ^ 1);
+                if (t.fault != CLUSTER_OVERWRITES) mbarrier_arrive_remote(empty, rank ^ 1);
             }
         }
     }
@@ -92,7 +92,7 @@ CASE(tsan_cluster) {
     }
 }
 
-CASE(what_a_cluster_must_not_do_is_noticed) {
+CASE(cluster_misuse_is_reported) {
     u32 early = 0, overwritten = 0;
     for (u32 seed = 0; seed < 6; ++seed) {
         std::string error;

@@ -106,7 +106,7 @@ CASE(tsan_tma_store) {
     }
 }
 
-CASE(tma_store_wants_its_fence_and_its_waits) {
+CASE(tma_store_without_fence_or_wait_is_reported) {
     u32 reused = 0, unfinished = 0, forgotten = 0;
     for (u32 seed = 0; seed < 16; ++seed) {
         std::string error;

@@ -123,7 +123,7 @@ KERNEL(test_cp_async, 32, 1)(const Vec16* in, Vec16* out, u32 mode) {
 }
 REGISTER_KERNEL(test_cp_async)
 
-CASE(tsan_cp_async_comes_at_the_wait) {
+CASE(tsan_cp_async_lands_at_the_wait) {
     u32 early = 0;
     for (u32 mode = 0; mode < 3; ++mode) {
         for (u32 seed = 0; seed < 4; ++seed) {
@@ -321,7 +321,7 @@ CASE(tsan_counted_cp_async) {
         CHECK(wrong == 0 && error.empty(), "seed %u: %u wrong %s", u32(seed), wrong, error.c_str());
     }
 }
-CASE(counted_cp_async_misused) {
+CASE(counted_cp_async_misuse_is_reported) {
     std::string error;
     u32 unseen = 0, uncounted = 0;
     for (u64 seed = 0; seed < 6; ++seed) {

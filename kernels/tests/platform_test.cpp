@@ -267,7 +267,7 @@ KERNEL(test_get, 64, 1)(Puts p, u32* wrong, u64 limit_ns) {
             if (seen >> i & 1 || load_acquire_sys(p.signals + i) != i + 1) continue;
             disordered += seen >> i > 1;
             seen |= 1u << i;
-            if (p.mode != 3) see_puts(p.signals);
+            if (p.mode != 3) acquire_puts(p.signals);
             for (u32 j = 0; j < 512; ++j) bad += p.data[i * 512 + j] != i * 1000 + j + 1;
         }
         pause();

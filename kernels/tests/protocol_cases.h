@@ -43,7 +43,7 @@ inline Options base(u32 n_pes) {
 }
 
 // Other PEs have tokens in each pass, or none has any; passes without backward in between.
-inline Options tokens_come_and_go() {
+inline Options varying_tokens() {
     Options o = base(3);
     o.experts = 5, o.tokens = 30;
     o.passes = {{{13, 0, 7}, false}, {{0, 21, 0}, false}, {{0, 0, 0}}, {{30, 1, 0}}, {{0, 0, 0}, false}, {{5, 6, 7}}};
@@ -57,14 +57,14 @@ inline Options one_expert_in_rounds() {
     return o;
 }
 // A round is many chunks, which go through one place.
-inline Options one_place_in_each_window() {
+inline Options one_chunk_buffer_per_window() {
     Options o = base(3);
     o.top_k = 1, o.tokens = 40, o.window_chunks = 1, o.hot = 1;
     o.passes = {{{40, 33, 17}, true, true}, {{9, 40, 40}}};
     return o;
 }
 // A stage has fewer places than there are peers, and rounds of one chunk: places are used again from round to round, and from pass to pass.
-inline Options fewer_places_than_peers() {
+inline Options fewer_chunk_buffers_than_peers() {
     Options o = base(4);
     o.top_k = 2, o.tokens = 30, o.round_chunks = 1, o.window_chunks = 1;
     o.passes = {{{30, 9, 30, 17}}, {{30, 30, 0, 5}, false}, {{9, 30, 30, 30}}};
@@ -91,7 +91,7 @@ inline Options losses_and_capacity() {
     o.passes = {{{13, 0, 20}, false}, {{20, 20, 5}}, {{0, 0, 3}, false}, {{1, 20, 20}}};
     return o;
 }
-inline Options an_expert_without_tokens() {
+inline Options expert_without_tokens() {
     Options o = base(2);
     o.experts = 3, o.hot = 2, o.cold = true, o.bias = 1, o.tokens = 12;
     o.passes = {{{12, 9}, true, true}, {{12, 12}}, {{5, 0}, true, true}};
@@ -152,7 +152,7 @@ inline Options relays_in_rounds() {
     return o;
 }
 // A round is many chunks, which go through one place, and their results through a few.
-inline Options relays_in_one_place() {
+inline Options relays_with_one_chunk_buffer() {
     Options o = relays();
     o.tokens = 40, o.window_chunks = 1, o.chunk_rows = 2;
     o.passes = {{{40, 33, 17, 0}}, {{9, 40, 40, 12}}};
@@ -207,14 +207,14 @@ inline Options groups_in_rounds() {
     o.passes = {{{20, 9, 20, 3, 20, 8}, false, true}, {{20, 20, 20, 20, 20, 20}, true, true}, {{2, 3, 1, 4, 0, 5}}};
     return o;
 }
-inline Options groups_in_one_place() {
+inline Options groups_with_one_chunk_buffer() {
     Options o = groups_of_hosts();
     o.capacity = 0, o.tokens = 40, o.window_chunks = 1, o.chunk_rows = 2;
     o.passes = {{{40, 33, 17, 0, 8, 40}}, {{9, 40, 40, 12, 40, 0}}};
     return o;
 }
 // Groups of two PEs of one host, of one and three PEs of two hosts, and of two and two.
-inline Options a_group_within_a_host() {
+inline Options group_within_a_host() {
     Options o = groups_of_hosts();
     o.n_pes = 10, o.host_of = {4, 4, 2, 2, 4, 2, 2, 4, 2, 4}, o.group_of = {0, 1, 1, 1, 0, 1, 2, 2, 2, 2};
     o.tokens = 12;
@@ -241,7 +241,7 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
             std::vector<Row> of(n);
             for (u32 i = token * s.top_k; i < (token + 1) * s.top_k; i++) {
                 if (!kept[from][i]) continue;
-                const u32 holder = t.holder(chosen[i], from), to = t.w->home(from, holder), number = t.w->number_for(from, chosen[i], holder);
+                const u32 holder = t.holder(chosen[i], from), to = t.w->owner(from, holder), number = t.w->number_for(from, chosen[i], holder);
                 of[to].slots.resize(t.w->split(from, to), 0);
                 of[to].slots[number % t.w->split(from, to)]++;
                 of[to].first = std::min(of[to].first, number);
@@ -295,10 +295,10 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     const LayerShape& s = t.w->pes[me]->s;
     const auto& group = t.w->peers(me);
     const u32 n = s.n_pes;
-    const auto far = [&](u32 pe) { return is_far(t, me, pe); };
+    const auto inter_node = [&](u32 pe) { return is_far(t, me, pe); };
     // To whom rows go, and to whom results.
-    const auto out_far = [&](u32 pe) { return far(pe) && t.w->home(me, pe) == pe; };
-    const auto in_far = [&](u32 pe) { return far(pe) && (same_host(t, me, pe) || t.w->serves(me, pe)); };
+    const auto out_far = [&](u32 pe) { return inter_node(pe) && t.w->owner(me, pe) == pe; };
+    const auto in_far = [&](u32 pe) { return inter_node(pe) && (same_host(t, me, pe) || t.w->is_relay_of(me, pe)); };
     auto overflows = [&](u32 pe) { return overflows_at(t, pairs, pe); };
     u64 fences = 0, most_rounds = 1;
     // Waves of the messages of the pairs that `of` gives, null where nothing is sent.
@@ -323,7 +323,7 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     auto out = [&](u32 pe) { return out_far(pe) ? &pairs[me][pe] : nullptr; };
     auto in = [&](u32 pe) { return in_far(pe) ? &pairs[pe][me] : nullptr; };
     auto again = [&](u32 pe) { return overflows(pe) ? out(pe) : nullptr; };
-    for (u32 pe : group) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][t.w->home(pe, me)].rounds});
+    for (u32 pe : group) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][t.w->owner(pe, me)].rounds});
     for (u64 round = 0; round < most_rounds; round++) {
         bool header = false;
         for (u32 pe : group) {
@@ -335,7 +335,7 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
         chunks(out, out_far, round), chunks(in, in_far, round);
     }
     bool any = false;
-    for (u32 pe = 0; pe < t.o.n_pes; pe++) any = any || far(pe);
+    for (u32 pe = 0; pe < t.o.n_pes; pe++) any = any || inter_node(pe);
     if (!backward) fences += any * ((t.o.capacity > 0) + t.sums_losses());
     return fences;
 }
@@ -356,7 +356,7 @@ template <class Of> u64 expected_sums(const world::Pe& p, Of of) {
 // Puts of sums, each with its signal: a unit's pieces, those of this PE's values of the others' parts and those of the own part's sums. A step has a piece
 // for each channel, and a fence for its values and one for its sums, where any of them goes over the network; never one for each channel.
 struct SumCounts { u64 puts = 0, fences = 0; };
-template <class Far> SumCounts expected_sum_counts(const world::Pe& p, Far far) {
+template <class Far> SumCounts expected_sum_counts(const world::Pe& p, Far inter_node) {
     SumCounts c;
     const ReduceShape r = reduce_shape(p.s);
     for (const SumUnit& u : p.sum_units) {
@@ -367,7 +367,7 @@ template <class Far> SumCounts expected_sum_counts(const world::Pe& p, Far far) 
         for (u32 holder = 0; holder < u.parts; holder++) {
             if (holder == u.me) continue;
             c.puts += pieces(holder) + pieces(u.me);
-            if (!far(p.sum_holders[u.first + holder].pe)) continue;
+            if (!inter_node(p.sum_holders[u.first + holder].pe)) continue;
             sends = std::max(sends, (pieces(holder) + r.channels - 1) / r.channels), sums = (pieces(u.me) + r.channels - 1) / r.channels;
         }
         c.fences += sends + sums;
@@ -385,10 +385,10 @@ inline void expect_relays(PassStats& w, const Layers& t, const Pair& rows, u32 m
     for (u32 count : rows.round_chunks) w.signals += copies * (count > s.window_chunks ? count - s.window_chunks : 0);
     if (again)
         for (u32 count : rows.round_chunks) w.signals -= count > s.window_chunks ? count - s.window_chunks : 0;
-    if (t.w->serves(me, source)) {
+    if (t.w->is_relay_of(me, source)) {
         w.signals += (here.size() - 1) * (headers + copies * chunks);
         for (u32 count : rows.round_chunks)
-            if (count > PART_PLACES) w.signals += (here.size() - 1) * (count - PART_PLACES);
+            if (count > PART_BUFFERS) w.signals += (here.size() - 1) * (count - PART_BUFFERS);
         return;
     }
     w.puts += chunks, w.signals += chunks;
@@ -416,10 +416,10 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
             if (is_far(t, me, pe)) w.network_bytes += losses;
         }
         if (t.w->group[pe] != t.w->group[me]) continue;
-        if (!same_host(t, me, pe)) expect_relays(w, t, pairs[pe][t.w->home(pe, me)], me, pe, backward, backward && overflows(pe));
-        if (t.w->home(me, pe) != pe && !t.w->serves(me, pe)) continue;
-        const Pair none, &out = pairs[me][pe], &in = same_host(t, me, pe) || t.w->serves(me, pe) ? pairs[pe][me] : none;
-        const bool again = backward && overflows(pe), sends = t.w->home(me, pe) == pe;
+        if (!same_host(t, me, pe)) expect_relays(w, t, pairs[pe][t.w->owner(pe, me)], me, pe, backward, backward && overflows(pe));
+        if (t.w->owner(me, pe) != pe && !t.w->is_relay_of(me, pe)) continue;
+        const Pair none, &out = pairs[me][pe], &in = same_host(t, me, pe) || t.w->is_relay_of(me, pe) ? pairs[pe][me] : none;
+        const bool again = backward && overflows(pe), sends = t.w->owner(me, pe) == pe;
         const u32 chunks = u32(out.chunk_rows.size()), headers = !sends ? 0 : !backward ? std::max(1u, out.rounds) : again ? out.rounds : 0;
         const u32 copies = again ? 2 : 1;
         if (is_far(t, me, pe)) {
@@ -442,9 +442,9 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
     w.fences = expected_fences(t, pairs, me, backward);
     if (backward && t.o.copies > 1) {
         w.all_reduce_bytes = expected_sums(*t.w->pes[me], [](u32) { return true; });
-        const auto far = [&](u32 pe) { return is_far(t, me, pe); };
-        w.network_bytes += expected_sums(*t.w->pes[me], far);
-        const SumCounts sums = expected_sum_counts(*t.w->pes[me], far);
+        const auto inter_node = [&](u32 pe) { return is_far(t, me, pe); };
+        w.network_bytes += expected_sums(*t.w->pes[me], inter_node);
+        const SumCounts sums = expected_sum_counts(*t.w->pes[me], inter_node);
         w.puts += sums.puts, w.signals += sums.puts, w.fences += sums.fences;
     }
     return w;

@@ -8,39 +8,39 @@
 #include "../params.h"
 
 namespace aristos {
-// In the protocol, where ARISTOS_PLANTED stands.
-enum PlantedFault : u32 {
+// In the protocol, where ARISTOS_FAULT stands.
+enum InjectedFault : u32 {
     NO_FAULT,
     NO_RELEASE,        // a signal by a store that releases nothing
     NO_ACQUIRE,        // a wait for a peer that acquires nothing
     NO_LOCAL_ACQUIRE,  // a wait for another block that acquires nothing
     EARLY_SIGNAL,      // the signal before the block's barrier
-    NO_ROOM,           // a round is sent before the last one's results are back
+    NO_WINDOW_WAIT,           // a round is sent before the last one's results are back
     NO_CREDIT,         // a chunk is sent to a place that may not be free
-    ONE_PLACE,         // headers of odd and even forward passes in one place
-    NO_PASS,           // stamps without the pass
-    NO_SEE,            // data read without a test after a signal over the network
+    ONE_HEADER_BUFFER,         // headers of odd and even forward passes in one place
+    STAMP_WITHOUT_PASS,           // stamps without the pass
+    NO_ACQUIRE_PUTS,            // data read without a test after a signal over the network
     NO_FENCE_SYS,      // a signal over the network that is not fenced
     EARLY_SUM,         // gradients are sent to be summed before they are complete
-    NO_PLACE,          // gradients are sent to a place that may not be free
+    NO_SUM_BUFFER_WAIT,          // gradients are sent to a place that may not be free
     EARLY_DONE,        // a task is reported before all of its results are stored
     LATE_DONE,         // a block waits for its next task before it reports the last
     ITEM_DROPPED,      // an item is lost that was found during an epilogue
     NO_PART_CREDIT,    // a part of results is put to a place at the home that may not be free
     PART_LOST,         // parts of results are not put
-    FIRST_OF_GROUP,    // what goes over the network goes to the group's first PE
+    WRONG_WORLD_NUMBER,    // what goes over the network goes to the group's first PE
     HALF_READY,        // a pair of blocks begins a task when the first one's rows are there
     HALF_DONE,         // it reports one when the first block's results are stored
-    LEAVES_ALONE,      // its second block leaves the loop of tasks when it has done one
+    CTA_LEAVES_ALONE,      // its second block leaves the loop of tasks when it has done one
     COPIES_FORGOTTEN,  // one of its blocks loads over the other's copies without a fence
-    FAILS_ALONE,       // a block of it that fails leaves without the other
-    NO_QUIET_OF_WAVE,  // a place in a stage is used again before what was there has left
-    NO_QUIET_OF_STEP,  // the same in the next step, or pass
-    EARLY_WAVE,        // the signals of a step of sums go before all channels have put theirs
+    CTA_FAILS_ALONE,       // a block of it that fails leaves without the other
+    NO_GROUP_QUIET,  // a place in a stage is used again before what was there has left
+    NO_STEP_QUIET,  // the same in the next step, or pass
+    EARLY_GROUP_SIGNAL,        // the signals of a step of sums go before all channels have put theirs
 };
-inline PlantedFault planted = NO_FAULT;
+inline InjectedFault injected = NO_FAULT;
 }  // namespace aristos
-#define ARISTOS_PLANTED(fault) (::aristos::planted == ::aristos::fault)
+#define ARISTOS_FAULT(fault) (::aristos::injected == ::aristos::fault)
 
 #include "testing.h"
 
@@ -85,14 +85,14 @@ void any_schedule(const Options& o, u32 count) { any_schedule(o, count, o.path);
 
 }  // namespace
 
-CASE(tokens_come_and_go) { any_schedule(tokens_come_and_go(), seeds(30)); }
+CASE(varying_tokens) { any_schedule(varying_tokens(), seeds(30)); }
 CASE(one_expert_in_rounds) { any_schedule(one_expert_in_rounds(), seeds(30)); }
-CASE(one_place_in_each_window) { any_schedule(one_place_in_each_window(), seeds(30)); }
-CASE(fewer_places_than_peers) { any_schedule(fewer_places_than_peers(), seeds(20)); }
+CASE(one_chunk_buffer_per_window) { any_schedule(one_chunk_buffer_per_window(), seeds(30)); }
+CASE(fewer_chunk_buffers_than_peers) { any_schedule(fewer_chunk_buffers_than_peers(), seeds(20)); }
 CASE(rounds_by_slots) { any_schedule(rounds_by_slots(), seeds(30)); }
 CASE(running_ahead) { any_schedule(running_ahead(), seeds(30)); }
 CASE(losses_and_capacity) { any_schedule(losses_and_capacity(), seeds(30)); }
-CASE(an_expert_without_tokens) { any_schedule(an_expert_without_tokens(), seeds(30)); }
+CASE(expert_without_tokens) { any_schedule(expert_without_tokens(), seeds(30)); }
 CASE(eight_pes) { any_schedule(eight_pes(), seeds(12)); }
 CASE(replicas) { any_schedule(replicas(), seeds(30)); }
 CASE(replicas_in_rounds) { any_schedule(replicas_in_rounds(), seeds(30)); }
@@ -110,13 +110,13 @@ CASE(replicas_in_bulk) {
 CASE(inference) { any_schedule(inference(), seeds(30)); }
 CASE(relays) { any_schedule(relays(), seeds(30)); }
 CASE(relays_in_rounds) { any_schedule(relays_in_rounds(), seeds(30)); }
-CASE(relays_in_one_place) { any_schedule(relays_in_one_place(), seeds(30)); }
+CASE(relays_with_one_chunk_buffer) { any_schedule(relays_with_one_chunk_buffer(), seeds(30)); }
 CASE(relays_by_slots) { any_schedule(relays_by_slots(), seeds(30)); }
 CASE(relays_in_inference) { any_schedule(relays_in_inference(), seeds(12)); }
 CASE(unequal_hosts) { any_schedule(unequal_hosts(), seeds(12)); }
 CASE(relays_running_ahead) { any_schedule(relays_running_ahead(), seeds(30)); }
 CASE(relays_in_bulk) {
-    for (Options o : {relays_in_rounds(), relays_in_one_place()}) {
+    for (Options o : {relays_in_rounds(), relays_with_one_chunk_buffer()}) {
         o.bulk = 1;
         any_schedule(o, seeds(12));
     }
@@ -124,10 +124,10 @@ CASE(relays_in_bulk) {
 CASE(groups) { any_schedule(groups(), seeds(12)); }
 CASE(groups_of_hosts) { any_schedule(groups_of_hosts(), seeds(12)); }
 CASE(groups_in_rounds) { any_schedule(groups_in_rounds(), seeds(12)); }
-CASE(groups_in_one_place) { any_schedule(groups_in_one_place(), seeds(12)); }
-CASE(a_group_within_a_host) { any_schedule(a_group_within_a_host(), seeds(12)); }
+CASE(groups_with_one_chunk_buffer) { any_schedule(groups_with_one_chunk_buffer(), seeds(12)); }
+CASE(group_within_a_host) { any_schedule(group_within_a_host(), seeds(12)); }
 CASE(groups_of_hosts_in_bulk) {
-    Options o = a_group_within_a_host();
+    Options o = group_within_a_host();
     o.bulk = 1;
     any_schedule(o, seeds(8));
 }
@@ -135,7 +135,7 @@ CASE(bulk) { any_schedule(bulk(), seeds(30)); }
 CASE(bulk_in_small_windows) { any_schedule(bulk_in_small_windows(), seeds(30)); }
 // Models' shapes with windows as the host has them, by even routing: no phase has more fences than there are PEs that only the network reaches. 1/8 of
 // their tokens and of the rows of a chunk; the routing is theirs, the experts are small. And a block waits for a wave only where its places are needed again.
-CASE(even_routing_has_a_fence_for_each_far_peer_at_most) {
+CASE(even_routing_needs_at_most_one_fence_per_inter_node_peer) {
     struct Model { u32 experts, top_k; };
     for (Model m : {Model{8, 2}, Model{128, 8}, Model{256, 8}}) {
         for (u32 pes : {2u, 4u, 8u, 16u}) {
@@ -152,20 +152,20 @@ CASE(even_routing_has_a_fence_for_each_far_peer_at_most) {
                 Layers t(o);
                 t.run();
                 check_counters(t);
-                const u64 far = pes - of_host;
+                const u64 inter_node = pes - of_host;
                 u64 most[2] = {0, 0};
                 for (u32 pe = 0; pe < pes; pe++) {
                     const Snapshot& s = t.seen[pe][0];
                     // The headers', the rows' and the results'; backward has no headers.
-                    CHECK(s.forward.fences <= 1 + 2 * far, "%llu fences to %llu peers", (unsigned long long)s.forward.fences, (unsigned long long)far);
-                    CHECK(s.backward.fences <= 2 * far, "%llu fences to %llu peers", (unsigned long long)s.backward.fences, (unsigned long long)far);
+                    CHECK(s.forward.fences <= 1 + 2 * inter_node, "%llu fences to %llu peers", (unsigned long long)s.forward.fences, (unsigned long long)inter_node);
+                    CHECK(s.backward.fences <= 2 * inter_node, "%llu fences to %llu peers", (unsigned long long)s.backward.fences, (unsigned long long)inter_node);
                     // A wave's, where there are two more of its phase; each kernel's; and that of the sum of the router's gradient, one piece.
-                    const u64 quiets = static_cast<host::World*>(t.w->handle)->network->quiets(pe), waves = far > 2 ? 4 * (far - 2) : 0;
-                    CHECK(quiets >= 2 && quiets <= waves + 3, "%llu quiets, %llu peers", (unsigned long long)quiets, (unsigned long long)far);
+                    const u64 quiets = static_cast<host::World*>(t.w->handle)->network->quiets(pe), waves = inter_node > 2 ? 4 * (inter_node - 2) : 0;
+                    CHECK(quiets >= 2 && quiets <= waves + 3, "%llu quiets, %llu peers", (unsigned long long)quiets, (unsigned long long)inter_node);
                     CHECK(s.forward.signals == s.forward.puts && s.backward.signals == s.backward.puts, "a place was used again");
                     most[0] = std::max<u64>(most[0], s.forward.fences), most[1] = std::max<u64>(most[1], s.backward.fences);
                 }
-                std::printf("  %u experts, %u PEs, %u a host: %llu far, %llu and %llu fences\n", m.experts, pes, of_host, (unsigned long long)far,
+                std::printf("  %u experts, %u PEs, %u a host: %llu far, %llu and %llu fences\n", m.experts, pes, of_host, (unsigned long long)inter_node,
                             (unsigned long long)most[0], (unsigned long long)most[1]);
             }
         }
@@ -198,23 +198,23 @@ Options more_rows() {
     return o;
 }
 }  // namespace
-CASE(pairs) {
-    for (Options o : {many_rows(), tokens_come_and_go(), rounds_by_slots(), running_ahead(), losses_and_capacity(), an_expert_without_tokens(), eight_pes(), inference()})
-        any_schedule(o, seeds(4), world::PATH_SMALL_PAIR);
+CASE(cta_pairs) {
+    for (Options o : {many_rows(), varying_tokens(), rounds_by_slots(), running_ahead(), losses_and_capacity(), expert_without_tokens(), eight_pes(), inference()})
+        any_schedule(o, seeds(4), world::PATH_SMALL_CTA_PAIR);
 }
-CASE(pairs_in_rounds) {
-    for (Options o : {one_expert_in_rounds(), one_place_in_each_window()}) any_schedule(o, seeds(6), world::PATH_SMALL_PAIR);
+CASE(cta_pairs_in_rounds) {
+    for (Options o : {one_expert_in_rounds(), one_chunk_buffer_per_window()}) any_schedule(o, seeds(6), world::PATH_SMALL_CTA_PAIR);
 }
-CASE(pairs_and_replicas) {
-    for (Options o : {replicas(), replicas_in_rounds()}) any_schedule(o, seeds(6), world::PATH_SMALL_PAIR);
+CASE(cta_pairs_and_replicas) {
+    for (Options o : {replicas(), replicas_in_rounds()}) any_schedule(o, seeds(6), world::PATH_SMALL_CTA_PAIR);
 }
-CASE(pairs_and_relays) {
-    for (Options o : {relays(), relays_in_rounds(), relays_in_one_place(), unequal_hosts()}) any_schedule(o, seeds(4), world::PATH_SMALL_PAIR);
+CASE(cta_pairs_and_relays) {
+    for (Options o : {relays(), relays_in_rounds(), relays_with_one_chunk_buffer(), unequal_hosts()}) any_schedule(o, seeds(4), world::PATH_SMALL_CTA_PAIR);
 }
-CASE(pairs_in_bulk) {
-    for (Options o : {bulk(), bulk_in_small_windows()}) any_schedule(o, seeds(6), world::PATH_SMALL_PAIR);
+CASE(cta_pairs_in_bulk) {
+    for (Options o : {bulk(), bulk_in_small_windows()}) any_schedule(o, seeds(6), world::PATH_SMALL_CTA_PAIR);
 }
-CASE(hopper_pairs) { any_schedule(more_rows(), 2, world::PATH_HOPPER_256X256); }
+CASE(hopper_cta_pairs) { any_schedule(more_rows(), 2, world::PATH_HOPPER_256X256); }
 
 // ---- Peers that die.
 namespace {
@@ -272,7 +272,7 @@ Options dying() {
 }  // namespace
 
 namespace {
-void a_dead_peer_ends_the_waits_of_the_others(world::Path path) {
+void dead_peer_ends_all_waits(world::Path path) {
     std::vector<Dying> all;
     auto add = [&](const char* name, u32 dead, Death death, u32 fault, ErrorRecord want, auto change) {
         Options o = dying();
@@ -319,14 +319,14 @@ void a_dead_peer_ends_the_waits_of_the_others(world::Path path) {
 }
 
 // Homes wait for parts of other PEs of their hosts, which are named; in bulk too, where nothing else is missing between its barriers.
-CASE(a_part_that_does_not_come_is_named) {
+CASE(missing_part_is_reported) {
     for (u32 bulk : {0, 1}) {
         Options o = relays();
         o.bulk = bulk, o.delay_us = 0, o.wait_limit_ns = SECOND, o.passes = {{{30, 30, 30, 30}, false}};
         Layers t(o);
-        planted = PART_LOST;
+        injected = PART_LOST;
         t.run();
-        planted = NO_FAULT;
+        injected = NO_FAULT;
         u32 named = 0;
         for (u32 pe = 0; pe < o.n_pes; pe++) {
             const ErrorRecord& e = *t.w->pes[pe]->layer().error;
@@ -339,7 +339,7 @@ CASE(a_part_that_does_not_come_is_named) {
 }
 
 // A PE whose host aborts it at any moment: all PEs end, and those that end without an error have the right results.
-void a_peer_that_stops_anywhere(world::Path path) {
+void peer_stopped_anywhere_is_reported(world::Path path) {
     Options o = one_expert_in_rounds();
     o.wait_limit_ns = SECOND, o.delay_us = 0, o.path = path;
     Options undisturbed = o;
@@ -386,10 +386,10 @@ void a_peer_that_stops_anywhere(world::Path path) {
     CHECK(world::failures == 0);
 }
 }  // namespace
-CASE(a_dead_peer_ends_the_waits_of_the_others) { a_dead_peer_ends_the_waits_of_the_others(world::PATH_SMALL); }
-CASE(pairs_and_a_dead_peer) { a_dead_peer_ends_the_waits_of_the_others(world::PATH_SMALL_PAIR); }
-CASE(a_peer_that_stops_anywhere) { a_peer_that_stops_anywhere(world::PATH_SMALL); }
-CASE(pairs_and_a_peer_that_stops_anywhere) { a_peer_that_stops_anywhere(world::PATH_SMALL_PAIR); }
+CASE(dead_peer_ends_all_waits) { dead_peer_ends_all_waits(world::PATH_SMALL); }
+CASE(cta_pairs_dead_peer_ends_all_waits) { dead_peer_ends_all_waits(world::PATH_SMALL_CTA_PAIR); }
+CASE(peer_stopped_anywhere_is_reported) { peer_stopped_anywhere_is_reported(world::PATH_SMALL); }
+CASE(cta_pairs_peer_stopped_anywhere_is_reported) { peer_stopped_anywhere_is_reported(world::PATH_SMALL_CTA_PAIR); }
 
 // ---- Peers that send invalid values. PE 0 alone, whose memory holds what PE 1 sent in a correct run, with one change.
 namespace {
@@ -428,7 +428,7 @@ Options believing(world::Path path) {
     return o;
 }
 
-void a_peer_is_not_believed(world::Path path) {
+void invalid_messages_are_reported(world::Path path) {
     const Options o = believing(path);
     Layers honest(o);
     honest.run();
@@ -473,14 +473,14 @@ void a_peer_is_not_believed(world::Path path) {
 }
 
 }  // namespace
-CASE(a_peer_is_not_believed) { a_peer_is_not_believed(world::PATH_SMALL); }
-CASE(pairs_do_not_believe_a_peer) { a_peer_is_not_believed(world::PATH_SMALL_PAIR); }
+CASE(invalid_messages_are_reported) { invalid_messages_are_reported(world::PATH_SMALL); }
+CASE(cta_pairs_report_invalid_messages) { invalid_messages_are_reported(world::PATH_SMALL_CTA_PAIR); }
 
 // ---- Faults of the protocol, and of what carries it: the cases above must see them.
 namespace {
 
 // How many seeds until another result or an error; 0: never.
-u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
+u32 caught(Options o, Reach who, InjectedFault fault, u32 host_fault = 0) {
     o.wait_limit_ns = world::is_hopper(o.path) ? 20 * SECOND : 2 * SECOND;  // its kernels take long on a busy machine
     Layers want(o);
     want.run();
@@ -489,13 +489,13 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
         s.schedule = seed, s.reachable = o.host_of.empty() ? reach(o.n_pes, who, seed) : reach_hosts(o.host_of, 1);
         Options faulty = s;
         // They hang, in each pass and each of its rounds.
-        if (fault == LATE_DONE || fault == LEAVES_ALONE) faulty.wait_limit_ns = 2 * SECOND;
+        if (fault == LATE_DONE || fault == CTA_LEAVES_ALONE) faulty.wait_limit_ns = 2 * SECOND;
         Layers got(faulty);
         aristos_host_fault(got.w->handle, ~0u, host_fault);
         const u32 failures = world::failures;
-        planted = fault;
+        injected = fault;
         got.run();
-        planted = NO_FAULT;
+        injected = NO_FAULT;
         world::failures = failures;  // those of the fault
         const std::string what = difference(got, want.seen);
         if (what.empty()) continue;
@@ -513,36 +513,36 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
 
 }  // namespace
 
-CASE(planted_early_signal) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, EARLY_SIGNAL, ARISTOS_FAULT_SLOW_SIGNALLER)); }
-CASE(planted_no_room) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, NO_ROOM)); }
-CASE(planted_no_room_over_the_network) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_ROOM)); }
-CASE(planted_no_credit) { CHECK(caught(one_place_in_each_window(), REACH_ALL, NO_CREDIT)); }
-CASE(planted_no_credit_over_the_network) { CHECK(caught(one_place_in_each_window(), REACH_NONE, NO_CREDIT)); }
-CASE(planted_one_place) { CHECK(caught(running_ahead(), REACH_NONE, ONE_PLACE)); }
-CASE(planted_no_pass) { CHECK(caught(tokens_come_and_go(), REACH_ALL, NO_PASS)); }
-CASE(planted_no_see) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_SEE)); }
-CASE(planted_no_fence_sys) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_FENCE_SYS)); }
-CASE(planted_early_sum) { CHECK(caught(replicas(), REACH_ALL, EARLY_SUM)); }
-CASE(planted_no_place) { CHECK(caught(replicas(), REACH_RANDOM, NO_PLACE)); }
-CASE(planted_early_done) { CHECK(caught(rounds_by_slots(), REACH_ALL, EARLY_DONE)); }
-CASE(planted_late_done) { CHECK(caught(rounds_by_slots(), REACH_ALL, LATE_DONE)); }
-CASE(planted_item_dropped) { CHECK(caught(rounds_by_slots(), REACH_ALL, ITEM_DROPPED)); }
-CASE(planted_no_part_credit) { CHECK(caught(relays_in_one_place(), REACH_NONE, NO_PART_CREDIT)); }
-CASE(planted_no_credit_by_way_of_a_home) { CHECK(caught(relays_in_one_place(), REACH_NONE, NO_CREDIT)); }
-CASE(planted_no_see_by_way_of_a_home) { CHECK(caught(relays(), REACH_NONE, NO_SEE)); }
-CASE(planted_no_part_credit_in_bulk) {
-    Options o = relays_in_one_place();
+CASE(detects_early_signal) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, EARLY_SIGNAL, ARISTOS_FAULT_SLOW_SIGNALLER)); }
+CASE(detects_no_window_wait) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, NO_WINDOW_WAIT)); }
+CASE(detects_no_window_wait_over_the_network) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_WINDOW_WAIT)); }
+CASE(detects_no_credit) { CHECK(caught(one_chunk_buffer_per_window(), REACH_ALL, NO_CREDIT)); }
+CASE(detects_no_credit_over_the_network) { CHECK(caught(one_chunk_buffer_per_window(), REACH_NONE, NO_CREDIT)); }
+CASE(detects_one_header_buffer) { CHECK(caught(running_ahead(), REACH_NONE, ONE_HEADER_BUFFER)); }
+CASE(detects_stamp_without_pass) { CHECK(caught(varying_tokens(), REACH_ALL, STAMP_WITHOUT_PASS)); }
+CASE(detects_no_acquire_puts) { CHECK(caught(varying_tokens(), REACH_NONE, NO_ACQUIRE_PUTS)); }
+CASE(detects_no_fence_sys) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_FENCE_SYS)); }
+CASE(detects_early_sum) { CHECK(caught(replicas(), REACH_ALL, EARLY_SUM)); }
+CASE(detects_no_sum_buffer_wait) { CHECK(caught(replicas(), REACH_RANDOM, NO_SUM_BUFFER_WAIT)); }
+CASE(detects_early_done) { CHECK(caught(rounds_by_slots(), REACH_ALL, EARLY_DONE)); }
+CASE(detects_late_done) { CHECK(caught(rounds_by_slots(), REACH_ALL, LATE_DONE)); }
+CASE(detects_item_dropped) { CHECK(caught(rounds_by_slots(), REACH_ALL, ITEM_DROPPED)); }
+CASE(detects_no_part_credit) { CHECK(caught(relays_with_one_chunk_buffer(), REACH_NONE, NO_PART_CREDIT)); }
+CASE(detects_no_credit_through_a_relay) { CHECK(caught(relays_with_one_chunk_buffer(), REACH_NONE, NO_CREDIT)); }
+CASE(detects_no_acquire_puts_through_a_relay) { CHECK(caught(relays(), REACH_NONE, NO_ACQUIRE_PUTS)); }
+CASE(detects_no_part_credit_in_bulk) {
+    Options o = relays_with_one_chunk_buffer();
     o.bulk = 1;
     CHECK(caught(o, REACH_NONE, NO_PART_CREDIT));
 }
-CASE(planted_no_quiet_of_wave) { CHECK(caught(one_place_in_each_window(), REACH_NONE, NO_QUIET_OF_WAVE)); }
-CASE(planted_no_quiet_of_step) { CHECK(caught(fewer_places_than_peers(), REACH_NONE, NO_QUIET_OF_STEP)); }
-CASE(planted_early_wave) { CHECK(caught(replicas(), REACH_NONE, EARLY_WAVE)); }
-CASE(planted_first_of_group) { CHECK(caught(groups_of_hosts(), REACH_NONE, FIRST_OF_GROUP)); }
-CASE(planted_no_credit_in_groups) { CHECK(caught(groups_in_one_place(), REACH_NONE, NO_CREDIT)); }
-CASE(planted_early_sum_in_groups) { CHECK(caught(groups_of_hosts(), REACH_NONE, EARLY_SUM)); }
-CASE(planted_fence_lost) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_FENCE_LOST)); }
-CASE(planted_signal_first) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
+CASE(detects_no_group_quiet) { CHECK(caught(one_chunk_buffer_per_window(), REACH_NONE, NO_GROUP_QUIET)); }
+CASE(detects_no_step_quiet) { CHECK(caught(fewer_chunk_buffers_than_peers(), REACH_NONE, NO_STEP_QUIET)); }
+CASE(detects_early_group_signal) { CHECK(caught(replicas(), REACH_NONE, EARLY_GROUP_SIGNAL)); }
+CASE(detects_wrong_world_number) { CHECK(caught(groups_of_hosts(), REACH_NONE, WRONG_WORLD_NUMBER)); }
+CASE(detects_no_credit_in_groups) { CHECK(caught(groups_with_one_chunk_buffer(), REACH_NONE, NO_CREDIT)); }
+CASE(detects_early_sum_in_groups) { CHECK(caught(groups_of_hosts(), REACH_NONE, EARLY_SUM)); }
+CASE(detects_fence_lost) { CHECK(caught(varying_tokens(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_FENCE_LOST)); }
+CASE(detects_signal_first) { CHECK(caught(varying_tokens(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
 
 // By Hopper's kernels, and in pairs of blocks: by the layer's kernels, and by those that any schedule is tried with.
 namespace {
@@ -551,17 +551,17 @@ Options by(world::Path path, Options o) {
     return o;
 }
 }  // namespace
-CASE(planted_early_done_on_hopper) { CHECK(caught(by(world::PATH_HOPPER, more_rows()), REACH_ALL, EARLY_DONE)); }
-CASE(planted_late_done_on_hopper) { CHECK(caught(by(world::PATH_HOPPER, more_rows()), REACH_ALL, LATE_DONE)); }
-CASE(planted_half_ready) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, HALF_READY)); }
-CASE(planted_half_done) {
+CASE(detects_early_done_on_hopper) { CHECK(caught(by(world::PATH_HOPPER, more_rows()), REACH_ALL, EARLY_DONE)); }
+CASE(detects_late_done_on_hopper) { CHECK(caught(by(world::PATH_HOPPER, more_rows()), REACH_ALL, LATE_DONE)); }
+CASE(detects_half_ready) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, HALF_READY)); }
+CASE(detects_half_done) {
     CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, HALF_DONE));
-    CHECK(caught(by(world::PATH_SMALL_PAIR, many_rows()), REACH_ALL, HALF_DONE));
+    CHECK(caught(by(world::PATH_SMALL_CTA_PAIR, many_rows()), REACH_ALL, HALF_DONE));
 }
-CASE(planted_copies_forgotten) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, COPIES_FORGOTTEN)); }
-CASE(planted_leaves_alone) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, LEAVES_ALONE)); }
-CASE(planted_fails_alone) {
-    const Options o = believing(world::PATH_SMALL_PAIR);
+CASE(detects_copies_forgotten) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, COPIES_FORGOTTEN)); }
+CASE(detects_cta_leaves_alone) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, CTA_LEAVES_ALONE)); }
+CASE(detects_cta_fails_alone) {
+    const Options o = believing(world::PATH_SMALL_CTA_PAIR);
     Layers honest(o);
     honest.run();
     const u32 failures = world::failures;
@@ -571,9 +571,9 @@ CASE(planted_fails_alone) {
         s.schedule = seed;
         Lie lie(s, honest);
         lie.slots()[2] |= MAX_RANK;
-        planted = FAILS_ALONE;
+        injected = CTA_FAILS_ALONE;
         lie.run();
-        planted = NO_FAULT;
+        injected = NO_FAULT;
         seen = world::failures;
     }
     CHECK(seen > failures, "no pair noticed that one of its blocks left");
@@ -585,7 +585,7 @@ namespace {
 
 // Short runs, with blocks in three kinds of order, for each way in which PEs reach each other.
 void orderly(Options o, u32 count) {
-    o.host_plan = true, o.blocks = world::in_pairs(o.path) ? 4 : 3, o.capacity = 0, o.delay_us = 0;
+    o.host_plan = true, o.blocks = world::in_cta_pairs(o.path) ? 4 : 3, o.capacity = 0, o.delay_us = 0;
     std::vector<std::vector<Snapshot>> want;
     for (u64 seed = 0; seed < count; seed++) {
         o.schedule = seed + 1;
@@ -612,23 +612,23 @@ CASE(tsan_three_pes) { orderly(brief(losses_and_capacity(), {{{9, 0, 12}, false}
 CASE(tsan_four_pes) { orderly(brief(one_expert_in_rounds(), {{{9, 5, 9, 3}, true, true}, {{3, 0, 2, 3}}}), seeds(3)); }
 CASE(tsan_running_ahead) { orderly(running_ahead(), seeds(2)); }
 CASE(tsan_replicas) { orderly(brief(replicas(), {{{9, 5, 9, 3}}, {{3, 0, 2, 3}}}), seeds(3)); }
-CASE(tsan_relays) { orderly(brief(relays_in_one_place(), {{{30, 5, 17, 3}}, {{3, 0, 9, 3}}}), seeds(3)); }
+CASE(tsan_relays) { orderly(brief(relays_with_one_chunk_buffer(), {{{30, 5, 17, 3}}, {{3, 0, 9, 3}}}), seeds(3)); }
 CASE(tsan_relays_in_rounds) { orderly(brief(relays_in_rounds(), {{{9, 5, 9, 3}, true, true}, {{3, 0, 2, 3}}}), seeds(2)); }
-CASE(tsan_groups_of_hosts) { orderly(brief(groups_in_one_place(), {{{30, 5, 17, 3, 0, 9}}, {{3, 0, 9, 3, 8, 1}}}), seeds(2)); }
+CASE(tsan_groups_of_hosts) { orderly(brief(groups_with_one_chunk_buffer(), {{{30, 5, 17, 3, 0, 9}}, {{3, 0, 9, 3, 8, 1}}}), seeds(2)); }
 CASE(tsan_relays_in_bulk) {
-    Options o = relays_in_one_place();
+    Options o = relays_with_one_chunk_buffer();
     o.bulk = 1;
     orderly(brief(o, {{{9, 5, 17, 3}}}), seeds(2));
 }
 CASE(tsan_inference) { orderly(brief(inference(), {{{9, 9, 0}, false, true}, {{0, 7, 9}, false}}), seeds(2)); }
 CASE(tsan_bulk) { orderly(brief(bulk(), {{{9, 3, 9}, true, true}}), seeds(2)); }
-CASE(tsan_pairs) {
+CASE(tsan_cta_pairs) {
     for (Options o : {brief(many_rows(), {{{50, 41, 7}}}), brief(replicas(), {{{9, 5, 9, 3}}}), brief(bulk(), {{{9, 3, 9}, true, true}})}) {
-        o.path = world::PATH_SMALL_PAIR;
+        o.path = world::PATH_SMALL_CTA_PAIR;
         orderly(o, seeds(1));
     }
 }
-CASE(tsan_hopper_pairs) {
+CASE(tsan_hopper_cta_pairs) {
     Options o = brief(more_rows(), {{{200, 60}}});
     o.path = world::PATH_HOPPER_256X256, o.tokens = 200, o.top_k = 1;
     orderly(o, seeds(1));
@@ -637,7 +637,7 @@ CASE(tsan_eight_pes) { orderly(brief(eight_pes(), {{{4, 0, 3, 4, 1, 5, 0, 5}}}),
 
 #ifdef ARISTOS_TSAN
 // A race is reported once for each stack, so each fault has its own kernel at the bottom of the stack.
-#define PLANTED_CASE(name, fault)                                                                      \
+#define FAULT_CASE(name, fault)                                                                      \
     extern "C" __attribute__((noinline)) void test_forward_##name(const Layer* layer, Pass pass) {     \
         test_forward_small(layer, pass);                                                               \
         asm volatile("");  /* no tail call */                                                          \
@@ -646,21 +646,21 @@ CASE(tsan_eight_pes) { orderly(brief(eight_pes(), {{{4, 0, 3, 4, 1, 5, 0, 5}}}),
     CASE(tsan_finds_##name) { racy("test_forward_" #name, fault); }
 
 namespace {
-void racy(const char* kernel, PlantedFault fault) {
+void racy(const char* kernel, InjectedFault fault) {
     testing::ExpectRaces expect;
     Options o = base(2);
     o.tokens = 8, o.host_plan = true, o.delay_us = 0, o.forward_kernel = kernel;
     o.passes = {{{8, 8}, false}, {{8, 8}, false}};
     Layers t(o);
-    planted = fault;
+    injected = fault;
     t.run();
-    planted = NO_FAULT;
+    injected = NO_FAULT;
 }
 }  // namespace
-PLANTED_CASE(no_release, NO_RELEASE)
-PLANTED_CASE(no_acquire, NO_ACQUIRE)
-PLANTED_CASE(no_local_acquire, NO_LOCAL_ACQUIRE)
-PLANTED_CASE(early_signal, EARLY_SIGNAL)
+FAULT_CASE(no_release, NO_RELEASE)
+FAULT_CASE(no_acquire, NO_ACQUIRE)
+FAULT_CASE(no_local_acquire, NO_LOCAL_ACQUIRE)
+FAULT_CASE(early_signal, EARLY_SIGNAL)
 #endif
 
 int main(int argc, char** argv) { return testing::testing_main(argc, argv); }

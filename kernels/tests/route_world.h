@@ -104,7 +104,7 @@ struct Pe {
     std::vector<MlpGradients> gradients;
     std::vector<std::vector<float>> shared_gradients;
     std::vector<u64> peer, world_peer;
-    std::vector<u32> far, far_back, relay;
+    std::vector<u32> inter_node, inter_node_returns, relay;
     ~Pe() { std::free(local); }
     const Layer& layer() const { return *reinterpret_cast<const Layer*>(layer_bytes.data()); }
 };
@@ -133,12 +133,12 @@ struct World {
         return all;
     }
     // As src/moe/spec/hosts.rs, of PEs of a group.
-    u32 home(u32 source, u32 target) const {
+    u32 owner(u32 source, u32 target) const {
         if (near(source, target)) return target;
         const std::vector<u32> to = members(target);
         return to[index(members(source), source) % to.size()];
     }
-    bool serves(u32 pe, u32 source) const { return group[pe] == group[source] && !near(pe, source) && home(source, pe) == pe; }
+    bool is_relay_of(u32 pe, u32 source) const { return group[pe] == group[source] && !near(pe, source) && owner(source, pe) == pe; }
     // Of how many PEs the experts are that a destination stands for.
     u32 split(u32 source, u32 dest) const { return near(source, dest) ? 1 : u32(members(dest).size()); }
 
@@ -223,7 +223,7 @@ struct World {
         for (u32 pe : of) {
             if (!g.relays) break;
             u32 served = 0, windows = 0, most = 0;
-            for (u32 q : of) served += serves(pe, q), windows += q != pe && (serves(pe, q) || hosts[q] == hosts[pe]);
+            for (u32 q : of) served += is_relay_of(pe, q), windows += q != pe && (is_relay_of(pe, q) || hosts[q] == hosts[pe]);
             for (u32 q : members(pe)) most = std::max(most, locals[q]);
             g.served = std::max(g.served, served), g.windows = std::max(g.windows, windows);
             g.most_members = std::max(g.most_members, u32(members(pe).size()));
@@ -258,7 +258,7 @@ struct World {
             if (!near(me, q)) {
                 const auto all = members(q);
                 for (u32 m : all) places = std::max(places, locals[m]);
-                places = home(me, q) == q ? places * u32(all.size()) : 0;
+                places = owner(me, q) == q ? places * u32(all.size()) : 0;
             }
             p.first_place.push_back(p.first_place.back() + places);
             p.place_pe.insert(p.place_pe.end(), places, index(of, q));
@@ -267,7 +267,7 @@ struct World {
         p.first_holder.assign(1, 0);
         for (u32 e = 0; e < s.n_experts; e++) {
             for (u32 q : holding[e])
-                if (group[q] == group[me]) p.holder_place.push_back(p.first_place[index(of, home(me, q))] + number_for(me, e, q));
+                if (group[q] == group[me]) p.holder_place.push_back(p.first_place[index(of, owner(me, q))] + number_for(me, e, q));
             p.first_holder.push_back(u32(p.holder_place.size()));
         }
     }
@@ -282,27 +282,27 @@ struct World {
         // Windows at a PE: of all that put rows there, in their order.
         auto window = [&](u32 at, u32 source) {
             u32 number = 0;
-            for (u32 q : of) number += q < source && q != at && (hosts[q] == hosts[at] || serves(at, q));
+            for (u32 q : of) number += q < source && q != at && (hosts[q] == hosts[at] || is_relay_of(at, q));
             return number;
         };
         auto number = [&](u32 at, u32 source) {
             u32 count = 0;
-            for (u32 q : of) count += q < source && serves(at, q);
+            for (u32 q : of) count += q < source && is_relay_of(at, q);
             return count;
         };
         for (u32 i = 0; i < n; i++) {
             const u32 q = of[i];
-            if (!near(me, q)) p.relay[RELAY_HOME * n + i] = index(of, home(q, me));
-            if (q != me && home(me, q) == q) p.relay[RELAY_TO * n + i] = window(q, me);
-            if (q != me) p.relay[RELAY_FROM * n + i] = window(near(me, q) ? me : home(q, me), q);
-            if (!near(me, q)) p.relay[RELAY_NUMBER * n + i] = number(home(q, me), q);
+            if (!near(me, q)) p.relay[RELAY_OF_SOURCE * n + i] = index(of, owner(q, me));
+            if (q != me && owner(me, q) == q) p.relay[RELAY_WINDOW_TO * n + i] = window(q, me);
+            if (q != me) p.relay[RELAY_WINDOW_FROM * n + i] = window(near(me, q) ? me : owner(q, me), q);
+            if (!near(me, q)) p.relay[RELAY_NUMBER * n + i] = number(owner(q, me), q);
             p.relay[RELAY_SPLIT * n + i] = split(me, q);
         }
         for (u32 q : here) p.relay.push_back(index(of, q));
         const size_t count = p.relay.size();
         p.relay.push_back(0);
         for (u32 q : of)
-            if (serves(me, q)) p.relay.push_back(index(of, q)), p.relay[count]++;
+            if (is_relay_of(me, q)) p.relay.push_back(index(of, q)), p.relay[count]++;
     }
     std::vector<std::vector<u32>> holding, numbering;  // by expert: its holders, and its number at each
 
@@ -365,18 +365,18 @@ struct World {
         t.peer = p.peer.data();
         const auto& of = peers(pe);
         const u32 n = u32(of.size());
-        p.far.assign(1 + 2 * n, 0), p.far_back = p.far;
+        p.inter_node.assign(1 + 2 * n, 0), p.inter_node_returns = p.inter_node;
         for (u32 i = 1; i < n; i++) {
             const u32 number = (p.s.my_pe + i) % n, other = of[number];
             if (p.peer[number]) continue;
-            auto list = [&](std::vector<u32>& far) {
-                far[1 + n + number] = far[0];
-                far[1 + far[0]++] = number;
+            auto list = [&](std::vector<u32>& inter_node) {
+                inter_node[1 + n + number] = inter_node[0];
+                inter_node[1 + inter_node[0]++] = number;
             };
-            if (home(pe, other) == other) list(p.far);
-            if (near(pe, other) || serves(pe, other)) list(p.far_back);
+            if (owner(pe, other) == other) list(p.inter_node);
+            if (near(pe, other) || is_relay_of(pe, other)) list(p.inter_node_returns);
         }
-        t.far = p.far.data(), t.far_back = p.far_back.data(), t.relay = p.relay.data();
+        t.inter_node = p.inter_node.data(), t.inter_node_returns = p.inter_node_returns.data(), t.relay = p.relay.data();
         p.local = static_cast<char*>(std::aligned_alloc(256, (p.info.local_bytes + 255) / 256 * 256));
         // What nobody writes must not look like a value.
         std::memset(p.local, 0xa5, p.info.local_bytes);

@@ -336,8 +336,8 @@ impl<'g> DeviceWeights<'g> {
             let listed = far.iter().copied().chain(vec![0; n - far.len()]);
             std::iter::once(far.len()).chain(listed).chain((0..n).map(number)).map(|v| v as u32).collect()
         };
-        self.tables.far = self.keep(gpu, &lists(&|pe| relays.links(me, pe).0))?;
-        self.tables.far_back = self.keep(gpu, &lists(&|pe| relays.links(me, pe).1))?;
+        self.tables.inter_node = self.keep(gpu, &lists(&|pe| relays.links(me, pe).0))?;
+        self.tables.inter_node_returns = self.keep(gpu, &lists(&|pe| relays.links(me, pe).1))?;
         Ok(())
     }
 

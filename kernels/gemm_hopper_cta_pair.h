@@ -18,7 +18,7 @@
 namespace aristos {
 namespace hopper {
 
-template <class Tile> DEVICE bool is_second() { return Tile::PAIR && dev::cluster_rank() == 1; }
+template <class Tile> DEVICE bool is_second() { return Tile::CTA_PAIR && dev::cluster_rank() == 1; }
 
 // Before TMA reads through the weights' maps, where they are not those of the last task.
 template <class Control> DEVICE void fence_maps(Control* control, const GemmTask& t) {
@@ -28,8 +28,8 @@ template <class Control> DEVICE void fence_maps(Control* control, const GemmTask
 }
 
 // All threads: before anyone uses barriers that a block's first thread has initialised, and once nobody uses them any more.
-template <class Tile> DEVICE void meet() {
-    if constexpr (Tile::PAIR) dev::cluster_sync();
+template <class Tile> DEVICE void sync_tile_blocks() {
+    if constexpr (Tile::CTA_PAIR) dev::cluster_sync();
     else dev::sync_block();
 }
 
@@ -37,40 +37,40 @@ template <class Tile> DEVICE void meet() {
 // is nothing to release.
 template <class Tile, bool COPIED> DEVICE void free_stage(u64* empty) {
     dev::mbarrier_arrive(empty);
-    if constexpr (!Tile::PAIR) return;
-    else if constexpr (COPIED) dev::mbarrier_arrive_at(empty, dev::cluster_rank() ^ 1);
-    else dev::mbarrier_arrive_at_having_read(empty, dev::cluster_rank() ^ 1);
+    if constexpr (!Tile::CTA_PAIR) return;
+    else if constexpr (COPIED) dev::mbarrier_arrive_remote(empty, dev::cluster_rank() ^ 1);
+    else dev::mbarrier_arrive_remote_relaxed(empty, dev::cluster_rank() ^ 1);
 }
 
 // One lane of a consumer warp, which has stored its part of an entry's task. True for the last; its stores happen before what that does.
 template <class Tile> DEVICE bool is_last(u32* finished) {
     u32 before;
-    if (Tile::PAIR && ARISTOS_PLANTED(HALF_DONE)) return !is_second<Tile>() && dev::shared_add_acq_rel(finished, 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1;
-    if constexpr (Tile::PAIR) before = dev::cluster_add_acq_rel(finished, 1u, 0);
+    if (Tile::CTA_PAIR && ARISTOS_FAULT(HALF_DONE)) return !is_second<Tile>() && dev::shared_add_acq_rel(finished, 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1;
+    if constexpr (Tile::CTA_PAIR) before = dev::cluster_add_acq_rel(finished, 1u, 0);
     else before = dev::shared_add_acq_rel(finished, 1u);
     return before % Tile::STORING_WARPS == Tile::STORING_WARPS - 1;
 }
 // The same lane then, which reads the entry no more.
 template <class Tile> DEVICE void end_entry(u64* done) {
-    if (is_second<Tile>()) dev::mbarrier_arrive_at(done, 0);
+    if (is_second<Tile>()) dev::mbarrier_arrive_remote(done, 0);
     dev::mbarrier_arrive(done);
 }
 
 // For a barrier at which both blocks arrive.
 template <class Tile> DEVICE void wait_free(u64* bar, u32 parity) {
-    if constexpr (Tile::PAIR) dev::mbarrier_wait_cluster(bar, parity);
+    if constexpr (Tile::CTA_PAIR) dev::mbarrier_wait_cluster(bar, parity);
     else dev::mbarrier_wait(bar, parity);
 }
 
 // Panels of B that this block loads: all, or its half, to both blocks.
 template <class Tile> DEVICE u32 first_panel() { return is_second<Tile>() ? Tile::B_PANELS / 2 : 0; }
 template <class Tile> DEVICE void load_panel(char* panel, const TensorMap* map, u64* full, u32 column, u32 row) {
-    if constexpr (Tile::PAIR) dev::tma_load_2d_both(panel, map, full, i32(column), i32(row));
+    if constexpr (Tile::CTA_PAIR) dev::tma_load_2d_multicast(panel, map, full, i32(column), i32(row));
     else dev::tma_load_2d(panel, map, full, i32(column), i32(row));
 }
 
 // The scheduler's thread: whether the task before entry `n` is still in work.
-template <class Control> DEVICE bool in_work(Control* control, u32 n) {
+template <class Control> DEVICE bool task_in_progress(Control* control, u32 n) {
     return n > 0 && !dev::mbarrier_test(&control->done[nth<ENTRIES>(n - 1)], parity<ENTRIES>(n - 1));
 }
 
@@ -84,21 +84,21 @@ template <class Scheduler, class Control> DEVICE void follow_loop(Scheduler& sch
         Entry& entry = control->entry[e];
         dev::mbarrier_wait(&control->done[e], parity<ENTRIES>(n) ^ 1);
         while (!dev::mbarrier_test(&control->offered[e], parity<ENTRIES>(n))) {
-            if (!in_work(control, n)) scheduler.await();
+            if (!task_in_progress(control, n)) scheduler.await();
             dev::pause();
         }
         dev::mbarrier_wait_cluster(&control->offered[e], parity<ENTRIES>(n));
         const u64* from = dev::cluster_shared(reinterpret_cast<const u64*>(&entry), 0);
         for (u32 i = 0; i < sizeof(Entry) / 8; i++) reinterpret_cast<u64*>(&entry)[i] = from[i];
-        const u64* ended = dev::cluster_shared(reinterpret_cast<const u64*>(control->ended + nth<REPORTS>(n)), 0);
-        for (u32 i = 0; i < sizeof(Ended) / 8; i++) reinterpret_cast<u64*>(control->ended + nth<REPORTS>(n))[i] = ended[i];
-        more = entry.more && !(ARISTOS_PLANTED(LEAVES_ALONE) && n > 0);
+        const u64* done_counters = dev::cluster_shared(reinterpret_cast<const u64*>(control->done_counters + nth<REPORTS>(n)), 0);
+        for (u32 i = 0; i < sizeof(DoneCounters) / 8; i++) reinterpret_cast<u64*>(control->done_counters + nth<REPORTS>(n))[i] = done_counters[i];
+        more = entry.more && !(ARISTOS_FAULT(CTA_LEAVES_ALONE) && n > 0);
         scheduler.follow(more);
         if (more) {
             entry.task.m0 += TILE_M;
             fence_maps(control, entry.task);
         }
-        dev::mbarrier_arrive(&control->known[e]);
+        dev::mbarrier_arrive(&control->filled[e]);
     }
 }
 

@@ -1,4 +1,4 @@
-// A pair of blocks, a cluster of two, in a persistent kernel: it does GEMM tasks together (gemm_hopper_pair.h), and each of the two other items by itself.
+// A pair of blocks, a cluster of two, in a persistent kernel: it does GEMM tasks together (gemm_hopper_cta_pair.h), and each of the two other items by itself.
 //
 // Tasks are the first block's to find. When it finds no other item it *calls* the second, and goes into the loop of tasks; the second, which takes other items
 // meanwhile, goes into it as well once it has ended the one it has. In the loop only the first block's scheduler looks, for tasks and for other items. It leaves
@@ -19,29 +19,29 @@
 namespace aristos {
 
 // In shared memory, behind the Block.
-struct Pair {
+struct CtaPairState {
     u64 called;      // mbarrier of the second block: a phase for each call
     u32 calls;       // that the second block has followed
     u32 agreements;  // so far
     u32 ok[2];       // this block's, of even and odd agreements
 };
-static_assert(sizeof(State) + sizeof(Block) + sizeof(Pair) <= STATE_BYTES && sizeof(Block) % alignof(Pair) == 0, "state");
+static_assert(sizeof(State) + sizeof(Block) + sizeof(CtaPairState) <= STATE_BYTES && sizeof(Block) % alignof(CtaPairState) == 0, "state");
 
-struct ClusterPair {
-    static DEVICE Pair& of(Block& b) { return *reinterpret_cast<Pair*>(&b + 1); }
+struct CtaPair {
+    static DEVICE CtaPairState& of(Block& b) { return *reinterpret_cast<CtaPairState*>(&b + 1); }
     static DEVICE bool is_second() { return dev::cluster_rank() == 1; }
 
     // One thread, before the first `agree`.
     static DEVICE void begin(Block& b) {
-        Pair& p = of(b);
+        CtaPairState& p = of(b);
         dev::mbarrier_init(&p.called, 1);
         dev::mbarrier_fence_init();
         p.calls = p.agreements = 0;
-        b.state.follows = is_second();
+        b.state.is_second_cta = is_second();
     }
     // All threads: whether it is so for both, to be asked by both. Meets the other block.
     static OUTLINE bool agree(Block& b, bool ok) {
-        Pair& p = of(b);
+        CtaPairState& p = of(b);
         dev::sync_block();
         // Two words, as the other block may still read one when the next is written.
         u32* mine = p.ok + p.agreements % 2;
@@ -58,40 +58,40 @@ struct ClusterPair {
     }
     // All threads, before the loop of tasks.
     static DEVICE void call(Block& b) {
-        if (dev::thread() == 0 && !is_second()) dev::mbarrier_arrive_at(&of(b).called, 1);
+        if (dev::thread() == 0 && !is_second()) dev::mbarrier_arrive_remote(&of(b).called, 1);
     }
     // One thread of the second block, where tasks are among the items: another item, or ITEM_TASKS once it is called.
     static OUTLINE void next_item(Block& b) {
         enter_now(b.l, b.pass, b.state, PHASE_WAITING);
-        Pair& p = of(b);
+        CtaPairState& p = of(b);
         while (!dev::mbarrier_test(&p.called, p.calls & 1)) {
-            if (find_item(b, b.items) || find_rest(b)) return;
+            if (find_item(b, b.items) || find_background_item(b)) return;
             dev::pause();
         }
         p.calls++;
-        give(b, ITEM_TASKS, 0);
+        set_item(b, ITEM_TASKS, 0);
     }
 };
 
 // The scheduler of a pair, in both blocks. Inlined: a separate function would not know how few registers setmaxnreg left the producers.
-struct PairSource {
+struct CtaPairScheduler {
     Block& b;
     // The first block's.
-    template <class InWork> DEVICE bool next(GemmTask& t, InWork in_work) {
+    template <class InProgress> DEVICE bool next(GemmTask& t, InProgress task_in_progress) {
         if (aborted(b.l)) {
-            give(b, ITEM_NONE, 0);
+            set_item(b, ITEM_NONE, 0);
             return false;
         }
-        return Scheduler{b}.next(t, in_work);
+        return Scheduler{b}.next(t, task_in_progress);
     }
     // The second's: before and after the first has the next task. Without one, what is to be done now: ITEM_TASKS, to look for an item, or what the first has.
     DEVICE void await() { enter_now(b.l, b.pass, b.state, PHASE_WAITING); }
     DEVICE void follow(bool more) {
         if (more) return enter_now(b.l, b.pass, b.state, PHASE_EXPERT);
         const bool none = *dev::cluster_shared(&b.state.item.kind, 0) == ITEM_NONE;
-        give(b, none ? ITEM_NONE : ITEM_TASKS, 0);
+        set_item(b, none ? ITEM_NONE : ITEM_TASKS, 0);
     }
-    DEVICE Ended ended(const GemmTask& t) { return Scheduler{b}.ended(t); }
+    DEVICE DoneCounters done_counters(const GemmTask& t) { return Scheduler{b}.done_counters(t); }
 };
 
 }  // namespace aristos
