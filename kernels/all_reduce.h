@@ -1,10 +1,10 @@
-// aristos_all_reduce: what is left of the sums of gradients (gradient_sums.h) when the persistent kernel is over. A block for each channel.
+// aristos_all_reduce: the rest of the gradient sums (gradient_sums.h) after the persistent kernel. One block per channel.
 #pragma once
 #include "gradient_sums.h"
 
 namespace aristos {
 
-// What is sent, reduced and copied next.
+// The next steps to send, to reduce and to copy.
 struct SumSteps {
     VectorStep of[SUM_PARTS];
 };
@@ -36,7 +36,7 @@ KERNEL(aristos_all_reduce, REDUCE_THREADS, 1)(const Layer* layer, Pass pass) {
     dev::sync_block();
     const Reducer reducer(l, counted(l, pass), dev::block(), l.stats);
     VectorStep &sent = steps.of[SUM_SENT], &reduced = steps.of[SUM_REDUCED], &copied = steps.of[SUM_COPIED];
-    // What is reduced was sent a turn before, what is copied was reduced a turn before: so what peers do for it had time.
+    // Software pipeline: send, reduce and copy are one step apart, so that peers can respond meanwhile.
     while (copied.steps > 0) {
         if (sent.steps > 0 && sent.steps_before - copied.steps_before < REDUCE_AHEAD) {
             reducer.send(sent);

@@ -5,12 +5,12 @@
 
 namespace aristos {
 
-// acc[k] += weight * the row's piece first + 32 k of 8 elements, for k in [0, DEPTH). One warp; `piece` is this lane's first.
+// sum.v[k] += weight * row piece (piece + 32 k) of 8 elements, for k in [0, SUM_DEPTH). One warp; `piece` is the lane's first.
 constexpr u32 SUM_DEPTH = 4;
 struct RowSum { float v[SUM_DEPTH][8]; };
 template <class T> DEVICE void add_row(RowSum& sum, const char* row, u32 piece, u32 pieces, float weight) {
     Vec16 in[SUM_DEPTH];
-    // Set on every path: the compiler takes a register that a load sets conditionally for live from the kernel's beginning.
+    // Initialised on every path: the compiler treats a register that a load sets conditionally as live from the start of the kernel.
     UNROLL for (u32 k = 0; k < SUM_DEPTH; k++) in[k] = {{0, 0, 0, 0}};
     UNROLL for (u32 k = 0; k < SUM_DEPTH; k++)
         if (piece + 32 * k < pieces) in[k] = dev::load16(row + u64(piece + 32 * k) * 16);
@@ -31,7 +31,7 @@ DEVICE float sum_warp(float v) {
     return v;
 }
 
-// The gradient of a slot's weight: <q, h> from the tiles, in a fixed order, and <dY, down bias>. One warp.
+// One warp. The gradient of a slot's weight: <q, h> from the tiles in a fixed order, and <dY, down bias>.
 template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 position) {
     const SlotStore& store = store_of(l, batch);
     const float* parts = store.d_weight + u64(position) * store.d_weight_stride;
@@ -50,13 +50,13 @@ template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 p
     return sum_warp(sum);
 }
 
-// ---- Results to `source`: chunk number `index` of the round, in the order of return.
+// ---- Results for `source`: chunk `index` of the round, in return order.
 
-// A row of it: its slots are [first, end) of the tables.
+// A row of the chunk; its slots are [first, end) of the tables.
 struct ReturnRow {
     ChunkTables t;
     u32 first, end;
-    u32 row;  // of the round
+    u32 row;  // in the round
 };
 DEVICE ReturnRow return_row(const Block& b, u32 source, u32 number) {
     const LayerShape& s = b.l.shape;
@@ -68,19 +68,19 @@ DEVICE bool tile_computed(const Block& b, u32 expert, u32 position) {
     u32 tasks = tiles_across(b.l, second_kind(b.step.mode), expert);
     return counter_reached(b.counters().second_done + tile_of(b.l, expert, position), tasks);
 }
-// One thread: whether a counter of this PE's has come to `least`; where it has not, notes that results for `source` lack it, if `note`. So a look at what is not
-// there costs two loads, until that is.
+// One thread. Whether a counter of this PE has reached `least`. If not and `note` is set, remembers the counter as the one that blocks
+// the results for `source`, so that polling a blocked source costs two loads.
 DEVICE bool poll_dependency(const Block& b, u32 source, bool note, const u32* word, u32 least) {
     if (counter_reached(word, least)) return true;
     if (note) dev::store_relaxed(b.counters().blocked_on + source, u64(word - b.l.counters_begin[b.set]) << 32 | least);
     return false;
 }
-// What a chunk lacks later chunks lack as well, so what was noted for one before the next is still true, or over.
+// Chunks become ready in order, so a dependency recorded for an earlier chunk is still unmet or already satisfied, never wrong.
 DEVICE bool is_blocked(const Block& b, u32 source) {
     const u64 blocked_on = dev::load_relaxed(b.counters().blocked_on + source);
     return dev::load_relaxed(b.l.counters_begin[b.set] + (blocked_on >> 32)) < u32(blocked_on);
 }
-// One thread: whether the slots of `source` in a batch are computed, up to the one at `place`, or all.
+// One thread. Whether the slots of `source` in a batch are computed, up to the one at `position`, or all of them.
 DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 position, bool note) {
     const Layer& l = b.l;
     const u64 at = u64(source) * l.shape.n_local + expert;
@@ -95,8 +95,8 @@ DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 position,
 }
 DEVICE u64 arrived_stamp(const Block& b) { return stamp(b.pass, stamp_step(b.step.round, b.step.mode, *b.l.received.overflow)); }
 
-// One thread: of a source on another host, whether the slots here of a chunk of results are computed, and what else it needs: at its home the other PEs'
-// parts; elsewhere the place of this PE's part.
+// One thread. For an inter-node source: whether its relay, if that is this PE, has the other PEs' partial results; otherwise whether the
+// buffer for this PE's partial results is free.
 template <class Missing> DEVICE bool relay_parts_arrived(const Block& b, u32 source, u32 index, Missing missing) {
     const Layer& l = b.l;
     const u64 value = arrived_stamp(b);
@@ -110,8 +110,8 @@ template <class Missing> DEVICE bool relay_parts_arrived(const Block& b, u32 sou
     }
     return true;
 }
-// One thread: whether the results of chunk `index` of the round, in the order of return, can be summed and put: its rows are there, as are all slots
-// of the source up to those of the last row. `note`: what it lacks.
+// One thread. Whether the results of chunk `index` of the round, in return order, can be summed and put: its rows have positions, and all
+// slots of the source up to those of its last row are computed. `note`: see poll_dependency.
 DEVICE bool return_ready(const Block& b, u32 source, u32 index, bool note) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -142,19 +142,19 @@ DEVICE u64 returned_stamp(const Block& b) {
     return result_stamp(stamp(b.pass, stamp_step(b.step.round, b.step.mode, overflow)), overflow);
 }
 
-// At a home: whose the slots of a row of another host are, in their order.
+// At a relay: the member that owns each slot of an inter-node row, in slot order.
 struct RowMembers { const u8* of; u32 count; };
 DEVICE RowMembers row_members(const Layer& l, u32 source, u32 row) {
     const u32 chunk = row / l.shape.chunk_rows, r = row % l.shape.chunk_rows, *starts = relay_starts(l, source, chunk);
     return {relay_members(l, source, chunk) + starts[r], starts[r + 1] - starts[r]};
 }
-// Row `r` of another PE's part of a chunk of results, and the gradients of its slots' weights.
+// Row `r` of another PE's partial results of a chunk, and the offset of the gradients of its slots' weights.
 DEVICE const char* part_row(const Layer& l, u32 member, u32 source, u32 index, u32 r) {
     return reinterpret_cast<const char*>(part_buffer(l, member, source, index)) + u64(r) * l.sizes.row_bytes;
 }
 DEVICE u64 part_weights(const Layer& l, u32 r) { return u64(l.shape.chunk_rows) * l.sizes.row_bytes + u64(r) * l.sizes.max_slots * 4; }
 
-// The gradients of the weights of a row's slots, of all PEs of the host in the order in which they came. One warp.
+// One warp, at a relay. Gathers the gradients of a row's slot weights from all PEs of the host, in slot order.
 template <class T> DEVICE void gather_d_weights(const Layer& l, u32 source, u32 index, u32 r, const ReturnRow& row, float* to) {
     const RowMembers all = row_members(l, source, row.row);
     for (u32 j = dev::lane(); j < all.count; j += 32) {
@@ -172,16 +172,16 @@ template <class T> DEVICE void gather_d_weights(const Layer& l, u32 source, u32 
     }
 }
 
-// What an item of a chunk of results is: some of its rows, in the order of return.
+// A return item: some rows of a result chunk, in return order.
 struct ReturnItem {
-    u32 index, first;  // of the chunk, in the round; of its rows
+    u32 index, first;  // chunk in the round; first row in the chunk
 };
 DEVICE ReturnItem return_item(const Layer& l, u32 item) {
     const u32 each = return_items(l);
     return {item / each, item % each * RETURN_ROWS};
 }
 
-// Where the results go.
+// Destination of the results.
 DEVICE Message results_message(const Block& b, u32 source, u32 index, u8* stage) {
     const Layer& l = b.l;
     const bool part = relayed(l, source) && !is_relay_of(l, source);
@@ -189,7 +189,7 @@ DEVICE Message results_message(const Block& b, u32 source, u32 index, u8* stage)
     return message(l, part ? part_buffer(l, l.shape.member, source, index) : l.symmetric.returns + chunk * l.sizes.return_pitch, stage, returns_to(l, source));
 }
 
-// Sums the item's rows.
+// Sums the rows of a return item.
 template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u8* stage) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -199,8 +199,8 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
     if (first >= rows) return true;
     enter(b, PHASE_COMBINE);
     const u32 end = return_items(l) > 1 && rows - first > RETURN_ROWS ? first + RETURN_ROWS : rows;
-    u32 numbers = index * l.shape.chunk_rows;  // of the round
-    // All are computed, or the source has not numbered its rows by their last experts.
+    u32 numbers = index * l.shape.chunk_rows;  // in the round
+    // Either all slots are computed, or the source has not numbered its rows by their last experts.
     bool done = true;
     for (u32 i = dev::thread(), most = l.sizes.max_slots; i < (end - first) * most; i += dev::threads()) {
         const ReturnRow row = return_row(b, source, numbers + first + i / most);
@@ -218,7 +218,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
     for (u32 r = first + dev::warp(); r < end; r += dev::threads() / 32) {
         const ReturnRow row = return_row(b, source, numbers + r);
         if (part && row.first == row.end) continue;
-        // PEs of this host whose experts' sums are added, this one in its turn.
+        // Members whose partial sums are added, this PE's in its place.
         u32 members = 1u << l.shape.member;
         if (serving) {
             const RowMembers all = row_members(l, source, row.row);
@@ -235,7 +235,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
                 }
                 for (u32 i = row.first; i < row.end; i++) {
                     u32 position = row.t.position[i];
-                    // In backward they are weighted already: the weight went into the gradient of the expert's output.
+                    // In backward the rows are already weighted: the weight is part of the gradient of the expert's output.
                     float weight = backward ? 1.0f : store.weight[position];
                     add_row<T>(sum, y + u64(position) * row_bytes, piece, pieces, weight);
                 }
@@ -260,7 +260,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
             ReturnRow row = return_row(b, source, numbers + r);
             return serving ? row_members(l, source, row.row).count : row.end - row.first;
         };
-        // Of all rows before, but only for the item's.
+        // The scan covers all earlier rows, but only the item's sums are stored.
         (void)scan_block(b, end, count, [&](u32 r, u32 sum) {
             if (r >= first) before[r] = sum;
         });
@@ -276,7 +276,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
     return true;
 }
 
-// Sends a chunk of results, whose rows are summed.
+// Sends a result chunk whose rows are summed.
 DEVICE void post_results(Block& b, u32 source, u32 index, u8* stage) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -317,7 +317,7 @@ DEVICE void post_results(Block& b, u32 source, u32 index, u8* stage) {
     }
 }
 
-// The item. The block that ends the last one of a chunk sends it.
+// Runs a return item. The block that finishes the last item of a chunk sends the chunk.
 template <class T> OUTLINE bool return_rows(Block& b, u32 source, u32 number) {
     const Layer& l = b.l;
     const ReturnItem item = return_item(l, number);
@@ -343,11 +343,11 @@ template <class T> OUTLINE bool return_rows(Block& b, u32 source, u32 number) {
 
 // ---- Sums over PEs.
 
-// The results of row `row` at `pe`: in the return area.
+// Results of row `row` from `pe`, in the return area.
 struct Returned {
     const char* chunk;
-    u32 number, rows;  // of the row in the order of return; of the chunk
-    u32 first;         // the chunk's first number
+    u32 number, rows;  // the row's number in return order; rows of its chunk
+    u32 first;         // number of the chunk's first row
 };
 DEVICE Returned returned(const Layer& l, u32 pe, u32 row) {
     const DestPlan& dest = l.plan.dest[pe];
@@ -356,7 +356,7 @@ DEVICE Returned returned(const Layer& l, u32 pe, u32 row) {
     return {reinterpret_cast<const char*>(at), number, chunk_count(l, dest.rows, chunk), chunk * l.shape.chunk_rows};
 }
 
-// One thread: waits for the results of a token's row at `pe`, and in forward notes whether `pe` keeps activations.
+// One thread. Waits for the results of a token's row at `pe`, and in forward records whether `pe` keeps activations.
 DEVICE bool wait_for_result(Block& b, u32 token, u32 pe) {
     const Layer& l = b.l;
     u32 row = l.plan.token_row[u64(pe) * l.shape.max_tokens + token];
@@ -369,16 +369,16 @@ DEVICE bool wait_for_result(Block& b, u32 token, u32 pe) {
     u64 expected = stamp(b.pass, stamp_step(round, b.step.mode, overflow));
     const u64* word = result_signal(l, pe, chunk);
     if (!wait_signal(l, word, {pe, WHAT_RESULTS, b.phase, expected, chunk}, 1)) return false;
-    // All chunks of a pass say the same.
+    // All chunks of a pass carry the same flag.
     if (forward) dev::store_release(l.received.peer_overflow + pe, u32(dev::load_relaxed(word) & 1));
     return true;
 }
 
-// Gradients of a token's routing weights, from the rows that `pe_row` lists. One warp.
+// One warp. Reads the gradients of a token's routing weights from the rows listed in `pe_row`.
 DEVICE void read_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
     const Layer& l = b.l;
     u32 k = l.shape.top_k;
-    // Dropped choices have none.
+    // Dropped choices have gradient 0.
     for (u32 i = dev::lane(); i < k; i += 32) l.routing.d_weights[u64(token) * k + i] = 0.0f;
     dev::sync_warp();
     for (u32 e = 0; e < count; e++) {
@@ -393,7 +393,7 @@ DEVICE void read_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
     }
 }
 
-// In the caller's order. One warp, whose lanes have all written their values.
+// One warp, all of whose lanes have written their values. Writes the gradients in the caller's order.
 DEVICE void write_caller_d_weights(Block& b, u32 token) {
     const Layer& l = b.l;
     const u64 first = u64(token) * l.shape.top_k;
@@ -401,7 +401,7 @@ DEVICE void write_caller_d_weights(Block& b, u32 token) {
         b.pass.grad_weights[first + l.routing.columns[first + i]] = l.routing.d_weights[first + i];
 }
 
-// A token's row of the output (in backward of the input gradient): PEs in order, then the shared expert. One warp.
+// One warp. A token's row of the output, or of the input gradient in backward: PEs in order, then the shared expert.
 template <class T> DEVICE void sum_token(Block& b, u32 token, const u32* pe_row, u32 count) {
     const Layer& l = b.l;
     u32 row_bytes = l.sizes.row_bytes, pieces = row_bytes / 16;
@@ -448,7 +448,7 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
         if (!arrived) return false;
     }
     u32 targets = l.shape.top_k < n ? l.shape.top_k : n;
-    u32* lists = reinterpret_cast<u32*>(b.scratch) + dev::warp() * 2 * targets;  // (PE, row) of this warp's token
+    u32* lists = reinterpret_cast<u32*>(b.scratch) + dev::warp() * 2 * targets;  // (PE, row) pairs of this warp's token
     for (u32 t = dev::warp(); t < tokens; t += dev::threads() / 32) {
         u32 token = first + t, count = 0;
         for (u32 begin = 0; begin < n; begin += 32) {
@@ -482,7 +482,7 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
 
 // ---- Gradients without a GEMM.
 
-// Some columns of the gradients of a batch's biases: sums over its slots, in order. Its first GEMM is done.
+// Some columns of a batch's bias gradients: sums over its slots, in order. Its first GEMM is finished.
 template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     const Layer& l = b.l;
     const auto [batch, part] = bias_item(b, item);
@@ -519,7 +519,7 @@ template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     }
 }
 
-// Some elements of one matrix's gradient, of a batch without slots.
+// Zeroes some elements of one matrix gradient of a batch without slots.
 OUTLINE void zero_gradient(Block& b, u32 batch, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_EXPERT);

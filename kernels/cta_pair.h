@@ -1,29 +1,32 @@
-// A pair of blocks, a cluster of two, in a persistent kernel: it does GEMM tasks together (gemm_hopper_cta_pair.h), and each of the two other items by itself.
+// A CTA pair, i.e. a cluster of two blocks, in a persistent kernel. The pair computes GEMM tasks together (gemm_hopper_cta_pair.h); each
+// block runs other items on its own.
 //
-// Tasks are the first block's to find. When it finds no other item it *calls* the second, and goes into the loop of tasks; the second, which takes other items
-// meanwhile, goes into it as well once it has ended the one it has. In the loop only the first block's scheduler looks, for tasks and for other items. It leaves
-// the loop, and the second with it, either for an item, which the first then does while the second looks for one of its own, or because all items are taken or the
-// PE aborts: then both end the step's items.
+// The first block finds the tasks. When it finds no other item, it *calls* the second block and enters the task loop. The second block
+// runs other items meanwhile and follows into the loop when its current item is finished. Inside the loop only the first block's
+// scheduler polls, for tasks and for other items. Both leave the loop together: either because the first has found another item, which it
+// runs while the second looks for one of its own, or because all items are claimed or the PE aborts; then both finish the step.
 //
-// Why neither waits for ever. Outside the loop the first waits for the second to end an item, which never waits; the second waits for a call, and looks for items
-// meanwhile: the first has an item, and calls when it finds no other. In the loop each completes what the other waits for there, and only the first's scheduler waits for
-// more, with the limit of all waits. So a block that fails must not leave: it goes on, as blocks do that have not noticed, until the first's scheduler, which
-// looks at the abort word before all else, has both leave. What may look different to the two, whether the PE aborts or a barrier was passed, they agree on,
-// so that they are at the same step at any time, and have the same items to take.
+// Neither block waits forever. Outside the loop the first waits only for the second to finish an item, which never blocks; the second
+// polls for items while it waits for a call, and the first calls when it finds no item. Inside the loop each block completes what the
+// other waits for, and only the first's scheduler waits for anything else, with the usual time limit. Therefore a block that fails must
+// not leave alone: it continues, like blocks that have not noticed the error, until the first's scheduler, which checks the abort word
+// before anything else, makes both leave. The blocks agree explicitly on conditions that may look different to them (an abort, a
+// barrier), so that both are always at the same step with the same items.
 //
-// Nor does schedule.h's argument change: a block that waits for the other holds no item, and of a pair one always looks for the next, or ends one and then looks.
+// schedule.h's proof still holds: a block that waits for the other holds no item, and one of the two always polls for the next item, or
+// finishes one and then polls.
 #pragma once
 #include "tasks.h"
 
 #if ARISTOS_HOPPER
 namespace aristos {
 
-// In shared memory, behind the Block.
+// In shared memory, after the Block.
 struct CtaPairState {
-    u64 called;      // mbarrier of the second block: a phase for each call
-    u32 calls;       // that the second block has followed
-    u32 agreements;  // so far
-    u32 ok[2];       // this block's, of even and odd agreements
+    u64 called;      // mbarrier of the second block: one phase per call
+    u32 calls;       // calls that the second block has followed
+    u32 agreements;  // number of completed agree() calls
+    u32 ok[2];       // this block's value, for even and odd agreements
 };
 static_assert(sizeof(State) + sizeof(Block) + sizeof(CtaPairState) <= STATE_BYTES && sizeof(Block) % alignof(CtaPairState) == 0, "state");
 
@@ -39,11 +42,11 @@ struct CtaPair {
         p.calls = p.agreements = 0;
         b.state.is_second_cta = is_second();
     }
-    // All threads: whether it is so for both, to be asked by both. Meets the other block.
+    // All threads of both blocks. Whether `ok` holds in both.
     static OUTLINE bool agree(Block& b, bool ok) {
         CtaPairState& p = of(b);
         dev::sync_block();
-        // Two words, as the other block may still read one when the next is written.
+        // Two words, because the other block may still read one when the next is written.
         u32* mine = p.ok + p.agreements % 2;
         if (dev::thread() == 0) *mine = ok;
         dev::cluster_sync();
@@ -51,16 +54,16 @@ struct CtaPair {
         if (dev::thread() == 0) p.agreements++;
         return ok && other;
     }
-    // All threads: from here on the other block reaches for nothing here.
+    // All threads. The other block does not access this one afterwards.
     static DEVICE void end(Block& b) {
         dev::cluster_sync();
         if (dev::thread() == 0) dev::mbarrier_inval(&of(b).called);
     }
-    // All threads, before the loop of tasks.
+    // All threads, before the task loop.
     static DEVICE void call(Block& b) {
         if (dev::thread() == 0 && !is_second()) dev::mbarrier_arrive_remote(&of(b).called, 1);
     }
-    // One thread of the second block, where tasks are among the items: another item, or ITEM_TASKS once it is called.
+    // One thread of the second block, while tasks are among the items: finds another item, or ITEM_TASKS once it is called.
     static OUTLINE void next_item(Block& b) {
         enter_now(b.l, b.pass, b.state, PHASE_WAITING);
         CtaPairState& p = of(b);
@@ -73,10 +76,11 @@ struct CtaPair {
     }
 };
 
-// The scheduler of a pair, in both blocks. Inlined: a separate function would not know how few registers setmaxnreg left the producers.
+// The scheduler of a CTA pair, used by both blocks. Inlined: a separate function would not know the producers' reduced register limit
+// (setmaxnreg).
 struct CtaPairScheduler {
     Block& b;
-    // The first block's.
+    // First block.
     template <class InProgress> DEVICE bool next(GemmTask& t, InProgress task_in_progress) {
         if (aborted(b.l)) {
             set_item(b, ITEM_NONE, 0);
@@ -84,7 +88,8 @@ struct CtaPairScheduler {
         }
         return Scheduler{b}.next(t, task_in_progress);
     }
-    // The second's: before and after the first has the next task. Without one, what is to be done now: ITEM_TASKS, to look for an item, or what the first has.
+    // Second block, before and after the first has its next task. Without one, State::item becomes ITEM_TASKS, to look for an item, or
+    // ITEM_NONE, if the first found none.
     DEVICE void await() { enter_now(b.l, b.pass, b.state, PHASE_WAITING); }
     DEVICE void follow(bool more) {
         if (more) return enter_now(b.l, b.pass, b.state, PHASE_EXPERT);

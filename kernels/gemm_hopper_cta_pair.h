@@ -1,16 +1,19 @@
-// Two blocks of a cluster at one tile of 256 x N: 128 rows each, of the same columns, so that each loads half of B and TMA brings it to both.
+// A CTA pair that computes tiles of 256 x N: 128 rows per block with the same columns, so that each block loads half of B and TMA
+// multicasts it to both.
 //
-// The first block's scheduler asks for tasks, the second's takes each from the first one's shared memory and goes to the rows below. Both have the same steps of
-// the sum, as these are the task's. Where there are no rows below, the second block's half is empty: it copies no rows and multiplies nothing, but loads its
-// half of B and frees its stages like any other, so both always take part and no barrier waits for what does not come.
+// The first block's scheduler gets the tasks; the second block's copies each from the first block's shared memory and takes the rows
+// below. Both blocks have the same number of steps of the sum. If there are no rows below, the second block copies no rows and multiplies
+// nothing, but it still loads its half of B and frees its stages, so that no barrier waits for a missing arrival.
 //
-// - A task is reported once, by the last warp of both blocks that has stored its part: they count in the first block's memory.
-// - A stage is free when the consumers of both blocks have read it: its `empty` counts both, in both blocks, as either block's TMA writes to both.
-// - It is full when its own rows and both halves of B are there. The other block's half may come before this block has said how many bytes it expects:
-//   the phase cannot end before that, as saying so is one of the arrivals (PTX ISA, "mbarrier", "Tracking asynchronous operations").
-// - The first block's entry is filled again once the consumers of both blocks are done with it: so the second block has copied it before, and those that count
-//   at one of REPORTS are at the same task.
-// - Neither block ends while the other may still arrive at its barriers or write to its stages: cluster_sync, after the last task.
+// - A task is reported once, by the last of both blocks' warps to store its part; they count in the first block's memory.
+// - A stage is free when the consumers of both blocks have read it, because either block's TMA writes to both. So `empty` counts both, in
+//   both blocks.
+// - A stage is full when its own rows and both halves of B have arrived. The other block's half may arrive before this block has
+//   announced its bytes: the phase cannot end earlier, since the announcement is one of the arrivals (PTX ISA, "mbarrier", "Tracking
+//   asynchronous operations").
+// - The first block's entry is refilled once the consumers of both blocks have finished with it. By then the second block has copied it,
+//   and all warps that count in one slot of REPORTS are at the same task.
+// - Neither block exits while the other may still arrive at its barriers or write to its stages: a cluster_sync follows the last task.
 #pragma once
 #include "gemm_hopper_stage.h"
 
@@ -20,21 +23,21 @@ namespace hopper {
 
 template <class Tile> DEVICE bool is_second() { return Tile::CTA_PAIR && dev::cluster_rank() == 1; }
 
-// Before TMA reads through the weights' maps, where they are not those of the last task.
+// Needed before TMA reads through the weights' maps if they differ from the last task's.
 template <class Control> DEVICE void fence_maps(Control* control, const GemmTask& t) {
     if (a_mn_major(t.kind) || t.tensor_maps == control->maps) return;
     control->maps = t.tensor_maps;
     for (u32 i = 0; i < 3; i++) dev::tensor_map_fence(static_cast<const TensorMap*>(control->maps) + i);
 }
 
-// All threads: before anyone uses barriers that a block's first thread has initialised, and once nobody uses them any more.
+// All threads: before the first use of barriers that a block's first thread has initialised, and after the last use.
 template <class Tile> DEVICE void sync_tile_blocks() {
     if constexpr (Tile::CTA_PAIR) dev::cluster_sync();
     else dev::sync_block();
 }
 
-// One lane of a consumer warp. What this block copied into the stage's B by cp.async, the other may load over by TMA; between two loads by TMA there
-// is nothing to release.
+// One lane of a consumer warp. The other block's TMA may overwrite data that this block copied into B by cp.async, which requires a
+// release; between two TMA loads no release is needed.
 template <class Tile, bool COPIED> DEVICE void free_stage(u64* empty) {
     dev::mbarrier_arrive(empty);
     if constexpr (!Tile::CTA_PAIR) return;
@@ -42,7 +45,7 @@ template <class Tile, bool COPIED> DEVICE void free_stage(u64* empty) {
     else dev::mbarrier_arrive_remote_relaxed(empty, dev::cluster_rank() ^ 1);
 }
 
-// One lane of a consumer warp, which has stored its part of an entry's task. True for the last; its stores happen before what that does.
+// One lane of a consumer warp, which has stored its part of a task. True for the last warp, which has then acquired the others' stores.
 template <class Tile> DEVICE bool is_last(u32* finished) {
     u32 before;
     if (Tile::CTA_PAIR && ARISTOS_FAULT(HALF_DONE)) return !is_second<Tile>() && dev::shared_add_acq_rel(finished, 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1;
@@ -50,32 +53,33 @@ template <class Tile> DEVICE bool is_last(u32* finished) {
     else before = dev::shared_add_acq_rel(finished, 1u);
     return before % Tile::STORING_WARPS == Tile::STORING_WARPS - 1;
 }
-// The same lane then, which reads the entry no more.
+// The same lane, after its last read of the entry.
 template <class Tile> DEVICE void end_entry(u64* done) {
     if (is_second<Tile>()) dev::mbarrier_arrive_remote(done, 0);
     dev::mbarrier_arrive(done);
 }
 
-// For a barrier at which both blocks arrive.
+// For barriers at which both blocks arrive.
 template <class Tile> DEVICE void wait_free(u64* bar, u32 parity) {
     if constexpr (Tile::CTA_PAIR) dev::mbarrier_wait_cluster(bar, parity);
     else dev::mbarrier_wait(bar, parity);
 }
 
-// Panels of B that this block loads: all, or its half, to both blocks.
+// First panel of B that this block loads: all panels, or its half, for both blocks.
 template <class Tile> DEVICE u32 first_panel() { return is_second<Tile>() ? Tile::B_PANELS / 2 : 0; }
 template <class Tile> DEVICE void load_panel(char* panel, const TensorMap* map, u64* full, u32 column, u32 row) {
     if constexpr (Tile::CTA_PAIR) dev::tma_load_2d_multicast(panel, map, full, i32(column), i32(row));
     else dev::tma_load_2d(panel, map, full, i32(column), i32(row));
 }
 
-// The scheduler's thread: whether the task before entry `n` is still in work.
+// The scheduler's thread: whether the task before entry `n` is unfinished.
 template <class Control> DEVICE bool task_in_progress(Control* control, u32 n) {
     return n > 0 && !dev::mbarrier_test(&control->done[nth<ENTRIES>(n - 1)], parity<ENTRIES>(n - 1));
 }
 
-// The second block's scheduler: what the first offers. It calls `void await()` where there is nothing to do until it comes, and then `void follow(bool more)`; without more, the first
-// block's scheduler has returned false, and does nothing before this block has ended its loop too.
+// The second block's scheduler loop: takes the tasks that the first block offers. It calls `void await()` while idle without an offer,
+// then `void follow(bool more)`. If `more` is false, the first block's `next` has returned false, and that block does nothing else until
+// this block has also left its loop.
 template <class Scheduler, class Control> DEVICE void follow_loop(Scheduler& scheduler, Control* control) {
     control->maps = nullptr;
     bool more = true;

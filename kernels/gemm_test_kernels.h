@@ -1,10 +1,10 @@
-// Kernels that do nothing but GEMM tiles, for tests of the products alone. Blocks take tiles in turn, as in the persistent kernel.
+// Kernels that run only GEMM tiles, for tests. Blocks take tiles in turn, as in the persistent kernel.
 #pragma once
 #include "gemm_ampere.h"
 
 namespace aristos {
 
-// Shared memory holds NaNs before each tile, as what is not copied reaches no result.
+// Shared memory is filled with NaN before each tile: data that is not copied must not reach a result.
 template <class T, class Tile> DEVICE void gemm_test_body(const GemmTask* tasks, u32 count) {
     char* shared = dev::shared();
     auto* task = reinterpret_cast<GemmTask*>(shared + Tile::SHARED_BYTES);

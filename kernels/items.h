@@ -1,4 +1,4 @@
-// Which item a block takes next: the first of which nothing is missing. One thread asks, between two items of its block.
+// Picks a block's next work item: the first whose dependencies are all met. One thread calls this between two items.
 #pragma once
 #include "relay.h"
 #include "sum_steps.h"
@@ -6,31 +6,31 @@
 namespace aristos {
 
 enum ItemKind : u32 {
-    ITEM_OWN = 0,      // the layout of the own slots
+    ITEM_OWN = 0,      // layout of the own slots
     ITEM_SEND = 1,     // (destination, chunk), or its header
-    ITEM_LAYOUT = 2,   // that of the others' slots
+    ITEM_LAYOUT = 2,   // layout of the other PEs' slots
     ITEM_RETURN = 3,   // (source, chunk)
     ITEM_ARRIVE = 4,   // (source, chunk)
     ITEM_SHARED = 5,   // the shared expert's rows
-    ITEM_TASKS = 6,    // of GEMMs, until there is another item
+    ITEM_TASKS = 6,    // GEMM tasks, until another item is available
     ITEM_PLAIN = 7,    // PlainItems
     ITEM_SUM = 8,      // SumPart of a channel, or SUM_LIST
-    ITEM_FINAL = 9,    // sums over PEs
-    ITEM_RELAY = 10,   // RelayItem for a source that this PE is home of
-    ITEM_NONE = 11,    // all are taken, or the PE aborts
+    ITEM_FINAL = 9,    // final sums over PEs
+    ITEM_RELAY = 10,   // RelayItem for a source that this PE relays
+    ITEM_NONE = 11,    // all items are claimed, or the PE aborts
 };
 template <class... Kinds> constexpr u32 items(Kinds... kinds) { return ((1u << kinds) | ...); }
 DEVICE bool has(u32 set, ItemKind kind) { return set >> kind & 1; }
 
-constexpr u32 SOURCES_PER_POLL = 8;  // looked at in one call
+constexpr u32 SOURCES_PER_POLL = 8;  // sources checked per call
 
-// Takes number `number` of what `taken` counts.
+// Claims ticket `number` if it is the next.
 DEVICE bool claim(u32* tickets, u32 number) { return dev::compare_swap(tickets, number, number + 1); }
 DEVICE bool set_item(Block& b, ItemKind kind, u32 index, u32 pe = 0) {
     b.state.item = {kind, index, pe};
     return true;
 }
-// The next of the items that `taken` counts up to `end`, of which nothing is missing.
+// Claims the next of `end` items that have no dependencies.
 DEVICE bool claim_next(Block& b, ItemKind kind, u32* tickets, u32 end) {
     if (dev::load_relaxed(tickets) >= end) return false;
     const u32 number = dev::fetch_add(tickets, 1u);
@@ -43,17 +43,17 @@ DEVICE bool headers_arrived(Block& b) {
     return seen == b.l.shape.n_pes;
 }
 
-// Results for `source`, the chunk of which is computed: the next item of it that is not taken. As with tasks (tasks.h) the number that the block gets may
-// be a later one, of a chunk that is not; then it keeps it. It keeps one at most.
+// Claims the next return item for `source` if its chunk is computed. As with tasks (tasks.h) the block may get a later ticket, whose
+// chunk is not ready; then it holds the ticket. It holds at most one.
 DEVICE bool find_results(Block& b, u32 source) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
     if (b.state.held_results != NONE) return false;
     const bool intra_node = !returns_inter_node(l, source);
     const u32 each = return_items(l), end = (intra_node ? source_chunks(b, source) : *l.queue.most_results) * each, next = dev::load_relaxed(c.result + source);
-    // Over the network after this PE's own rows: others compute with these, and nobody with results before the end.
+    // Inter-node results go out after this PE's own rows: peers compute with the rows, but need results only at the end.
     if (next >= end || !(intra_node || dev::load_relaxed(c.send) >= send_items(l)) || is_blocked(b, source) || !return_ready(b, source, next / each, true)) return false;
-    // A block that follows another into the tasks could not look for what it keeps.
+    // The second block of a CTA pair follows the first into the tasks and would not poll a ticket that it holds.
     if (b.state.is_second_cta && !claim(c.result + source, next)) return false;
     const u32 number = b.state.is_second_cta ? next : dev::fetch_add(c.result + source, 1u);
     if (number >= end) return false;
@@ -73,7 +73,7 @@ DEVICE bool find_held_results(Block& b) {
     return set_item(b, ITEM_RETURN, number, source);
 }
 
-// A chunk from `source` that has come. Own chunks are numbered on where they arrive a second time.
+// Claims an arrived chunk of `source`. Own chunks that arrive in two parts are numbered on for the second part.
 DEVICE bool find_chunk(Block& b, u32 source, bool layout) {
     const Counters& c = b.counters();
     u32 own = source == b.l.shape.my_pe;
@@ -85,7 +85,8 @@ DEVICE bool find_chunk(Block& b, u32 source, bool layout) {
     return set_item(b, ITEM_ARRIVE, next, source);
 }
 
-// One thread: a header or a chunk to pass on, or a chunk that all PEs of this host have emptied, of the next source that this PE is home of.
+// One thread. Claims, for the next source that this PE relays, a header or chunk to forward, or a chunk that all PEs of this host have
+// consumed.
 OUTLINE bool find_relay(Block& b) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
@@ -108,7 +109,7 @@ OUTLINE bool find_relay(Block& b) {
     return next < consumed_acks_expected(b, chunks) && chunk_consumed(b, source, next, IgnoreMissing()) && claim(c.consumed + source, next) && set_relay_item(RELAY_CONSUMED, next);
 }
 
-// An item of `set` that is no task, into State::item.
+// Finds an item of `set` other than a task and stores it in State::item.
 DEVICE bool find_item(Block& b, u32 set) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
@@ -151,7 +152,8 @@ DEVICE bool find_item(Block& b, u32 set) {
     return false;
 }
 
-// One thread. An item that nobody waits for, but that is better done before the gradients of weights, into State::item.
+// One thread. Finds a background item (bias gradients, zeroing, gradient sums) that should run before the weight-gradient GEMMs and
+// stores it in State::item.
 OUTLINE bool find_background_item(Block& b) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
@@ -173,7 +175,7 @@ OUTLINE bool find_background_item(Block& b) {
     return part != NONE && claim(&l.sums[channel].version, version) && set_item(b, ITEM_SUM, part, channel);
 }
 
-// Whether all items of `set` are taken, and done but for those of other blocks. Nobody takes all steps of the sums.
+// Whether all items of `set` are claimed; items that other blocks work on may be unfinished. Steps of the gradient sums do not count.
 DEVICE bool all_claimed(const Block& b, u32 set) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
@@ -193,7 +195,7 @@ DEVICE bool all_claimed(const Block& b, u32 set) {
     return true;
 }
 
-// What has not come from a peer, of what some item of `set` needs: `missing(w, seen)` of the first. False: nothing.
+// For timeout reports: calls `missing(w, seen)` for the first unmet remote dependency of any item in `set`. False if there is none.
 template <class Missing> DEVICE bool report_missing(const Block& b, u32 set, Missing missing) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
@@ -204,7 +206,7 @@ template <class Missing> DEVICE bool report_missing(const Block& b, u32 set, Mis
     };
     u32 next = dev::load_relaxed(c.send);
     if (has(set, ITEM_SEND) && next < send_items(l)) (void)send_ready(b, next, note);
-    // Of what comes by way of a home: where that has it, it has not passed it on.
+    // If the relay already has the data, report the relay: it did not forward it.
     u64* word = nullptr;
     auto note_sent = [&](Waiting w, u64 seen) {
         if (relayed(l, w.pe) && dev::load_relaxed(incoming(l, w.pe, word)) >= w.expected) w.pe = relay_of(l, w.pe);
@@ -230,14 +232,14 @@ template <class Missing> DEVICE bool report_missing(const Block& b, u32 set, Mis
     }
     if (has(set, ITEM_RETURN) && l.shape.relays && b.step.mode != MODE_RECOMPUTE && counter_reached(c.layout, 1)) {
         for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) {
-            next = dev::load_relaxed(c.result + pe);  // chunks: with relays each is one item
+            next = dev::load_relaxed(c.result + pe);  // chunk index: with relays a chunk is one item
             if (relayed(l, pe) && next < source_chunks(b, pe)) (void)relay_parts_arrived(b, pe, next, note);
         }
     }
     return any;
 }
 
-// ---- Waits for an item, with a limit: for the time in which none is taken on this PE.
+// ---- Waits for an item. The limit applies to the time in which no item is claimed on this PE.
 DEVICE u32 count_claimed(const Block& b) {
     const Counters& c = b.counters();
     u32 sum = dev::load_relaxed(c.own) + dev::load_relaxed(c.send) + dev::load_relaxed(c.headers_read) + dev::load_relaxed(c.shared);
@@ -245,7 +247,7 @@ DEVICE u32 count_claimed(const Block& b) {
     for (u32 queue = 0; queue < TASK_QUEUES; queue++) sum += dev::load_relaxed(c.tasks + queue);
     return sum;
 }
-// One thread; State::watchdog begins a wait as zeros. False: the PE aborts, for something here or elsewhere.
+// One thread. State::watchdog must be zero when a wait begins. False if the PE aborts, because of this wait or another error.
 OUTLINE bool wait_for_item(Block& b, u32 set) {
     const Layer& l = b.l;
     ProgressWatchdog& p = b.state.watchdog;

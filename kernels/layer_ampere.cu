@@ -1,4 +1,4 @@
-// The persistent kernels with mma.sync, for sm_80 and later.
+// Persistent kernels with mma.sync, for sm_80 and later.
 #include "layer_kernels.h"
 #include "path_ampere.h"
 

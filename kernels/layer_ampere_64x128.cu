@@ -1,4 +1,4 @@
-// The persistent kernels with mma.sync and small tiles, two blocks per SM: for problems with too few large tiles.
+// Persistent kernels with mma.sync and small tiles, two blocks per SM: for problems with too few large tiles.
 #include "layer_kernels.h"
 #include "path_ampere.h"
 

@@ -1,4 +1,4 @@
-// The persistent kernels with TMA and wgmma, for sm_90a.
+// Persistent kernels with TMA and wgmma, for sm_90a.
 #include "layer_kernels.h"
 #include "path_hopper.h"
 

@@ -1,4 +1,4 @@
-// The persistent kernels with TMA, wgmma and narrow tiles: for sizes that leave much of a wide tile empty, or problems with too few wide tiles.
+// Persistent kernels with TMA, wgmma and narrow tiles: for sizes that would leave much of a wide tile empty, or too few wide tiles.
 #include "layer_kernels.h"
 #include "path_hopper.h"
 

@@ -1,4 +1,4 @@
-// The persistent kernels with TMA and wgmma whose tiles are computed by CTA pairs, which read weights once for both: for batches of many rows.
+// Persistent kernels with TMA, wgmma and CTA pairs, which read weights once for two blocks: for batches of many rows.
 #include "layer_kernels.h"
 #include "path_hopper.h"
 

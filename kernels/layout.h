@@ -1,4 +1,4 @@
-// Every slot's place: of those in tiles of this PE alone at once, of the others once the headers are in.
+// Assigns positions to all slots: to those in tiles of own slots alone at once, to the others once all headers are received.
 #pragma once
 #include "dispatch.h"
 
@@ -8,14 +8,14 @@ DEVICE const u32* header_words(const Layer& l, u32 buffer, u32 source) {
     return reinterpret_cast<const u32*>(incoming(l, source, l.symmetric.header + header_offset(l, buffer, source)));
 }
 
-// A header is untrusted: it is validated here, once, and trusted afterwards. One warp.
+// One warp. Validates an untrusted header, once.
 DEVICE bool read_header(Block& b, u32 source) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
     const Received& in = l.received;
     bool first = b.step.mode == MODE_FORWARD && b.step.round == 0;
     u32* counts = in.counts + u64(source) * s.n_local;
-    if (source == s.my_pe) return true;  // place_own_slots has what it would say
+    if (source == s.my_pe) return true;  // place_own_slots sets these values
     if (!header_due(b, source)) {
         for (u32 e = dev::lane(); e < s.n_local; e += 32) counts[e] = 0;
         if (dev::lane() == 0) in.first_chunk[source] = in.end_chunk[source] = 0;
@@ -23,14 +23,14 @@ DEVICE bool read_header(Block& b, u32 source) {
     }
     u32 buffer = header_buffer(b.pass, b.step.mode != MODE_FORWARD);
     const u32* words = header_words(l, buffer, source);
-    u64 slots = 0, here = 0;  // of all PEs that the header is for, and this one's
+    u64 slots = 0, here = 0;  // of all PEs that the header is for, and of this one
     u32 most = 0;
     for (u32 number = dev::lane(); number < (relayed(l, source) ? s.max_local : s.n_local); number += 32) {
         u32 count = words[HEADER_WORDS + number], e = expert_here(l, source, number);
         slots += count;
         if (expert_member(l, source, number) != s.member) continue;
         if (e < s.n_local) counts[e] = count;
-        else if (count > 0) most = NONE;  // of an expert that is not there
+        else if (count > 0) most = NONE;  // for an expert that does not exist
         here += count;
         most = count > most ? count : most;
     }
@@ -55,7 +55,7 @@ DEVICE bool read_header(Block& b, u32 source) {
     if (!first) valid = valid && rounds == in.rounds[source] && rows == in.rows[source];
     dev::sync_warp();
     if (dev::lane() == 0) {
-        // Of the whole pair: as the first header had it.
+        // Totals of the source, as in its first header.
         if (first) {
             in.rounds[source] = rounds;
             in.rows[source] = rows;
@@ -68,14 +68,14 @@ DEVICE bool read_header(Block& b, u32 source) {
     return valid;
 }
 
-// One thread: whether the header of `source` has come, if one is due.
+// One thread. Whether the header of `source` has arrived, if one is due.
 template <class Missing> DEVICE bool header_arrived(const Block& b, u32 source, Missing missing) {
     if (!b.step.receives || b.step.mode == MODE_GRADIENT || !header_due(b, source)) return true;
     const u64* word = header_signal(b.l, header_buffer(b.pass, b.step.mode != MODE_FORWARD), source);
     return signal_arrived(word, {source, WHAT_COUNTS, PHASE_DISPATCH, stamp(b.pass, 2 * b.step.round), b.step.round}, missing);
 }
 
-// All threads, once the headers that are due have come: derives what follows from them.
+// All threads, after the headers that are due have arrived: reads them and derives the rounds and the loss sums.
 DEVICE bool read_headers(Block& b) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -105,7 +105,8 @@ DEVICE bool read_headers(Block& b) {
         }
         if (dev::lane() == 0) {
             world = world > mine ? world : mine;
-            // With relays one for all: a source asks one PE of a host, and all of them get what it sends again.
+            // With relays the flag is common to all PEs: a source asks one PE of a host, and all of them get the rows that it sends
+            // again.
             *in.overflow = (l.shape.relays ? world : received) > 1;
             *in.my_rounds = received > mine ? received : mine;
             *in.world_rounds = world;
@@ -125,7 +126,7 @@ DEVICE bool read_headers(Block& b) {
     return true;
 }
 
-// All threads: places of the own slots whose tiles hold no others, from this PE's counts alone.
+// All threads. Positions of the own slots in tiles without other PEs' slots, from this PE's counts alone.
 DEVICE void place_own_slots(Block& b) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -173,7 +174,7 @@ OUTLINE void make_own_layout(Block& b) {
     }
 }
 
-// All threads: places of all sources' slots in the batches, own ones first, then those of the next PEs in turn; and tiles.
+// All threads. Positions of all sources' slots in the batches, own slots first, then those of the following PEs; and the tiles.
 DEVICE void place_slots(Block& b) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -199,7 +200,8 @@ DEVICE void place_slots(Block& b) {
     scan_block(b, s.n_local, [&](u32 e) { return ceil_div(rest(e), s.tile_m); }, [&](u32 e, u32 sum) { batches.rest_tile[e] = tile + sum; });
 }
 
-// After how many of its source's rows the last of a tile's rows is there, about: all sources send at the same time, their rows by expert. One thread.
+// One thread. Estimates after how many rows of its source a tile's last row arrives. All sources send at the same time, their rows by
+// expert.
 DEVICE float tile_due(const Layer& l, u32 e, u32 tile) {
     const LayerShape& s = l.shape;
     const Received& in = l.received;
@@ -218,7 +220,8 @@ DEVICE float tile_due(const Layer& l, u32 e, u32 tile) {
     }
     return due;
 }
-// All threads: the order in which tiles with rows of others are computed. Places are by source, but the first rows of every source come first.
+// All threads. The order in which tiles with other PEs' rows are computed. Positions are by source, but the first rows of all sources
+// arrive first.
 DEVICE void order_tiles(Block& b) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -247,7 +250,7 @@ DEVICE void order_tiles(Block& b) {
     dev::sync_block();
 }
 
-// The item. A step that receives nothing still has queues. Gradients use the places that the step before assigned.
+// The item. A step that receives no rows has queues as well. Gradients use the positions that the previous step assigned.
 OUTLINE bool make_layout(Block& b) {
     enter(b, PHASE_DISPATCH);
     if (b.step.receives && b.step.mode != MODE_GRADIENT) {

@@ -1,4 +1,4 @@
-// The memory of a layer, on the host: sizes, addresses, launches. No CUDA call, no memory touched but the caller's.
+// Memory of a layer, on the host: sizes, addresses, launches. It makes no CUDA calls and dereferences only the caller's structs.
 #include "memory.h"
 
 #include <algorithm>
@@ -13,13 +13,13 @@ namespace {
 constexpr u64 ceil_div(u64 a, u64 b) { return (a + b - 1) / b; }
 constexpr u64 align(u64 a, u64 to) { return ceil_div(a, to) * to; }
 
-// The most a u32 offset or count in the tables may be.
+// Upper bound of u32 offsets and counts in the tables.
 constexpr u64 LIMIT = 1u << 31;
 
 }  // namespace
 
 int check_shape(const LayerShape& s) {
-    // In the order of the fields, so that the number is the field's. A field is checked against those before it.
+    // In field order, so that the number identifies the field. A field is checked against earlier ones.
     int field = 0;
     auto bad = [&](bool wrong) {
         ++field;
@@ -93,10 +93,10 @@ Sizes layer_sizes(const LayerShape& s, bool hopper) {
     z.header_counts_bytes = static_cast<u32>(align((HEADER_WORDS + u64{s.max_local}) * 4, 8));
     u64 loss_bytes = z.has_losses ? (2 + 2 * u64{s.n_experts}) * 8 : 0;
     z.header_bytes = static_cast<u32>(align(z.header_counts_bytes + loss_bytes, 16));
-    // Rows, then a word of each row, then (word, weight) of each slot.
+    // Rows, then a word per row, then (word, weight) per slot.
     z.chunk_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 + 8 * z.max_slots), 16));
     z.return_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 * z.max_slots), 16));
-    // A PE's rows are at most tokens * targets, and each destination's last chunk may be short.
+    // A PE sends at most tokens * targets rows, and each destination's last chunk may be partial.
     u64 targets = std::min<u64>(s.top_k, s.hosts);
     z.return_chunks = static_cast<u32>(
         std::min<u64>(u64{s.hosts} * z.max_chunks, u64{s.max_tokens} * targets / s.chunk_rows + s.hosts));
@@ -125,7 +125,7 @@ void place_store(SlotStore& store, Bump& local, const LayerShape& s, const Sizes
     if (!z.hopper || !capacity || s.lane_stores) store.slot_maps = nullptr;
 }
 
-// What the maps are of that a store wants.
+// Lists the arrays for which a store needs maps.
 void list_slot_arrays(const SlotStore& store, const LayerShape& s, const Sizes& z, bool gated, SlotArray* to) {
     if (!store.slot_maps) return;
     const u64 at = reinterpret_cast<u64>(store.slot_maps), gate_up = reinterpret_cast<u64>(store.gate_up);
@@ -177,7 +177,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
         l.counters_begin[set] = c.own;
         l.counters_words = static_cast<u32>((local.used - begin) / 4);
     }
-    // So that a slot that a faulty peer never fills leads nowhere harmful.
+    // Zeroed, so that a slot that a faulty peer never fills has a null row.
     u64 slots = pes * s.round_slots;
     local.allocate(l.batches.routed.x_row, slots);
     local.allocate(l.batches.routed.grad_row, slots);
@@ -299,9 +299,9 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
 }  // namespace aristos
 
 extern "C" {
-// The persistent kernels that there are, for the host: row `i` of launch.h's table, null after the last.
+// For the host: row `i` of launch.h's table of persistent kernels, null past the end.
 const aristos::TileLaunch* aristos_tile(aristos::u32 i) { return i < aristos::N_TILES ? aristos::TILES + i : nullptr; }
-// Dynamic shared memory of a block of the persistent kernels that every device runs, bytes.
+// Dynamic shared memory per block of the default Ampere kernels, bytes.
 extern const aristos::u32 aristos_ampere_shared_bytes = aristos::TILES[0].shared_bytes;
 }
 

@@ -1,4 +1,4 @@
-// Sizes and field offsets of params.h as this compiler lays them out, for the test of its mirror in Rust.
+// Sizes and field offsets of params.h from the C++ compiler, for the test of its mirror in Rust.
 #include <cstddef>
 
 #include "params.h"

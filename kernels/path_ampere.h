@@ -1,4 +1,4 @@
-// How a block of a persistent kernel computes: one task after the other, by mma.sync.
+// The task loop of a persistent kernel with mma.sync: one task after the other.
 #pragma once
 #include "gemm_ampere.h"
 #include "launch.h"
@@ -6,14 +6,15 @@
 
 namespace aristos {
 
-// Functions of their own that keep nothing in registers: the products need them all.
+// Separate functions, so that they keep no registers live: the GEMMs need them all.
 OUTLINE u32 poll_ahead(Block& b) { return Scheduler{b}.poll(b.state.next); }
 OUTLINE bool next_task(Block& b) { return Scheduler{b}.next(b.state.task, [] { return false; }); }
 OUTLINE void task_done(Block& b) { Scheduler{b}.done(b.state.task); }
 
-// Tasks until there is another item. `compute(task, meanwhile)`: by all threads, with a barrier after the last use of the task; one thread calls `meanwhile`
-// once, towards the end of it, and finds the next one while others still work. What that look took needs nothing of the present task, so the block ends
-// both; what needs it is found by the look after it is done, which may wait.
+// Runs tasks until there is another item. All threads call `compute(task, meanwhile)`, which ends with a barrier after the last use of
+// the task. Late in the task one thread calls `meanwhile`, which polls for the next task or item while other warps still work. That one
+// does not depend on the current task, so both can be finished. If it finds none, the thread polls again, and may wait, after the current
+// task is reported.
 template <class Compute> DEVICE void run_tasks(Block& b, State& state, Compute compute) {
     if (dev::thread() == 0) state.more = next_task(b);
     for (;;) {

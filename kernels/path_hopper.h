@@ -1,4 +1,4 @@
-// How a block of a persistent kernel computes on Hopper: loads, products and epilogues of successive tasks overlap.
+// The task loop of a persistent kernel on Hopper: loads, GEMMs and epilogues of successive tasks overlap.
 #pragma once
 #include "gemm_hopper.h"
 #include "launch.h"
@@ -7,7 +7,7 @@
 #if ARISTOS_HOPPER
 namespace aristos {
 
-// In tiles of 128 x N, or of 256 x N by pairs of blocks.
+// Tiles of 128 x N, or of 256 x N for CTA pairs.
 template <class T, u32 KINDS, u32 N, u32 BLOCKS = 1> struct HopperPath {
     using Element = T;
     static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS;
@@ -16,13 +16,13 @@ template <class T, u32 KINDS, u32 N, u32 BLOCKS = 1> struct HopperPath {
     static constexpr u32 SHARED_BYTES = (hopper::Tile<N, BLOCKS>::SHARED_BYTES + 127) / 128 * 128;
     static_assert(launched_as(HOPPER, BLOCKS * hopper::TILE_M, N, hopper::THREADS, SHARED_BYTES + STATE_BYTES, BLOCKS), "launch.h");
 
-    // Inlined: a separate function would not know how few registers setmaxnreg left the producers.
+    // Inlined: a separate function would not know the producers' reduced register limit (setmaxnreg).
     struct Source {
         Block& b;
         template <class InProgress> DEVICE bool next(GemmTask& t, InProgress task_in_progress) { return Scheduler{b}.next(t, task_in_progress); }
         DEVICE DoneCounters done_counters(const GemmTask& t) { return Scheduler{b}.done_counters(t); }
     };
-    // Once in a block, by one thread, and a barrier before `run`.
+    // One thread of each block; a barrier before `run` follows.
     static DEVICE void begin(const Layer& l) {
         for (const SlotStore* store : {&l.batches.routed, &l.batches.shared}) {
             for (u32 i = 0; store->slot_maps && i < SLOT_MAPS; i++) {

@@ -1,6 +1,6 @@
-// aristos_route: logits by tensor cores, scores, selection of experts, routing weights, sums for the losses, and the shared
-// expert's gate. A block handles ROUTE_TOKENS tokens; of few tokens several blocks compute the logits (route_split), and the one that is done last
-// goes on with them. src/moe/cpu/router.rs defines the results.
+// aristos_route: logits on tensor cores, scores, expert selection, routing weights, loss sums, and the shared expert's gate. A block
+// handles ROUTE_TOKENS tokens. For few tokens several blocks share the logits (route_split), and the last of them to finish does the
+// rest. src/moe/cpu/router.rs defines the results.
 #pragma once
 #include "route_math.h"
 #include "small_gemm.h"
@@ -20,7 +20,7 @@ struct RouteItem {
 
 DEVICE float* logit_partials(const Layer& layer) { return reinterpret_cast<float*>(layer.plan.scratch + plan_scratch(layer.shape).partials); }
 
-// The block's share of the logits, to memory. `PARTS` planes of the layer's dtype add up to the f32 weights.
+// Writes the block's share of the logits to memory. `PARTS` planes of the layer's dtype add up to the f32 weights.
 template <class T, u32 PARTS>
 DEVICE void route_logits(const Layer& layer, const Pass& pass, const RouteItem& item) {
     const LayerShape& s = layer.shape;
@@ -40,10 +40,10 @@ DEVICE void route_logits(const Layer& layer, const Pass& pass, const RouteItem& 
     }
 }
 
-// Whether this block is the last of those that have computed the logits, which then are in memory.
+// Whether this block is the last one to finish the logits; if so, they are complete in memory.
 DEVICE bool complete_logits(const Layer& layer, const RouteItem& item, u32 tokens) {
     const u32 blocks = item.split.blocks();
-    dev::sync_block();  // the logits are in memory, and shared memory is free
+    dev::sync_block();  // the logits are stored, and shared memory is free
     if (blocks == 1) return true;
     bool last = false;
     if (dev::thread() == 0) {
@@ -65,17 +65,17 @@ DEVICE bool complete_logits(const Layer& layer, const RouteItem& item, u32 token
     return true;
 }
 
-// Keys that a warp selects by: scores in the total order, above these two values.
+// Selection keys: scores in total order; the two lowest values are reserved.
 constexpr u32 KEY_SELECTED = 0, KEY_MASKED = 1, KEY_LEAST = 2;
 DEVICE u32 live_key(float x) {
     const u32 key = total_order(x);
     return key < KEY_LEAST ? KEY_LEAST : key;
 }
 
-// Marks the `count` largest of `keys` as taken, ties to the smaller index. By a warp; there are at least `count`.
+// One warp. Marks the `count` largest of `keys` as selected, ties to the smaller index. There must be at least `count`.
 DEVICE void select_largest(u32* keys, u32 n, u32 count) {
     const u32 lane = dev::lane();
-    // The largest of this lane's keys; it searches again only when that one is taken.
+    // The largest of this lane's keys; searched again only after it was selected.
     u32 key = 0, index = NONE;
     auto look = [&] {
         key = 0, index = NONE;
@@ -98,8 +98,7 @@ DEVICE void select_largest(u32* keys, u32 n, u32 count) {
     dev::sync_warp();
 }
 
-// Leaves only the experts of the best groups selectable (DeepSeek-V3, section 2.1.2): a group's score is the sum of its two
-// best.
+// Masks all experts outside the best groups (DeepSeek-V3, section 2.1.2). A group's score is the sum of its two best.
 DEVICE void mask_groups(u32* keys, u32* group_keys, const LayerShape& s) {
     const u32 lane = dev::lane(), size = s.n_experts / s.n_groups;
     for (u32 g = lane; g < s.n_groups; g += 32) {
@@ -122,7 +121,7 @@ DEVICE void mask_groups(u32* keys, u32* group_keys, const LayerShape& s) {
     dev::sync_warp();
 }
 
-// Selects and weighs one token, by a warp.
+// One warp. Selects a token's experts and computes their weights.
 DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& scores, u32* keys) {
     const LayerShape& s = layer.shape;
     const u32 lane = dev::lane(), experts = s.n_experts;
@@ -136,7 +135,7 @@ DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& sco
     if (s.n_groups > 0) mask_groups(keys, keys + experts, s);
     select_largest(keys, experts, s.top_k);
 
-    // The taken ones in ascending order; their lanes write them and, once their sum is known, their weights.
+    // The selected experts in ascending order; their lanes write them and, once their sum is known, their weights.
     u32* chosen = layer.routing.chosen + u64(token) * s.top_k;
     float* weights = layer.routing.routing_weights + u64(token) * s.top_k;
     const u32 below = (1u << lane) - 1;
@@ -165,7 +164,7 @@ DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& sco
     dev::sync_warp();
 }
 
-// sigmoid(x w^T) of each of the block's tokens: four tokens at once per warp, so that w is read once for them.
+// sigmoid(x w^T) of each of the block's tokens; four tokens per warp at a time, which read w once.
 template <class T>
 DEVICE void shared_gate(const Layer& layer, const Pass& pass, u32 token0) {
     const u32 hidden = layer.shape.hidden, lane = dev::lane();
@@ -197,14 +196,14 @@ DEVICE void shared_gate(const Layer& layer, const Pass& pass, u32 token0) {
     }
 }
 
-// What the losses need of each of the block's tokens, in shared memory after everything else.
+// Per-token data for the losses, at the end of shared memory.
 struct LossTokens {
     double norm[ROUTE_TOKENS];
     float max[ROUTE_TOKENS], sum[ROUTE_TOKENS], lse[ROUTE_TOKENS];
 };
 static_assert(sizeof(LossTokens) <= 1024, "route_launch leaves 1024 bytes");
 
-// The block's sums, in the order of tokens; aristos_plan adds the blocks'.
+// The block's sums in token order; aristos_plan adds those of all blocks.
 DEVICE void block_losses(const Layer& layer, const LossTokens& of, u32 number, u32 tokens) {
     const LayerShape& s = layer.shape;
     const u32 token0 = number * ROUTE_TOKENS;

@@ -1,19 +1,20 @@
-// The sums of gradients (gradient_sums.h) as items of the persistent kernel: a step of a channel, that nothing is missing for.
+// The gradient sums (gradient_sums.h) as items of the persistent kernel: one step of a channel whose dependencies are met.
 //
-// Who looks for an item has few registers, so what a channel waits for is listed when its last step ends: words, and what they must be at least.
+// The scheduler warp has few registers, so each channel's dependencies are precomputed at the end of its previous step, as signal words
+// and required values.
 #pragma once
 #include "gradient_sums.h"
 #include "schedule.h"
 
 namespace aristos {
 
-constexpr u32 SUM_LISTED = 1u << SUM_PARTS;  // of SumProgress::next
-constexpr u32 SUM_LIST = SUM_PARTS;          // instead of a SumPart: nothing but the list is to be made
+constexpr u32 SUM_LISTED = 1u << SUM_PARTS;  // flag in SumProgress::next
+constexpr u32 SUM_LIST = SUM_PARTS;          // in place of a SumPart: only precompute the dependencies
 
 DEVICE SumWait* sum_waits(const Layer& l, u32 channel, u32 kind) { return l.sum_waits + (u64(channel) * 2 + kind) * l.shape.n_world; }
 
-// One thread: the SumPart of a channel that can be done, or SUM_LIST; NONE where something is missing. `turn` is the channel's number, which
-// another block changes as soon as it works at it: only who changes it from there may.
+// One thread. The SumPart of a channel that can run, SUM_LIST, or NONE if a dependency is unmet. `version` is the channel's version;
+// another block changes it when it starts on the channel, so only the block that advances it from this value may work on it.
 DEVICE u32 ready_part(const Block& b, u32 channel, u32& version) {
     const Layer& l = b.l;
     const SumProgress& progress = l.sums[channel];
@@ -34,7 +35,7 @@ DEVICE u32 ready_part(const Block& b, u32 channel, u32& version) {
     return (next >> SUM_SENT & 1) && ready ? u32(SUM_SENT) : NONE;
 }
 
-// One thread: lists what a channel waits for. `turns` is scratch memory.
+// One thread. Lists the dependencies of a channel. `steps` is scratch memory.
 DEVICE void list_waits(const Block& b, const Reducer& reducer, SumStep* steps) {
     const Layer& l = b.l;
     SumProgress& progress = l.sums[reducer.channel];
@@ -67,7 +68,7 @@ DEVICE void list_waits(const Block& b, const Reducer& reducer, SumStep* steps) {
     dev::store_relaxed(&progress.next, next);
 }
 
-// All threads: does what ready_part() found, at a channel that this block has taken.
+// All threads. Runs the part found by ready_part() on a channel that this block has claimed.
 OUTLINE bool run_sum(Block& b, u32 channel, u32 part) {
     const Layer& l = b.l;
     enter(b, PHASE_ALL_REDUCE);
