@@ -1,5 +1,5 @@
-// Clusters of two blocks: each an OS thread of its own, which does nothing in the other's shared memory but to load from it and to add to a word. What it
-// asks for there else, an arrival or a load by TMA, it leaves with the other, who does it between two turns of its own threads.
+// Clusters of two blocks. Each block is an OS thread, which accesses the other's shared memory only to load and to add to words. Other
+// remote operations (arrivals and TMA loads) are queued for the other block, which runs them when it switches between its fibers.
 #include <sched.h>
 
 #include "simt.h"
@@ -11,7 +11,7 @@ namespace aristos::host {
 namespace {
 
 Cluster& cluster_of(Block& block) {
-    if (!block.cluster) block.fail("thread %u asks for its cluster, and has none", self()->thread);
+    if (!block.cluster) block.fail("thread %u is not in a cluster", self()->thread);
     return *block.cluster;
 }
 
@@ -27,7 +27,7 @@ void post_remote_op(Block& from, u32 rank, const RemoteOp& op) {
             cluster.waiting[rank].store(u32(cluster.ops[rank].size()), std::memory_order_release);
         }
     }
-    if (over) from.fail("thread %u reaches for block %u of its cluster, which is over", self()->thread, rank);
+    if (over) from.fail("thread %u accesses block %u of its cluster, which is not running", self()->thread, rank);
     VirtualTime* time = from.launch->world->time;
     if (time && rank != from.index % 2) time->wake(cluster.blocks[rank], time->now(&from));
 }
@@ -36,7 +36,7 @@ template <class P> P* in_block(const Block& from, const Block& to, P* p) {
     return reinterpret_cast<P*>(to.window + from.shared_address(p));
 }
 
-// Block `rank`, which has to be there: cluster_sync first.
+// Block `rank`, which must be running: kernels call cluster_sync first.
 Block& block_of(Block& from, u32 rank) {
     Cluster& cluster = cluster_of(from);
     if (rank > 1) from.fail("block %u of a cluster of two", rank);
@@ -45,7 +45,7 @@ Block& block_of(Block& from, u32 rank) {
         Locked locked(cluster.lock);
         to = cluster.over[rank] ? nullptr : cluster.blocks[rank];
     }
-    if (!to) from.fail("thread %u reaches for block %u of its cluster, which is not running", self()->thread, rank);
+    if (!to) from.fail("thread %u accesses block %u of its cluster, which is not running", self()->thread, rank);
     return *to;
 }
 

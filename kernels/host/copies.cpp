@@ -1,5 +1,5 @@
-// cp.async, mbarriers and TMA. Copies come late: cp.async at the wait that covers it, TMA, and cp.async that an mbarrier counts, after a seeded
-// number of switches.
+// cp.async, mbarriers and TMA. Copies complete late: cp.async at the wait that covers it; TMA and cp.async counted by an mbarrier after a
+// seeded number of switches.
 #include <algorithm>
 
 #include "fragments.h"
@@ -10,7 +10,7 @@ namespace aristos::host {
 
 namespace {
 
-// An mbarrier's 8 bytes. Bytes of transactions are counted in 16s.
+// The 8 bytes of an mbarrier. Transaction bytes are counted in units of 16.
 using i16 = std::int16_t;
 struct Mbarrier { u16 tag, count, pending; i16 transactions; };
 static_assert(sizeof(Mbarrier) == 8);
@@ -19,17 +19,17 @@ constexpr u16 MBARRIER_TAG = 0xb4a0;  // the lowest bit is the phase
 Mbarrier* checked(Block& block, u64* bar, const char* what) {
     block.check_shared(bar, 8, 8, what);
     Mbarrier* mbarrier = reinterpret_cast<Mbarrier*>(bar);
-    if ((mbarrier->tag & ~1) != MBARRIER_TAG) block.fail("%s of thread %u: nobody has initialised it", what, self()->thread);
+    if ((mbarrier->tag & ~1) != MBARRIER_TAG) block.fail("%s of thread %u: it is not initialised", what, self()->thread);
     return mbarrier;
 }
 
 u8 slot_of(const Block& block, const u64* bar) {
     u8 slot = 0;
-    while (block.mbarriers[slot].bar != bar) ++slot;  // it is `checked`
+    while (block.mbarriers[slot].bar != bar) ++slot;  // found, because `bar` is `checked`
     return slot;
 }
 
-// Ends the phase when all arrivals and bytes have come.
+// Completes the phase when all arrivals and bytes are in.
 void settle(Block& block, Mbarrier* mbarrier) {
     if (mbarrier->pending != 0 || mbarrier->transactions != 0) return;
     mbarrier->tag ^= 1;
@@ -42,13 +42,13 @@ void settle(Block& block, Mbarrier* mbarrier) {
     }
 }
 
-// For ThreadSanitizer: each of the two phases has an address of its own.
+// For ThreadSanitizer: each of the two phases has its own address.
 const void* sync_of(const void* bar, u32 parity) { return static_cast<const char*>(bar) + 4 * (parity & 1); }
 
 void complete(Block& block, const TmaLoad& load) {
     Map map;
     std::memcpy(&map, load.map, sizeof map);
-    const u32 pieces = map.box_cols * map.element_bytes / 16;  // of a row
+    const u32 pieces = map.box_cols * map.element_bytes / 16;  // per row
     const u32 per_piece = 16 / map.element_bytes;
     const char* base = reinterpret_cast<const char*>(map.base);
     for (u32 r = 0; r < map.box_rows; ++r) {
@@ -74,7 +74,7 @@ void complete(Block& block, const TmaLoad& load) {
 
 bool later(const AsyncArrival& a, const AsyncArrival& b) { return a.due > b.due; }
 
-// A copy of `fiber` comes now.
+// Completes a copy of `fiber`.
 void land(Fiber* fiber, const Copy& copy) {
     const Vec16 zeros{};
     Written& written = fiber->owner->written[fiber->owner->shared_address(copy.to) / 16];
@@ -113,7 +113,7 @@ Map read_map(const TensorMap* map, const char* what) {
     Map read;
     std::memcpy(&read, map, sizeof read);
     if (reinterpret_cast<std::uintptr_t>(map) % 64 != 0 || read.magic != MAP_MAGIC) {
-        self()->owner->fail("thread %u %s through what is no tensor map", self()->thread, what);
+        self()->owner->fail("thread %u %s through memory that is not a tensor map", self()->thread, what);
     }
     return read;
 }
@@ -159,7 +159,8 @@ TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 ro
     return load;
 }
 
-// Whether a thread that waited for the copy has fenced since. It may have had nothing to read there, as where a tile has fewer rows than two panels.
+// Whether a thread that waited for the copy has issued a fence since. That thread need not have read the copy, as in tiles with fewer
+// rows than two panels.
 bool fenced_by_any(const Block& block, const Written& written) {
     if (written.seen) return true;
     for (const auto& fiber : block.fibers) {
@@ -183,13 +184,13 @@ void begin_load(Block& block, TmaLoad load, bool remote) {
         const Written& written = block.written[piece];
         if (written.thread == 0) continue;
         if (!fenced_by_any(block, written)) {
-            block.fail("tma_load_2d writes over what thread %u wrote, without fence_proxy_async in between", written.thread - 1);
+            block.fail("tma_load_2d overwrites data of thread %u, without fence_proxy_async in between", written.thread - 1);
         }
         if (remote && !written.passed) {
-            block.fail("tma_load_2d_both writes over what thread %u wrote, without fence_proxy_async_cluster in between", written.thread - 1);
+            block.fail("tma_load_2d_both overwrites data of thread %u, without fence_proxy_async_cluster in between", written.thread - 1);
         }
     }
-    // The target may be written from now on.
+    // From now on the target may be written at any time.
     if (block.random.next() % 2 == 0) raw_fill(load.to, 0xff, bytes);
     load.due = block.switches + 1 + block.random.below(4 * block.threads);
     if (!copies_in_flight(block) || load.due < block.next_load_due) block.next_load_due = load.due;
@@ -216,7 +217,7 @@ void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too) {
 
 int make_tensor_map(void* out, u64 base, u32 rows, u32 cols, u64 row_stride_bytes, u32 box_rows, u32 box_cols,
                     u32 element_bytes) {
-    // cuTensorMapEncodeTiled's conditions; the box's rows are whole 128-byte lines, so that the swizzle applies as written here.
+    // The conditions of cuTensorMapEncodeTiled; a box's rows must be whole 128-byte lines, as this swizzle assumes.
     if (base % 16 != 0 || row_stride_bytes % 16 != 0 || row_stride_bytes >= u64(1) << 40) return 1;
     if (rows == 0 || cols == 0 || box_rows == 0 || box_rows > 256 || box_cols > 256) return 1;
     if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4 && element_bytes != 8) return 1;
@@ -240,7 +241,7 @@ void cp_async16(void* smem, const void* global, bool valid) {
     if (valid && reinterpret_cast<std::uintptr_t>(global) % 16 != 0) fail_misaligned(global);
     fiber->copies.push_back(
         {static_cast<char*>(smem), static_cast<const char*>(global), fiber->copy_groups, valid, NO_SLOT, fiber->copies_issued++, 0});
-    // The target may be written from now on; until the copy completes its contents are undefined.
+    // From now on the target may be written at any time; its contents are undefined until the copy completes.
     if (fiber->owner->random.next() % 2 == 0) raw_fill(smem, 0xff, 16);
 }
 
@@ -255,8 +256,8 @@ void cp_async_wait_group(u32 n) {
     finish_copies(fiber, fiber->copy_groups > n ? fiber->copy_groups - n : 0, false);
 }
 
-// At least as late as the model allows: the copies, of which the sanitizer is only told that they read, and the arrival, which releases none of
-// this thread's other writes.
+// As late as the model allows: the copies, of which the sanitizer only sees the reads, and the arrival, which releases none of this
+// thread's other writes.
 void cp_async_mbarrier_arrive(u64* bar) {
     Fiber* fiber = self();
     Block& block = *fiber->owner;
@@ -290,7 +291,7 @@ void mbarrier_init(u64* bar, u32 count) {
     if (count == 0 || count > MAX_THREADS) block.fail("an mbarrier for %u arrivals", count);
     MbarrierSlot* free = nullptr;
     for (MbarrierSlot& slot : block.mbarriers) {
-        if (slot.bar == bar) block.fail("mbarrier_init of one that nobody has ended");
+        if (slot.bar == bar) block.fail("mbarrier_init of an mbarrier in use");
         if (!slot.bar && !free) free = &slot;
     }
     if (!free) block.fail("more than %u mbarriers", MBARRIERS);

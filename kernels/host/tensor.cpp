@@ -1,4 +1,4 @@
-// ldmatrix, stmatrix, mma and wgmma. fragments.h says which element is where, wgmma.h when wgmma happens.
+// ldmatrix, stmatrix, mma and wgmma. See fragments.h for layouts and wgmma.h for the timing of wgmma.
 #include <cmath>
 
 #include "fragments.h"
@@ -10,7 +10,7 @@ Work work;
 
 namespace {
 
-// Explicit vectors: on its own the compiler vectorises these loops over k, with gathers.
+// Explicit vectors: the compiler would vectorise these loops over k, with gathers.
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef float Floats16 __attribute__((vector_size(64), may_alias));
 
@@ -70,7 +70,7 @@ void load_matrices(const void* smem_row, u32* registers, bool transposed) {
     block.warp_done(fiber);
 }
 
-// The last lane writes for all; each lane is the one that wrote the row at its address.
+// The last lane writes for all; each row's writer is the lane that gave its address.
 void store_matrices(void* smem_row, const u32* registers) {
     Fiber* fiber = self();
     Block& block = *fiber->owner;
@@ -113,7 +113,7 @@ void read_operand(Block& block, const WgmmaOp& op, u64 descriptor, u32 rows, boo
         Written& written = block.written[at / 16];
         if (written.thread != 0) {
             if (written.slot == NO_SLOT || op.fenced[written.slot] < written.phase) {
-                block.fail("wgmma reads what thread %u wrote at %u, without fence_proxy_async in between",
+                block.fail("wgmma reads data of thread %u at %u, without fence_proxy_async in between",
                            written.thread - 1, at - SHARED_START);
             }
             written.seen = true;
@@ -160,7 +160,7 @@ void execute(Block& block, const WgmmaOp& op) {
 
 WgmmaGroup& group_of(Fiber* fiber) { return fiber->owner->warpgroups[fiber->thread / WARPGROUP]; }
 
-// Does all wgmmas up to number `through`, as far as all threads have issued them.
+// Executes all wgmmas up to number `through` that all threads have issued.
 void execute_through(Block& block, WgmmaGroup& group, u64 through) {
     while (group.done < through && group.done - group.first < group.ops.size()) {
         const WgmmaOp& op = group.ops[group.done - group.first];
@@ -174,7 +174,7 @@ void execute_through(Block& block, WgmmaGroup& group, u64 through) {
     }
 }
 
-// The accumulators `acc` of thread t, taken from it now if they were not.
+// The accumulators `acc` of thread t, borrowed from it now unless they already are.
 Accumulators* take(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, float* acc, u32 n) {
     const u32 t = fiber->thread % WARPGROUP;
     Accumulators* found = expected;
@@ -213,7 +213,7 @@ Accumulators* take(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, floa
     return found;
 }
 
-// Gives thread `fiber` the accumulators back whose last wgmma is before number `through`.
+// Returns to `fiber` the accumulators whose last wgmma is before number `through`.
 void give_back(Fiber* fiber, WgmmaGroup& group, u64 through) {
     const u32 t = fiber->thread % WARPGROUP;
     for (auto& accumulators : group.accumulators) {
@@ -270,7 +270,7 @@ void wgmma_64xnx16(float* acc, u32 n, u64 desc_a, u64 desc_b, bool accumulate, b
     Block& block = *fiber->owner;
     WgmmaGroup& group = group_of(fiber);
     if (fiber->thread / WARPGROUP * WARPGROUP + WARPGROUP > fiber->threads) {
-        block.fail("thread %u is in no whole warpgroup", fiber->thread);
+        block.fail("thread %u is not in a whole warpgroup", fiber->thread);
     }
     const u64 number = fiber->wgmma.issued++;
     if (number - group.first == group.ops.size()) {
@@ -280,7 +280,7 @@ void wgmma_64xnx16(float* acc, u32 n, u64 desc_a, u64 desc_b, bool accumulate, b
     WgmmaOp& op = group.ops[number - group.first];
     if (op.desc_a != desc_a || op.desc_b != desc_b || op.n != n || op.accumulate != accumulate || op.bf16 != bf16 ||
         op.trans_a != trans_a || op.trans_b != trans_b) {
-        block.fail("thread %u gives a wgmma other operands than the rest of its warpgroup", fiber->thread);
+        block.fail("thread %u issues a wgmma with other operands than the rest of its warpgroup", fiber->thread);
     }
     for (u32 i = 0; i < MBARRIERS; ++i) {
         if (fiber->fenced[i] < op.fenced[i]) op.fenced[i] = fiber->fenced[i];

@@ -1,4 +1,3 @@
-// virtual_time.h says what it does.
 #include "virtual_time.h"
 
 namespace aristos::host {
@@ -7,7 +6,7 @@ void VirtualTime::run_next(const Block* from) {
     running_ = nullptr;
     if (wakes_.size() < expected_) return;
     if (waiting_.empty()) {
-        for (Block* block : parked_) waiting_.insert(turn(block));  // still parked, by which they see that nobody has woken them
+        for (Block* block : parked_) waiting_.insert(turn(block));  // still in parked_, which tells them that they were not woken
     }
     if (waiting_.empty()) return;
     const auto next = waiting_.begin();
@@ -74,9 +73,9 @@ void VirtualTime::send(const Block* block, u32 from, u32 to, u64 bytes, bool sig
     out.bytes += bytes;
     Pair& pair = pairs_[u64(from) * out_.size() + to];
     pair.sent++;
-    // Only when it has left is its turn at the other port: what was sent before may leave after it.
+    // The turn at the receiving port is taken at departure: an earlier message may leave later.
     events_.emplace(out.free, [this, &pair, to, takes, signal, left = out.free, deliver = std::move(deliver)] {
-        // The first byte arrives after the latency; the port there may still be busy with another PE's.
+        // The first byte arrives after the latency; the receiving port may still be busy with another PE's message.
         Port& in = in_[to];
         in.free = std::max(in.free + takes, left + rates_.latency_ns);
         pair.last = std::max(pair.last, in.free);

@@ -1,10 +1,10 @@
 // The Hopper GEMM path on the emulator: queues of tiles of several experts, forward and then backward, against float64.
 //
-// Experts of 1, 7, 64, 129 and 200 slots, with K, M and N that end within a box, a piece of 16 bytes before or after one; rows between
-// batches hold NaN, and so does what no row pointer may lead to; everything that is written must lie within its array. The same queue
-// must give the same bytes on any number of blocks, for any seed of the emulator, and with tasks that become known late.
+// Experts have 1, 7, 64, 129 and 200 slots; K, M and N end within a box, or 16 bytes before or after one. Rows between batches hold NaN,
+// as does everything that no row pointer may reach; all writes must lie within their arrays. The same queue must give the same bytes on
+// any number of blocks, for any emulator seed, and with tasks that become known late.
 //
-// In tiles of 128 x 256 and 128 x 128. What the epilogues of backward read of gu and of sums must have been brought into L2 before, and nothing else.
+// Tiles are 128 x 256 and 128 x 128. Prefetches must cover exactly the lines of gate_up and of the sums that backward's epilogues read.
 #include <limits>
 #include <mutex>
 #include <set>
@@ -20,7 +20,7 @@ using reference::Near;
 
 void fail(const std::string& what) { CHECK(false, "%s", what.c_str()); }
 
-// Of a matrix that is `columns` of `pitch` wide.
+// For a matrix of `columns` columns with row pitch `pitch`.
 template <class T> TensorMap tensor_map(const T* first, u32 rows, u32 columns, u32 pitch, u32 box_rows) {
     TensorMap map;
     u64 base = reinterpret_cast<u64>(first), stride = u64(pitch) * sizeof(T);
@@ -30,7 +30,7 @@ template <class T> TensorMap tensor_map(const T* first, u32 rows, u32 columns, u
     return map;
 }
 
-// An array between two guards, 16-byte aligned, all bytes PATTERN before.
+// An array between two guard zones, 16-byte aligned, initially all bytes PATTERN.
 constexpr unsigned char PATTERN = 0x5a;
 template <class E> class Guarded {
     static constexpr size_t GUARD = 256;
@@ -65,12 +65,12 @@ struct Shape {
     u32 hidden, intermediate;
     bool gated, bias, weighted, training, accumulate;
     u32 activation;
-    std::vector<u32> rows;  // of each expert
-    bool stored = true;     // by TMA, where a warp has all its rows
-    bool pair = false;      // by clusters of two
+    std::vector<u32> rows;  // per expert
+    bool stored = true;     // results stored by TMA if a warp has all its rows
+    bool pair = false;      // by CTA pairs
 };
 
-// Lines of 128 bytes that were prefetched.
+// Prefetched 128-byte lines.
 std::mutex prefetched_mutex;
 std::set<u64> prefetched;
 void note_prefetch(const void* p) {
@@ -84,12 +84,12 @@ constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 template <class T> struct Run {
     Shape shape;
     u32 tile_n;
-    u32 H, I, W;  // W: width of gu
+    u32 H, I, W;  // W: width of gate_up
     u32 experts, slots = 0, tokens = 0;
     std::vector<u32> first;  // first slot of each expert
     Guarded<T> x, dy, gate, up, down, gate_up, h, y, dx;
     Guarded<float> gate_bias, up_bias, down_bias, weight, d_weight, d_gate, d_up, d_down;
-    std::vector<T> poison;                   // a row that no pointer of a batch leads to
+    std::vector<T> poison;                   // a row that no batch's pointer may reach
     std::vector<const void*> x_row, dy_row;  // by slot
     std::vector<TensorMap> maps;
     std::vector<TensorMap> slot_maps;  // with y, then with dx
@@ -160,7 +160,7 @@ template <class T> struct Run {
 
     GemmTask task(u32 kind, u32 e, u32 m0, u32 n0, u32 which) {
         GemmTask t;
-        std::memset(&t, 0xff, sizeof t);  // fields that a kind does not use may hold anything
+        std::memset(&t, 0xff, sizeof t);  // unused fields of a kind are undefined
         size_t slot = first[e], in = size_t(e) * I * H;
         t.kind = kind;
         t.rows = shape.rows[e];
@@ -178,7 +178,7 @@ template <class T> struct Run {
         t.gate_up = &gate_up[slot * W];
         t.h = &h[slot * I];
         t.y = kind == BACKWARD_UP ? &dx[slot * H] : &y[slot * H];
-        t.gate = t.up = t.down = nullptr;  // TMA takes them
+        t.gate = t.up = t.down = nullptr;  // loaded by TMA
         t.gate_bias = shape.bias && shape.gated ? &gate_bias[size_t(e) * I] : nullptr;
         t.up_bias = shape.bias ? &up_bias[size_t(e) * I] : nullptr;
         t.down_bias = shape.bias ? &down_bias[size_t(e) * H] : nullptr;
@@ -192,7 +192,7 @@ template <class T> struct Run {
         return t;
     }
 
-    // Runs all tiles of these (kind, which) on a grid of `blocks`, each in one stage of the queue.
+    // Runs all tiles of the given (kind, which) list on a grid of `blocks`, one stage of the queue each.
     void launch(const std::vector<std::pair<u32, u32>>& kinds, u32 blocks, u32 seed, u32 delay) {
         std::vector<GemmTask> tasks;
         std::vector<u32> needs;
@@ -274,7 +274,7 @@ template <class T> void check_forward(const Run<T>& r) {
     if (!r.shape.training && !r.gate_up.untouched(0, size_t(r.shape.rows[0]) * W)) fail("gu written without training");
 }
 
-// `before`: gu as forward left it; r.gu and r.h are what backward made of them.
+// `before`: gate_up as forward left it; r.gate_up and r.h are backward's results.
 template <class T> void check_backward(const Run<T>& r, const std::vector<double>& before, const std::vector<std::vector<float>>& old) {
     const auto type = reference::Type::of(std::is_same_v<T, F16>);
     const u32 H = r.H, I = r.I, W = r.W;
@@ -365,7 +365,8 @@ template <class T> void check_memory(const Run<T>& r) {
     }
 }
 
-// Of every row of gu, and of what is added to, the lines in which 64, or of f32 32, of its elements begin; and no line that nobody reads.
+// Prefetches must cover exactly the 128-byte lines that the epilogue reads: of every row of gate_up those with 64 elements each, of every
+// row accumulated into those with 32.
 template <class T> void check_prefetches(const Run<T>& r) {
     std::set<u64> read, begun;
     auto reads = [&](const auto* first, u32 rows, u32 width, u32 pitch) {
@@ -463,7 +464,7 @@ CASE(hopper_without_slot_maps_bf16) {
     shape.stored = false;
     CHECK(run<Bf16>(shape, 256, 2, 1, 0, false) == bytes, "another result without TMA");
 }
-// The same by pairs of blocks as by blocks on their own: the second block's half of a tile is often empty.
+// CTA pairs must give the same bits as single blocks; the second block's half of a tile is often empty.
 template <class T> void test_pair(Shape shape, u32 tile_n) {
     const auto bytes = run<T>(shape, tile_n, 2, 1, 0, false);
     shape.pair = true;
@@ -482,7 +483,7 @@ CASE(hopper_128_whole_boxes_f16) { test<F16>(WHOLE_BOXES, 128); }
 CASE(hopper_128_forward_only_bf16) { test<Bf16>(FORWARD_ONLY, 128); }
 CASE(hopper_128_long_f16) { test<F16>(LONG, 128); }
 
-// A tile's results are read by other blocks as soon as it is reported done.
+// Other blocks read a tile's results as soon as it is reported done.
 CASE(tsan_hopper_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 256, 3, 1, 1, false); }
 CASE(tsan_hopper_pair_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}, true, true}, 256, 1, 1, 1, false); }
 CASE(tsan_hopper_128_queue) { run<F16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 128, 3, 1, 1, false); }

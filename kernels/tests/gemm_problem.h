@@ -1,8 +1,8 @@
-// A batch with everything a GEMM kind reads and writes, in buffers with guard zones, and the check of the outcome against float64.
-// For tests of either GEMM path: make a Problem, launch its tasks, call `verify`.
+// A batch with everything that a GEMM kind reads and writes, in buffers with guard zones, and a check of the results against float64. For
+// tests of either GEMM path: make a Problem, launch its tasks, call `verify`.
 //
-// Guard zones, rows that no slot points to, and everything that a kind must not read hold bytes of 0xff: NaN in each element type,
-// and a bad address in a table of pointers.
+// Guard zones, rows that no slot points to, and everything that a kind must not read hold bytes of 0xff: NaN in each element type, and an
+// invalid address in a table of pointers.
 #pragma once
 #include <cstdio>
 #include <cstdlib>
@@ -44,7 +44,7 @@ public:
     }
 
 private:
-    static constexpr size_t GUARD = 4096;  // further than any stray row or piece of these tests reaches
+    static constexpr size_t GUARD = 4096;  // larger than any stray row or piece of these tests
     u8* begin() {
         auto address = reinterpret_cast<std::uintptr_t>(memory_.data()) + GUARD;
         return memory_.data() + GUARD + (128 - address % 128) % 128;
@@ -78,7 +78,7 @@ public:
         const size_t R = c.rows, H = c.hidden, I = c.intermediate, G = c.gated ? 2 * I : I;
         const bool gathers = c.kind != FORWARD_DOWN && c.kind != BACKWARD_UP;
         if (gathers) {
-            // Rows at scattered places, in no order, some of them shared by two slots.
+            // Rows in scattered, unordered positions; some are shared by two slots.
             size_t used = R / 2 + 1;
             x.make((2 * used + 1) * H * 2);
             for (size_t i = 0; i < used; i++) fill(x, (2 * i + 1) * H, H, 1);
@@ -93,7 +93,7 @@ public:
         y.make(R * H * 2);
         if (c.kind == BACKWARD_DOWN) {
             fill(gate_up, 0, R * G, 4);
-            for (size_t i = 0; i < R * G; i += 11) set(gate_up, i, 0.0);  // where relu has its kink
+            for (size_t i = 0; i < R * G; i += 11) set(gate_up, i, 0.0);  // relu's kink
             for (size_t i = 5; i < R * G; i += 97) set(gate_up, i, i % 2 ? 60.0 : -60.0);
         }
         if (c.kind == BACKWARD_UP || c.kind == GRAD_UP) fill(gate_up, 0, R * G, 1);
@@ -136,7 +136,8 @@ public:
     Problem(const Problem&) = delete;  // its tasks point into it
     Problem& operator=(const Problem&) = delete;
 
-    // Everything a kind may not write is as it was, and what it writes is near float64. Empty, or what is wrong.
+    // Checks that memory which the kind must not write is unchanged and that results are close to float64. Returns a description of the
+    // first error, or an empty string.
     std::string verify() {
         wrong_.clear();
         checked_ = 0;
@@ -177,11 +178,11 @@ private:
     double worst_ = 0;
 
     static float* f32(Buffer& b) { return reinterpret_cast<float*>(b.data()); }
-    double random() {  // of (-1, 1)
+    double random() {  // in (-1, 1)
         state_ ^= state_ << 13, state_ ^= state_ >> 7, state_ ^= state_ << 17;
         return double(i32(state_ >> 32)) / 2147483648.0;
     }
-    // Conversions of the test's own: _Float16, and the upper half of a float.
+    // Independent conversions: _Float16, and the upper half of a float.
     double get(const Buffer& b, size_t i) const {
         u16 bits;
         memcpy(&bits, b.data() + i * 2, 2);

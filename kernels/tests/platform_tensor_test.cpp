@@ -1,4 +1,4 @@
-// Tensor-core instructions and the copies that feed them, on the CPU, each against independent arithmetic.
+// Tensor-core instructions and their operand copies on the CPU, each against independent arithmetic.
 #include "testing.h"
 
 namespace aristos {
@@ -74,7 +74,7 @@ CASE(mma_speed) {
 // ---- ldmatrix
 
 KERNEL(test_ldmatrix, 32, 1)(const u16* in, u32* out) {
-    // Rows of 24 elements, so that they do not lie one after the other.
+    // Rows of 24 elements, so that they are not contiguous.
     u16* s = reinterpret_cast<u16*>(shared());
     for (u32 i = lane(); i < 32 * 8; i += 32) s[i / 8 * 24 + i % 8] = in[i];
     sync_warp();
@@ -243,10 +243,11 @@ CASE(tsan_ring_of_mbarriers) {
     }
 }
 
-// ---- cp.async that an mbarrier counts
+// ---- cp.async counted by an mbarrier
 
-// A warp copies, a warpgroup multiplies by itself what has come, `turns` times, through two stages. `mode`, a mistake: 1, no fence; 2, the fence before
-// the wait; 3, no wait; 4, only one warp fences; 5, TMA writes over what was copied without a fence; 6, one thread's copies are not counted.
+// A warp copies and a warpgroup multiplies the data with itself, `turns` times, through two stages. `mode` selects a mistake: 1, no
+// fence; 2, the fence before the wait; 3, no wait; 4, only one warp fences; 5, TMA overwrites copied data without a fence; 6, one
+// thread's copies are not counted.
 struct Counted {
     const Vec16* in;
     float* out;
@@ -293,7 +294,7 @@ KERNEL(test_counted, 160, 1)(Counted c) {
 }
 REGISTER_KERNEL(test_counted)
 
-// How many sums are wrong; the launch's error in `error`.
+// Number of wrong sums; the launch's error in `error`.
 u32 run_counted(u32 mode, u64 seed, std::string& error) {
     constexpr u32 TURNS = 7;
     World world(1, 1 << 20, seed);
@@ -301,7 +302,7 @@ u32 run_counted(u32 mode, u64 seed, std::string& error) {
     float* out = world.heap<float>(0, 1 << 19);
     TensorMap* map = world.heap<TensorMap>(0, 1 << 18);
     CHECK(aristos_host_tensor_map(map, u64(in), 64, 64, 128, 64, 64, 2) == 0);
-    // All elements of a turn are the same, so that their places do not matter.
+    // All elements of a turn are equal, so that their positions do not matter.
     double want = 0;
     for (u32 turn = 0; turn < TURNS; ++turn) {
         const u32 bits = from_float<Bf16>(float(turn + 1)).bits;
@@ -327,10 +328,10 @@ CASE(counted_cp_async_misuse_is_reported) {
     for (u64 seed = 0; seed < 6; ++seed) {
         for (u32 mode : {1, 2, 4}) {
             run_counted(mode, seed, error);
-            CHECK(error.find("what thread") != std::string::npos && error.find("without fence") != std::string::npos, "%u: %s", mode, error.c_str());
+            CHECK(error.find("data of thread") != std::string::npos && error.find("without fence") != std::string::npos, "%u: %s", mode, error.c_str());
         }
         run_counted(5, seed, error);
-        CHECK(error.find("tma_load_2d writes over what thread") != std::string::npos, "%s", error.c_str());
+        CHECK(error.find("tma_load_2d overwrites data of thread") != std::string::npos, "%s", error.c_str());
         unseen += run_counted(3, seed, error) > 0 || !error.empty();
         uncounted += run_counted(6, seed, error) > 0 || !error.empty();
     }
@@ -340,8 +341,8 @@ CASE(counted_cp_async_misuse_is_reported) {
 
 // ---- wgmma
 
-// D[64, n] += A[64, 64] B[64, n], by four wgmmas, twice. a is [64, 64] and b is [n, 64], both K-major; what is transposed is
-// MN-major in shared memory.
+// D[64, n] += A[64, 64] B[64, n], by four wgmmas, twice. a is [64, 64] and b is [n, 64], both K-major; transposed operands are MN-major
+// in shared memory.
 struct Wgmma {
     const void *a, *b;
     float* d;
@@ -355,7 +356,7 @@ template <class T, int N, int TRANS_A, int TRANS_B> DEVICE void warpgroup_multip
     const auto lay_out = [](const void* from, u32 rows, int trans, char* to) {
         for (u32 i = thread(); i < rows * 64; i += threads()) {
             const u32 r = i / 64, k = i % 64;
-            // 128-byte lines whose 16-byte pieces are permuted by the line's number within 8.
+            // 128-byte lines whose 16-byte pieces are permuted by the line's index within 8.
             const u32 at = trans ? r / 64 * 8192 + k * 128 + (r % 64 / 8 ^ k % 8) * 16 + r % 8 * 2
                                  : r * 128 + (k / 8 ^ r % 8) * 16 + k % 8 * 2;
             std::memcpy(to + at, static_cast<const T*>(from) + i, 2);
@@ -400,7 +401,7 @@ WGMMA_KERNELS(F16, 64)
 WGMMA_KERNELS(F16, 128)
 WGMMA_KERNELS(F16, 256)
 
-// How many elements differ from the product.
+// Number of elements that differ from the product.
 template <class T> u32 run_wgmma(const std::string& name, u32 n, u32 mode, u64 seed, bool expect_right) {
     World world(1, 1 << 20, seed);
     std::mt19937 random(9);
@@ -442,7 +443,7 @@ CASE(wgmma_before_its_wait) {
     CHECK(wrong >= 6, "overwriting an operand was seen with %u seeds of 8", wrong);
 }
 
-// Two products in flight, of which the first is waited for.
+// Two products in flight; the wait covers only the first.
 KERNEL(test_wgmma_groups, 256, 1)(const Bf16* ones, float* d) {
     char* s = shared();
     for (u32 i = thread(); i < 64 * 64; i += threads()) reinterpret_cast<Bf16*>(s)[i] = ones[0];

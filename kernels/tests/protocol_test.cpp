@@ -1,6 +1,6 @@
-// The protocol of the persistent kernels under everything that tests/protocol.rs tries on the CPU's: any order in which blocks run
-// and a network delivers, PEs without tokens or experts, many rounds, PEs that run ahead, peers that die or send invalid values; and
-// faults planted in it, which these cases must notice.
+// The protocol of the persistent kernels under the conditions that tests/protocol.rs tests on the CPU: any order of blocks and of network
+// deliveries, PEs without tokens or experts, many rounds, PEs that run ahead, peers that die or send invalid values; and injected faults,
+// which these cases must detect.
 //
 // ARISTOS_SEEDS=1000 runs that many schedules of each case instead of a few.
 #include <cstdlib>
@@ -8,35 +8,35 @@
 #include "../params.h"
 
 namespace aristos {
-// In the protocol, where ARISTOS_FAULT stands.
+// Selected where the protocol has ARISTOS_FAULT.
 enum InjectedFault : u32 {
     NO_FAULT,
-    NO_RELEASE,        // a signal by a store that releases nothing
-    NO_ACQUIRE,        // a wait for a peer that acquires nothing
-    NO_LOCAL_ACQUIRE,  // a wait for another block that acquires nothing
-    EARLY_SIGNAL,      // the signal before the block's barrier
-    NO_WINDOW_WAIT,           // a round is sent before the last one's results are back
-    NO_CREDIT,         // a chunk is sent to a place that may not be free
-    ONE_HEADER_BUFFER,         // headers of odd and even forward passes in one place
-    STAMP_WITHOUT_PASS,           // stamps without the pass
-    NO_ACQUIRE_PUTS,            // data read without a test after a signal over the network
-    NO_FENCE_SYS,      // a signal over the network that is not fenced
+    NO_RELEASE,        // a signal is stored without release
+    NO_ACQUIRE,        // a wait for a peer does not acquire
+    NO_LOCAL_ACQUIRE,  // a wait for another block does not acquire
+    EARLY_SIGNAL,      // the signal precedes the block's barrier
+    NO_WINDOW_WAIT,           // a round is sent before the results of the previous round are back
+    NO_CREDIT,         // a chunk is sent without its credit
+    ONE_HEADER_BUFFER,         // headers of even and odd forward passes share a buffer
+    STAMP_WITHOUT_PASS,           // stamps lack the pass
+    NO_ACQUIRE_PUTS,            // data is read without acquire_puts after a network signal
+    NO_FENCE_SYS,      // a network signal without a system fence
     EARLY_SUM,         // gradients are sent to be summed before they are complete
-    NO_SUM_BUFFER_WAIT,          // gradients are sent to a place that may not be free
+    NO_SUM_BUFFER_WAIT,          // gradients are sent without checking that the buffer is free
     EARLY_DONE,        // a task is reported before all of its results are stored
-    LATE_DONE,         // a block waits for its next task before it reports the last
-    ITEM_DROPPED,      // an item is lost that was found during an epilogue
-    NO_PART_CREDIT,    // a part of results is put to a place at the home that may not be free
-    PART_LOST,         // parts of results are not put
-    WRONG_WORLD_NUMBER,    // what goes over the network goes to the group's first PE
-    HALF_READY,        // a pair of blocks begins a task when the first one's rows are there
-    HALF_DONE,         // it reports one when the first block's results are stored
-    CTA_LEAVES_ALONE,      // its second block leaves the loop of tasks when it has done one
-    COPIES_FORGOTTEN,  // one of its blocks loads over the other's copies without a fence
-    CTA_FAILS_ALONE,       // a block of it that fails leaves without the other
-    NO_GROUP_QUIET,  // a place in a stage is used again before what was there has left
-    NO_STEP_QUIET,  // the same in the next step, or pass
-    EARLY_GROUP_SIGNAL,        // the signals of a step of sums go before all channels have put theirs
+    LATE_DONE,         // a block waits for its next task before it reports the last one
+    ITEM_DROPPED,      // an item found during an epilogue is lost
+    NO_PART_CREDIT,    // partial results are put to the relay without its credit
+    PART_LOST,         // partial results are not put
+    WRONG_WORLD_NUMBER,    // network messages go to the group's first PE
+    HALF_READY,        // a CTA pair starts a task when the first block's rows have arrived
+    HALF_DONE,         // a CTA pair reports a task when the first block's results are stored
+    CTA_LEAVES_ALONE,      // the second block of a CTA pair leaves the task loop after one task
+    COPIES_FORGOTTEN,  // a block of a CTA pair loads over the other's copies without a fence
+    CTA_FAILS_ALONE,       // a block of a CTA pair that fails leaves without the other
+    NO_GROUP_QUIET,  // a staging slot is reused before its message has left
+    NO_STEP_QUIET,  // likewise in the next step, or pass
+    EARLY_GROUP_SIGNAL,        // the signals of a step of sums are sent before all channels have put theirs
 };
 inline InjectedFault injected = NO_FAULT;
 }  // namespace aristos
@@ -58,7 +58,7 @@ u32 seeds(u32 few) {
     return text ? u32(std::strtoul(text, nullptr, 10)) : few;
 }
 
-// A reference in float64 for one schedule, and its bits for all others, by another GEMM path if there is one.
+// Checks one schedule against float64 and all others against its bits, optionally on another GEMM path.
 void any_schedule(const Options& o, u32 count, world::Path path) {
     Layers want(o);
     want.run();
@@ -66,7 +66,7 @@ void any_schedule(const Options& o, u32 count, world::Path path) {
     CHECK(world::failures == 0);
     if (testing::Case::failures) return;
     check_counters(want);
-    u64 hidden = 0;  // bytes of sums that went while the persistent kernel ran
+    u64 hidden = 0;  // bytes of sums put by the persistent kernel
     for (u64 seed = 2; seed < 2 + count && !testing::Case::failures; seed++) {
         Options other = scheduled(o, seed);
         other.path = path;
@@ -96,7 +96,7 @@ CASE(expert_without_tokens) { any_schedule(expert_without_tokens(), seeds(30)); 
 CASE(eight_pes) { any_schedule(eight_pes(), seeds(12)); }
 CASE(replicas) { any_schedule(replicas(), seeds(30)); }
 CASE(replicas_in_rounds) { any_schedule(replicas_in_rounds(), seeds(30)); }
-// An expert's gradients are several pieces of a channel, the last one short.
+// An expert's gradients are several pieces per channel, the last one partial.
 CASE(sums_in_steps) {
     Options o = replicas();
     o.experts = 4, o.intermediate = 1400, o.tokens = 8, o.passes = {{{8, 5, 0, 3}}, {{1, 8, 2, 7}}};
@@ -133,8 +133,8 @@ CASE(groups_of_hosts_in_bulk) {
 }
 CASE(bulk) { any_schedule(bulk(), seeds(30)); }
 CASE(bulk_in_small_windows) { any_schedule(bulk_in_small_windows(), seeds(30)); }
-// Models' shapes with windows as the host has them, by even routing: no phase has more fences than there are PEs that only the network reaches. 1/8 of
-// their tokens and of the rows of a chunk; the routing is theirs, the experts are small. And a block waits for a wave only where its places are needed again.
+// Models' shapes with the host's windows and even routing: no phase has more fences than there are inter-node peers, and a block waits
+// only for a send group whose staging slots are needed again. Tokens and rows of a chunk are 1/8 of the models'; experts are small.
 CASE(even_routing_needs_at_most_one_fence_per_inter_node_peer) {
     struct Model { u32 experts, top_k; };
     for (Model m : {Model{8, 2}, Model{128, 8}, Model{256, 8}}) {
@@ -156,10 +156,11 @@ CASE(even_routing_needs_at_most_one_fence_per_inter_node_peer) {
                 u64 most[2] = {0, 0};
                 for (u32 pe = 0; pe < pes; pe++) {
                     const Snapshot& s = t.seen[pe][0];
-                    // The headers', the rows' and the results'; backward has no headers.
+                    // For headers, rows and results; backward has no headers.
                     CHECK(s.forward.fences <= 1 + 2 * inter_node, "%llu fences to %llu peers", (unsigned long long)s.forward.fences, (unsigned long long)inter_node);
                     CHECK(s.backward.fences <= 2 * inter_node, "%llu fences to %llu peers", (unsigned long long)s.backward.fences, (unsigned long long)inter_node);
-                    // A wave's, where there are two more of its phase; each kernel's; and that of the sum of the router's gradient, one piece.
+                    // One for each send group with two later ones in its phase, one per kernel, and one for the router's gradient, a
+                    // single piece.
                     const u64 quiets = static_cast<host::World*>(t.w->handle)->network->quiets(pe), waves = inter_node > 2 ? 4 * (inter_node - 2) : 0;
                     CHECK(quiets >= 2 && quiets <= waves + 3, "%llu quiets, %llu peers", (unsigned long long)quiets, (unsigned long long)inter_node);
                     CHECK(s.forward.signals == s.forward.puts && s.backward.signals == s.backward.puts, "a place was used again");
@@ -172,7 +173,7 @@ CASE(even_routing_needs_at_most_one_fence_per_inter_node_peer) {
     }
     CHECK(world::failures == 0);
 }
-// The GEMM paths of the GPUs in the same rounds.
+// The GPUs' GEMM paths in the same rounds.
 CASE(gemm_paths) {
     for (world::Path path : {world::PATH_AMPERE, world::PATH_HOPPER}) {
         Options o = rounds_by_slots();
@@ -181,16 +182,16 @@ CASE(gemm_paths) {
     }
 }
 
-// ---- Pairs of blocks: the same bits as by blocks on their own.
+// ---- CTA pairs: the same bits as with single blocks.
 namespace {
-// Batches of several tiles of two blocks, and matrices of more columns and rows than one has.
+// Batches of several tiles of a CTA pair, and matrices larger than a tile in both dimensions.
 Options many_rows() {
     Options o = base(3);
     o.hidden = 72, o.intermediate = 40, o.experts = 3, o.top_k = 2, o.tokens = 130, o.chunk_rows = 8, o.shared = 1;
     o.passes = {{{130, 41, 97}}, {{33, 130, 0}, false}};
     return o;
 }
-// As many for tiles of 256 rows; some have none in the second 128.
+// Likewise for tiles of 256 rows; some have no rows in the second 128.
 Options more_rows() {
     Options o = rounds_by_slots();
     o.path = world::PATH_HOPPER, o.hidden = 64, o.intermediate = 48, o.tokens = 300, o.experts = 3, o.top_k = 2, o.chunk_rows = 32;
@@ -219,9 +220,9 @@ CASE(hopper_cta_pairs) { any_schedule(more_rows(), 2, world::PATH_HOPPER_256X256
 // ---- Peers that die.
 namespace {
 
-constexpr u64 STAMP = u64(1) << STEP_BITS;  // of a pass
+constexpr u64 STAMP = u64(1) << STEP_BITS;  // per pass
 
-// Runs passes of all PEs but of `dead`, which never begins or ends after its first forward pass.
+// Runs the passes of all PEs except `dead`, which never begins or ends after its first forward pass.
 enum Death { NEVER_BEGAN, AFTER_FORWARD, NOT_DEAD };
 struct Dying {
     const char* name;
@@ -229,8 +230,8 @@ struct Dying {
     u32 dead;
     Death death;
     u32 fault;
-    ErrorRecord want;               // of the others
-    std::vector<u8> unharmed = {};  // PEs that end without an error
+    ErrorRecord want;               // on the others
+    std::vector<u8> unharmed = {};  // PEs that finish without an error
     std::unique_ptr<Layers> t = nullptr;
     u64 took = 0;
 
@@ -292,7 +293,7 @@ void dead_peer_ends_all_waits(world::Path path) {
     add("never began, capacity", 2, NEVER_BEGAN, 0, {ERROR_TIMEOUT, 2, WHAT_CAPACITY, PHASE_ROUTER, 1, 0, 0},
         [](Options& o) { o.capacity = 1; });
     add("never began, bulk", 2, NEVER_BEGAN, 0, counts, [](Options& o) { o.bulk = 1; });
-    // Stamps of backward, which is pass 2; words still hold forward's.
+    // Stamps of backward, which is pass 2; the words still hold forward's.
     add("no barrier", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_BARRIER, PHASE_WAITING, 2 * STAMP + 2, STAMP + 1, 0},
         [](Options& o) { o.bulk = 1, o.passes = {{{8, 8, 0}}}; });
     add("no results", 0, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 0, WHAT_RESULTS, PHASE_COMBINE, 2 * STAMP + 1, STAMP + 1, 0},
@@ -302,12 +303,12 @@ void dead_peer_ends_all_waits(world::Path path) {
         [](Options& o) { o.hosts = 1, o.round_chunks = 1; });
     add("no rows", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_ROWS, PHASE_DISPATCH, 2 * STAMP + 1, STAMP + 1, 0},
         [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 0, 4}}}; })->unharmed = {1};
-    // A home, whose host's PEs wait for what others have sent it: it is named, and by the other host too.
-    add("never began, a home", 2, NEVER_BEGAN, 0, counts, [](Options& o) {
+    // A dead relay, while the PEs of its host wait for other hosts' data: it is named, also on the other host.
+    add("never began, a relay", 2, NEVER_BEGAN, 0, counts, [](Options& o) {
         o.n_pes = 4, o.host_of = {0, 0, 1, 1}, o.reachable = reach(4, REACH_NODES, 0), o.passes = {{{8, 8, 8, 8}}, {{8, 8, 8, 8}}};
     });
-    // By its number in its group, third of PEs 1 to 4; the other group ends its passes.
-    add("never began, a home in a group", 3, NEVER_BEGAN, 0, counts, [](Options& o) {
+    // Named by its number in its group, the third of PEs 1 to 4; the other group finishes its passes.
+    add("never began, a relay in a group", 3, NEVER_BEGAN, 0, counts, [](Options& o) {
         o.n_pes = 6, o.host_of = {0, 1, 0, 1, 0, 1}, o.group_of = {1, 0, 0, 0, 0, 1}, o.reachable = reach_hosts(o.host_of, 1);
         o.passes = {{{8, 8, 8, 8, 8, 8}, false}, {{8, 8, 8, 8, 8, 8}, false}};
     })->unharmed = {0, 5};
@@ -318,7 +319,8 @@ void dead_peer_ends_all_waits(world::Path path) {
     CHECK(world::failures == 0);
 }
 
-// Homes wait for parts of other PEs of their hosts, which are named; in bulk too, where nothing else is missing between its barriers.
+// Relays wait for partial results of PEs on their hosts, which are named; also in bulk mode, where nothing else is missing between the
+// barriers.
 CASE(missing_part_is_reported) {
     for (u32 bulk : {0, 1}) {
         Options o = relays();
@@ -333,12 +335,12 @@ CASE(missing_part_is_reported) {
             CHECK(e.kind == ERROR_TIMEOUT && e.what != WHAT_LOCAL && e.pe != pe, "pe %u: error %u pe %u what %u", pe, e.kind, e.pe, e.what);
             named += e.what == WHAT_RESULTS && o.host_of[e.pe] == o.host_of[pe];
         }
-        CHECK(named > 0, "no home named a PE of its host");
+        CHECK(named > 0, "no relay named a PE of its host");
     }
     CHECK(world::failures == 0);
 }
 
-// A PE whose host aborts it at any moment: all PEs end, and those that end without an error have the right results.
+// A PE that its host aborts at any moment: all PEs finish, and those without an error have correct results.
 void peer_stopped_anywhere_is_reported(world::Path path) {
     Options o = one_expert_in_rounds();
     o.wait_limit_ns = SECOND, o.delay_us = 0, o.path = path;
@@ -391,7 +393,7 @@ CASE(cta_pairs_dead_peer_ends_all_waits) { dead_peer_ends_all_waits(world::PATH_
 CASE(peer_stopped_anywhere_is_reported) { peer_stopped_anywhere_is_reported(world::PATH_SMALL); }
 CASE(cta_pairs_peer_stopped_anywhere_is_reported) { peer_stopped_anywhere_is_reported(world::PATH_SMALL_CTA_PAIR); }
 
-// ---- Peers that send invalid values. PE 0 alone, whose memory holds what PE 1 sent in a correct run, with one change.
+// ---- Peers that send invalid values. PE 0 runs alone; its memory holds the messages of PE 1 from a correct run, with one change.
 namespace {
 
 struct Lie {
@@ -409,7 +411,7 @@ struct Lie {
         *header_signal(l, 1, 1) = STAMP + 1;
         for (u32 i = 0; i < l.shape.round_chunks; i++) *chunk_signal(l, 1, i) = STAMP + 1;
     }
-    // Of chunk 0.
+    // In chunk 0.
     u32* rows() const { return reinterpret_cast<u32*>(window + l.shape.chunk_rows * l.sizes.row_bytes); }
     u32* slots() const { return rows() + l.shape.chunk_rows; }
     const ErrorRecord& run() {
@@ -443,7 +445,7 @@ void invalid_messages_are_reported(world::Path path) {
             CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_COUNTS && e.phase == PHASE_DISPATCH,
                   "header word %u of %x: error %u pe %u what %u", w, value, e.kind, e.pe, e.what);
         }
-        // Either is right: no effect, or an error that names the PE.
+        // Both outcomes are valid: no effect, or an error that names the PE.
         for (u32 change : {1u, ~0u, 4u}) {
             Lie lie(o, honest);
             lie.header[w] += change;
@@ -476,10 +478,10 @@ void invalid_messages_are_reported(world::Path path) {
 CASE(invalid_messages_are_reported) { invalid_messages_are_reported(world::PATH_SMALL); }
 CASE(cta_pairs_report_invalid_messages) { invalid_messages_are_reported(world::PATH_SMALL_CTA_PAIR); }
 
-// ---- Faults of the protocol, and of what carries it: the cases above must see them.
+// ---- Faults of the protocol and of the transport, which the cases above must detect.
 namespace {
 
-// How many seeds until another result or an error; 0: never.
+// Number of seeds until a wrong result or an error; 0: never.
 u32 caught(Options o, Reach who, InjectedFault fault, u32 host_fault = 0) {
     o.wait_limit_ns = world::is_hopper(o.path) ? 20 * SECOND : 2 * SECOND;  // its kernels take long on a busy machine
     Layers want(o);
@@ -488,7 +490,7 @@ u32 caught(Options o, Reach who, InjectedFault fault, u32 host_fault = 0) {
         Options s = o;
         s.schedule = seed, s.reachable = o.host_of.empty() ? reach(o.n_pes, who, seed) : reach_hosts(o.host_of, 1);
         Options faulty = s;
-        // They hang, in each pass and each of its rounds.
+        // The run hangs in each pass and each of its rounds.
         if (fault == LATE_DONE || fault == CTA_LEAVES_ALONE) faulty.wait_limit_ns = 2 * SECOND;
         Layers got(faulty);
         aristos_host_fault(got.w->handle, ~0u, host_fault);
@@ -496,11 +498,11 @@ u32 caught(Options o, Reach who, InjectedFault fault, u32 host_fault = 0) {
         injected = fault;
         got.run();
         injected = NO_FAULT;
-        world::failures = failures;  // those of the fault
+        world::failures = failures;  // drop the fault's failures
         const std::string what = difference(got, want.seen);
         if (what.empty()) continue;
         std::printf("  seed %u: %s\n", seed, what.c_str());
-        // It was the fault, and not a busy machine.
+        // Check that the fault was the cause, not a busy machine.
         Layers control(s);
         aristos_host_fault(control.w->handle, ~0u, host_fault == ARISTOS_FAULT_SLOW_SIGNALLER ? host_fault : 0);
         control.run();
@@ -544,7 +546,7 @@ CASE(detects_early_sum_in_groups) { CHECK(caught(groups_of_hosts(), REACH_NONE, 
 CASE(detects_fence_lost) { CHECK(caught(varying_tokens(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_FENCE_LOST)); }
 CASE(detects_signal_first) { CHECK(caught(varying_tokens(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
 
-// By Hopper's kernels, and in pairs of blocks: by the layer's kernels, and by those that any schedule is tried with.
+// On Hopper's kernels and with CTA pairs, both with the layer's kernels and with the small test path.
 namespace {
 Options by(world::Path path, Options o) {
     o.path = path, o.delay_us = 0;
@@ -580,10 +582,10 @@ CASE(detects_cta_fails_alone) {
     world::failures = failures;
 }
 
-// ---- Under ThreadSanitizer, which is slow: its vector clocks have an entry for each thread, so the kernels of routing are left out.
+// ---- Under ThreadSanitizer, whose vector clocks have an entry per thread and make it slow, so the routing kernels are left out.
 namespace {
 
-// Short runs, with blocks in three kinds of order, for each way in which PEs reach each other.
+// Short runs with three kinds of block order, for each way in which PEs reach each other.
 void orderly(Options o, u32 count) {
     o.host_plan = true, o.blocks = world::in_cta_pairs(o.path) ? 4 : 3, o.capacity = 0, o.delay_us = 0;
     std::vector<std::vector<Snapshot>> want;
@@ -636,7 +638,7 @@ CASE(tsan_hopper_cta_pairs) {
 CASE(tsan_eight_pes) { orderly(brief(eight_pes(), {{{4, 0, 3, 4, 1, 5, 0, 5}}}), seeds(1)); }
 
 #ifdef ARISTOS_TSAN
-// A race is reported once for each stack, so each fault has its own kernel at the bottom of the stack.
+// A race is reported once per stack, so each fault has its own kernel at the bottom of the stack.
 #define FAULT_CASE(name, fault)                                                                      \
     extern "C" __attribute__((noinline)) void test_forward_##name(const Layer* layer, Pass pass) {     \
         test_forward_small(layer, pass);                                                               \

@@ -1,5 +1,5 @@
-// A third GEMM path, for tests of everything around it: scalar products, tiles of 32 x 64 by blocks of two warps. On the emulator
-// it takes a hundredth of the others' time, so that a test can afford many seeds, and its small tiles are many.
+// A third GEMM path, for tests of the code around it: scalar products, tiles of 32 x 64 and blocks of two warps. On the emulator it takes
+// a hundredth of the others' time, so that tests can run many seeds, and its small tiles are many.
 #pragma once
 #include "../pass.h"
 #include "../cta_pair.h"
@@ -60,7 +60,7 @@ REGISTER_KERNEL(test_forward_small)
 KERNEL(test_backward_small, SmallTile::THREADS, 1)(const Layer* layer, Pass pass) { run_pass<SmallPath<F16, true>>(*layer, pass); }
 REGISTER_KERNEL(test_backward_small)
 
-// The same by pairs of blocks, in tiles of 64 x 64: what a pair does around its tasks is the layer's, the loop of tasks as simple as can be.
+// The same for CTA pairs, with tiles of 64 x 64. The code around the tasks is the layer's, the task loop is minimal.
 template <class T, bool IS_BACKWARD> struct SmallCtaPairPath {
     using Element = T;
     static constexpr bool BACKWARD = IS_BACKWARD, CTA_PAIR = true;
@@ -73,7 +73,7 @@ template <class T, bool IS_BACKWARD> struct SmallCtaPairPath {
         const bool first = !CtaPair::is_second(), one = dev::thread() == 0;
         CtaPair::call(b);
         for (;;) {
-            dev::cluster_sync();  // the second has the task before, and the first's results of it
+            dev::cluster_sync();  // the second block has read the previous task, and the first one's results of it
             if (one && first) s.more = source.next(s.task, [] { return false; });
             if (one && !first) source.await();
             dev::cluster_sync();
