@@ -28,11 +28,11 @@ template <u32 TILE_M, u32 TILE_N> struct AmpereTile {
     static constexpr u32 RING = STAGES + 1;  // chunks whose row pointers are kept: those being read, and the next one
     static constexpr u32 TABLE_BYTES = 8 * (N > RING * K ? N : RING * K);  // row pointers of one operand: N, M or RING * K
     static constexpr u32 TABLES = STAGES * STAGE_BYTES;
-    static constexpr u32 SOURCES = TABLES + 2 * TABLE_BYTES, TAKEN = SOURCES + 112, SHARED_BYTES = SOURCES + 128;
+    static constexpr u32 SOURCES = TABLES + 2 * TABLE_BYTES, CLAIMED = SOURCES + 112, SHARED_BYTES = SOURCES + 128;
     // After the main loop the stages' memory holds the tile's units, by row, and the sums of finish_unit.
     static constexpr u32 UNITS = M / UNIT_ROWS * ACROSS, ROW_SUMS = UNITS * UNIT_BYTES;
     static_assert(WARPS == 2 * ACROSS && M <= THREADS && WARP_M % UNIT_ROWS == 0, "warps");
-    static_assert(2 * sizeof(RowSource<Bf16>) <= TAKEN - SOURCES && ROW_SUMS + N / UNIT_COLS * M * 4 <= TABLES, "shared memory");
+    static_assert(2 * sizeof(RowSource<Bf16>) <= CLAIMED - SOURCES && ROW_SUMS + N / UNIT_COLS * M * 4 <= TABLES, "shared memory");
 };
 
 // One operand in shared memory: EXTENT rows (A) or columns (B) of the tile, by K.
@@ -194,7 +194,7 @@ DEVICE bool ampere_multiply(const GemmTask& t, char* shared, float (&acc)[Tile::
 // its part of the epilogue; the other warps work on the epilogue meanwhile.
 template <class T, class Tile, u32 KINDS = ALL_KINDS, class Meanwhile>
 DEVICE void gemm_task_ampere(const GemmTask& t, char* shared, Meanwhile meanwhile) {
-    u32* taken = reinterpret_cast<u32*>(shared + Tile::TAKEN);
+    u32* claimed = reinterpret_cast<u32*>(shared + Tile::CLAIMED);
     {
         float acc[Tile::WARP_UNITS][8][4];
         bool any;
@@ -209,14 +209,14 @@ DEVICE void gemm_task_ampere(const GemmTask& t, char* shared, Meanwhile meanwhil
     }
     // Not earlier, because only now are the accumulators' registers free. The first unit still waits for DRAM, the others do not.
     if (KINDS != FORWARD_KINDS) prefetch_finish<T, Tile::M, Tile::N, Tile::THREADS>(t, dev::thread());
-    if (dev::thread() == 0) *taken = 0;
+    if (dev::thread() == 0) *claimed = 0;
     dev::sync_block();
     if (dev::thread() == 0) meanwhile();
     dev::sync_warp();
     auto* row_sums = reinterpret_cast<float*>(shared + Tile::ROW_SUMS);
     for (;;) {
         u32 unit = 0;
-        if (dev::lane() == 0) unit = dev::shared_add(taken, 1u);
+        if (dev::lane() == 0) unit = dev::shared_add(claimed, 1u);
         unit = dev::shfl(unit, 0);
         const u32 row = unit / Tile::ACROSS * UNIT_ROWS;
         if (unit >= Tile::UNITS || t.m0 + row >= gemm_m(t)) break;

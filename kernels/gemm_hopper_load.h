@@ -74,14 +74,14 @@ DEVICE u32 task_stages(const GemmTask& t) {
 // One warp. Prefetches the epilogue's lines into L2: 32 after each of a tile's last stages, and any excess at its beginning. For weight
 // gradients that accumulate, all at the beginning.
 template <class T, class Tile> DEVICE void prefetch_early(const GemmTask& t, u32 stages) {
-    for (u32 turn = 0, turns = finish_lines<TILE_M, Tile::N>(t) / 32; turn + stages < turns; turn++) {
-        prefetch_finish_line<T, TILE_M, Tile::N>(t, turn * 32 + dev::lane());
+    for (u32 group = 0, groups = finish_lines<TILE_M, Tile::N>(t) / 32; group + stages < groups; group++) {
+        prefetch_finish_line<T, TILE_M, Tile::N>(t, group * 32 + dev::lane());
     }
 }
 // `left`: number of stages from this one on.
 template <class T, class Tile> DEVICE void prefetch_line(const GemmTask& t, u32 left) {
-    u32 turns = finish_lines<TILE_M, Tile::N>(t) / 32;
-    if (left <= turns) prefetch_finish_line<T, TILE_M, Tile::N>(t, (turns - left) * 32 + dev::lane());
+    u32 groups = finish_lines<TILE_M, Tile::N>(t) / 32;
+    if (left <= groups) prefetch_finish_line<T, TILE_M, Tile::N>(t, (groups - left) * 32 + dev::lane());
 }
 
 // TMA maps and coordinates of B. K-major: the first half of the panels are rows of `first`, the others of `second`. MN-major: all panels

@@ -22,7 +22,7 @@ namespace aristos {
 namespace hopper {
 
 constexpr u32 PIECE_COLS = 64, PIECE_BYTES = UNIT_ROWS * PIECE_COLS * 2, PIECES = UNIT_BYTES / PIECE_BYTES;
-static_assert(PIECES == 2 && PIECE_COLS * 2 == 128 && UNIT_ROWS == RESULT_BOX_ROWS, "two places, of lines of 128 bytes, a box of the maps each");
+static_assert(PIECES == 2 && PIECE_COLS * 2 == 128 && UNIT_ROWS == RESULT_BOX_ROWS, "two buffers of 128-byte lines, one TMA box each");
 constexpr u32 BLOCK_COLS = 32;  // columns taken from the accumulators at a time: half a piece
 
 // Kinds with 16-bit results that need no memory operand except biases. BACKWARD_DOWN reads what it overwrites, 16 bytes per lane, through

@@ -56,10 +56,10 @@ REGISTER_KERNEL(aristos_gemm_hopper_128_test_bf16)
 KERNEL(aristos_gemm_hopper_128_test_f16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<F16, 128>(queue); }
 REGISTER_KERNEL(aristos_gemm_hopper_128_test_f16)
 // For CTA pairs: the queue's tiles have 256 rows.
-CLUSTER_KERNEL(aristos_gemm_hopper_pair_test_bf16, 384)(const HopperQueue* queue) { gemm_hopper_test_body<Bf16, 256, 2>(queue); }
-REGISTER_CLUSTER_KERNEL(aristos_gemm_hopper_pair_test_bf16)
-CLUSTER_KERNEL(aristos_gemm_hopper_pair_128_test_f16, 384)(const HopperQueue* queue) { gemm_hopper_test_body<F16, 128, 2>(queue); }
-REGISTER_CLUSTER_KERNEL(aristos_gemm_hopper_pair_128_test_f16)
+CLUSTER_KERNEL(aristos_gemm_hopper_cta_pair_test_bf16, 384)(const HopperQueue* queue) { gemm_hopper_test_body<Bf16, 256, 2>(queue); }
+REGISTER_CLUSTER_KERNEL(aristos_gemm_hopper_cta_pair_test_bf16)
+CLUSTER_KERNEL(aristos_gemm_hopper_cta_pair_128_test_f16, 384)(const HopperQueue* queue) { gemm_hopper_test_body<F16, 128, 2>(queue); }
+REGISTER_CLUSTER_KERNEL(aristos_gemm_hopper_cta_pair_128_test_f16)
 
 }  // namespace aristos
 #endif

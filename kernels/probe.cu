@@ -120,7 +120,7 @@ DEVICE bool answered(const ProbeArea& a, u32 to, u64 number) {
 }
 
 DEVICE u64* sent_number(const ProbeArea& a, u32 to) { return a.numbers + to * a.blocks + block(); }
-DEVICE u64* taken_number(const ProbeArea& a, u32 from) { return a.numbers + (a.n_pes + from) * a.blocks + block(); }
+DEVICE u64* received_number(const ProbeArea& a, u32 from) { return a.numbers + (a.n_pes + from) * a.blocks + block(); }
 
 // One thread of block 0, at the end of a kernel.
 DEVICE void note_rate(const ProbeArea& a, u64 count, u64 ns, u64 first) {
@@ -175,14 +175,14 @@ REGISTER_KERNEL(aristos_probe_send)
 
 // Receiver of a pair.
 KERNEL(aristos_probe_answer, 1024, 1)(ProbeArea a, u32 from, u64 bytes) {
-    u64 number = *taken_number(a, from);
+    u64 number = *received_number(a, from);
     sync_block();
     for (bool last = false; !last;) {
         number++;
         if (!receive_part(a, from, 0, bytes, number, last)) return;
     }
     if (thread() != 0) return;
-    *taken_number(a, from) = number;
+    *received_number(a, from) = number;
     quiet_puts();
 }
 REGISTER_KERNEL(aristos_probe_answer)
@@ -221,14 +221,14 @@ KERNEL(aristos_probe_together, 1024, 1)(ProbeArea a, u32 begin, u32 end, u64 byt
         }
         for (u32 k = begin; k < end; k++) {
             const u32 from = (me + n - k) % n;
-            if (!receive_part(a, from, from * offset, bytes, *taken_number(a, from) + 1, ends)) return;
+            if (!receive_part(a, from, from * offset, bytes, *received_number(a, from) + 1, ends)) return;
         }
         if (thread() == 0) {
             for (u32 k = begin; k < end && ok; k++) {
                 const u32 to = (me + k) % n, from = (me + n - k) % n;
                 ok = answered(a, to, *sent_number(a, to) + 1);
                 *sent_number(a, to) += 1;
-                *taken_number(a, from) += 1;
+                *received_number(a, from) += 1;
             }
             if (ok) fetch_add_acq_rel(&a.control->done, 1);
             if (ok && block() == 0) {

@@ -77,13 +77,13 @@ DEVICE void select_largest(u32* keys, u32 n, u32 count) {
     const u32 lane = dev::lane();
     // The largest of this lane's keys; searched again only after it was selected.
     u32 key = 0, index = NONE;
-    auto look = [&] {
+    auto find_largest = [&] {
         key = 0, index = NONE;
         for (u32 i = lane; i < n; i += 32) {
             if (keys[i] > key) key = keys[i], index = i;
         }
     };
-    look();
+    find_largest();
     for (u32 c = 0; c < count; c++) {
         u32 best = key, at = index;
         for (u32 mask = 16; mask > 0; mask /= 2) {
@@ -92,7 +92,7 @@ DEVICE void select_largest(u32* keys, u32 n, u32 count) {
         }
         if (at == index && at != NONE) {
             keys[at] = KEY_SELECTED;
-            look();
+            find_largest();
         }
     }
     dev::sync_warp();

@@ -193,8 +193,8 @@ constexpr ReduceShape reduce_shape(const LayerShape& s) {
 // Pieces per channel and part.
 constexpr u32 reduce_steps(const LayerShape& s, u64 elements, u32 parts) {
     const ReduceShape r = reduce_shape(s);
-    const u64 turn = u64(r.piece) * r.channels;
-    return u32((reduce_part(elements, parts) + turn - 1) / turn);
+    const u64 stride = u64(r.piece) * r.channels;
+    return u32((reduce_part(elements, parts) + stride - 1) / stride);
 }
 // Maximum number of steps of a PE in a pass; an expert in two parts has the most.
 constexpr u64 max_sum_steps(const LayerShape& s) {

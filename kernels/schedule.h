@@ -247,8 +247,8 @@ DEVICE void fill_queues(Block& b) {
     u32 relays = 0;
     for (u32 i = 0; l.shape.relays && b.step.receives && i < served_sources(l)[0]; i++) {
         const u32 source = served_sources(l)[1 + i];
-        const u32 come = in.end_chunk[source] - in.first_chunk[source];
-        relays += (mode != MODE_GRADIENT && header_due(b, source)) + come + consumed_acks_expected(b, come);
+        const u32 arriving = in.end_chunk[source] - in.first_chunk[source];
+        relays += (mode != MODE_GRADIENT && header_due(b, source)) + arriving + consumed_acks_expected(b, arriving);
     }
     if (dev::thread() == 0) {
         *q.relays = relays;

@@ -171,7 +171,7 @@ u64 offset_of(Block& block, const void* mine, u64 bytes, u32 pe, const char* wha
     return offset;
 }
 // The address at `pe`, in a world whose heaps are all in this process.
-char* place_at(const World& world, u64 offset, u32 pe) { return world.heaps[pe] + offset; }
+char* address_at(const World& world, u64 offset, u32 pe) { return world.heaps[pe] + offset; }
 
 // Calls a function of the inter-host transport; false if there is none.
 template <class Call> bool through_transport(World& world, Call call) {
@@ -218,7 +218,7 @@ void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
             nanosleep(&nap, nullptr);
         }
         if (through_transport(*launch.world, [&](auto& t) { t.put(t.context, pe, offset, src, bytes); })) return;
-        char* to = place_at(*launch.world, offset, pe);
+        char* to = address_at(*launch.world, offset, pe);
         if (VirtualTime* time = launch.world->time) {
             return time->send(&block, launch.pe, pe, bytes, false, [=] { raw_copy(to, src, bytes); });
         }
@@ -239,7 +239,7 @@ void signal_set(u64* signal_mine, u64 value, u32 pe) {
     World& world = *block.launch->world;
     const u64 offset = offset_of(block, signal_mine, 8, pe, "a signal");
     if (through_transport(world, [&](auto& t) { t.signal(t.context, pe, offset, value); })) return;
-    u64* to = reinterpret_cast<u64*>(place_at(world, offset, pe));
+    u64* to = reinterpret_cast<u64*>(address_at(world, offset, pe));
     if (VirtualTime* time = block.launch->world->time) {
         return time->send(&block, block.launch->pe, pe, 8, true, [=] { __atomic_store_n(to, value, __ATOMIC_RELEASE); });
     }

@@ -187,7 +187,7 @@ void Block::fiber_main() {
 }
 
 void Block::fiber_over(Fiber* fiber) {
-    if (fiber->wgmma.taken != 0) fail("thread %u ends with a wgmma in flight", fiber->thread);
+    if (fiber->wgmma.borrowed != 0) fail("thread %u ends with a wgmma in flight", fiber->thread);
     check_no_stores(fiber);
     finish_copies(fiber, ~0u, true);
     u64 canary;

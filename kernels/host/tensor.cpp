@@ -20,7 +20,7 @@ float element(u32 bits, bool bf16) { return bf16 ? dev::to_float(Bf16{u16(bits)}
 template <bool BF16> void multiply_warp(const std::unique_ptr<Fiber>* lanes) {
     work.products.fetch_add(1, std::memory_order_relaxed);
     alignas(64) float a[16][16], b[16][8], d[16][8];
-    const auto at = [](auto& matrix, Place place) -> float& { return matrix[place.row][place.col]; };
+    const auto at = [](auto& matrix, Coord coord) -> float& { return matrix[coord.row][coord.col]; };
     for (u32 lane = 0; lane < 32; ++lane) {
         const Operands& o = lanes[lane]->operands;
         for (u32 i = 0; i < 4; ++i) {
@@ -63,7 +63,7 @@ void load_matrices(const void* smem_row, u32* registers, bool transposed) {
         u16 matrix[8][8];
         for (u32 row = 0; row < 8; ++row) __builtin_memcpy(matrix[row], lanes[8 * i + row]->operands.row, 16);
         for (u32 lane = 0; lane < 32; ++lane) {
-            const Place lo = ldmatrix(lane, 0, transposed), hi = ldmatrix(lane, 1, transposed);
+            const Coord lo = ldmatrix(lane, 0, transposed), hi = ldmatrix(lane, 1, transposed);
             lanes[lane]->operands.registers[i] = u32(matrix[lo.row][lo.col]) | u32(matrix[hi.row][hi.col]) << 16;
         }
     }
@@ -87,7 +87,7 @@ void store_matrices(void* smem_row, const u32* registers) {
         u16 matrix[8][8];
         for (u32 lane = 0; lane < 32; ++lane) {
             for (u32 half = 0; half < 2; ++half) {
-                const Place at = stmatrix(lane, half);
+                const Coord at = stmatrix(lane, half);
                 matrix[at.row][at.col] = u16(lanes[lane]->operands.a[i] >> 16 * half);
             }
         }
@@ -175,7 +175,7 @@ void execute_through(Block& block, WgmmaGroup& group, u64 through) {
 }
 
 // The accumulators `acc` of thread t, borrowed from it now unless they already are.
-Accumulators* take(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, float* acc, u32 n) {
+Accumulators* borrow(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, float* acc, u32 n) {
     const u32 t = fiber->thread % WARPGROUP;
     Accumulators* found = expected;
     if (!found) {
@@ -199,13 +199,13 @@ Accumulators* take(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, floa
     if (found->of_thread[t] == nullptr) {
         if (!fiber->wgmma.fenced) fiber->owner->fail("thread %u: wgmma on accumulators without wgmma_fence before", fiber->thread);
         for (u32 i = 0; i < n / 2; ++i) {
-            const Place place = wgmma_d(t, i);
-            found->values[place.row * n + place.col] = acc[i];
+            const Coord coord = wgmma_d(t, i);
+            found->values[coord.row * n + coord.col] = acc[i];
             acc[i] = NAN;
         }
         found->of_thread[t] = acc;
         ++found->open;
-        ++fiber->wgmma.taken;
+        ++fiber->wgmma.borrowed;
     } else if (found->of_thread[t] != acc || found->n != n) {
         fiber->owner->fail("thread %u: wgmma on other accumulators than the rest of the warpgroup", fiber->thread);
     }
@@ -214,18 +214,18 @@ Accumulators* take(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, floa
 }
 
 // Returns to `fiber` the accumulators whose last wgmma is before number `through`.
-void give_back(Fiber* fiber, WgmmaGroup& group, u64 through) {
+void return_accumulators(Fiber* fiber, WgmmaGroup& group, u64 through) {
     const u32 t = fiber->thread % WARPGROUP;
     for (auto& accumulators : group.accumulators) {
         const u32 n = accumulators->n;
         if (n == 0 || !accumulators->of_thread[t] || accumulators->last_use[t] > through) continue;
         float* acc = accumulators->of_thread[t];
         for (u32 i = 0; i < n / 2; ++i) {
-            const Place place = wgmma_d(t, i);
-            acc[i] = accumulators->values[place.row * n + place.col];
+            const Coord coord = wgmma_d(t, i);
+            acc[i] = accumulators->values[coord.row * n + coord.col];
         }
         accumulators->of_thread[t] = nullptr;
-        --fiber->wgmma.taken;
+        --fiber->wgmma.borrowed;
         if (--accumulators->open == 0) accumulators->n = 0;
     }
 }
@@ -285,7 +285,7 @@ void wgmma_64xnx16(float* acc, u32 n, u64 desc_a, u64 desc_b, bool accumulate, b
     for (u32 i = 0; i < MBARRIERS; ++i) {
         if (fiber->fenced[i] < op.fenced[i]) op.fenced[i] = fiber->fenced[i];
     }
-    op.accumulators = take(fiber, group, op.accumulators, acc, n);
+    op.accumulators = borrow(fiber, group, op.accumulators, acc, n);
     if (++op.arrived < WARPGROUP) return;
     if (block.random.next() % 4 == 0) execute_through(block, group, number + 1);
     const u32 first = fiber->thread / WARPGROUP * WARPGROUP;
@@ -314,7 +314,7 @@ void wgmma_wait_group(u32 n) {
         block.wait(fiber, Wait::WGMMA, nullptr, through);
         execute_through(block, group, through);
     }
-    give_back(fiber, group, through);
+    return_accumulators(fiber, group, through);
 }
 
 }  // namespace aristos::dev

@@ -6,7 +6,7 @@ void VirtualTime::run_next(const Block* from) {
     running_ = nullptr;
     if (wakes_.size() < expected_) return;
     if (waiting_.empty()) {
-        for (Block* block : parked_) waiting_.insert(turn(block));  // still in parked_, which tells them that they were not woken
+        for (Block* block : parked_) waiting_.insert(order(block));  // still in parked_, which tells them that they were not woken
     }
     if (waiting_.empty()) return;
     const auto next = waiting_.begin();
@@ -30,7 +30,7 @@ void VirtualTime::begin(Block* block) {
     std::unique_lock<std::mutex> lock(mutex_);
     block->time = begin_[block->launch->pe];
     wakes_[block] = std::make_unique<std::condition_variable>();
-    waiting_.insert(turn(block));
+    waiting_.insert(order(block));
     if (wakes_.size() == expected_) run_next(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
 }
@@ -45,7 +45,7 @@ void VirtualTime::end(Block* block) {
 void VirtualTime::spend(Block* block, u64 ns) {
     std::unique_lock<std::mutex> lock(mutex_);
     block->time += ns;
-    waiting_.insert(turn(block));
+    waiting_.insert(order(block));
     run_next(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
 }
@@ -62,7 +62,7 @@ void VirtualTime::wake(Block* block, u64 time) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (parked_.erase(block) == 0) return;
     block->time = std::max(block->time, time);
-    waiting_.insert(turn(block));
+    waiting_.insert(order(block));
 }
 
 void VirtualTime::send(const Block* block, u32 from, u32 to, u64 bytes, bool signal, std::function<void()> deliver) {

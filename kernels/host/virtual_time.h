@@ -29,8 +29,8 @@ class VirtualTime {
         : rates_(rates), expected_(blocks), out_(n_pes), in_(n_pes), pairs_(u64(n_pes) * n_pes), begin_(n_pes), end_(n_pes) {}
     // After all blocks have ended: continues with another kernel, on each PE from the time at which its last kernel ended.
     void next(u32 blocks);
-    // Calls `look` at a time, before other events at that time.
-    void at(u64 time, std::function<void()> look) { events_.emplace(time, std::move(look)); }
+    // Calls `callback` at a time, before other events at that time.
+    void at(u64 time, std::function<void()> callback) { events_.emplace(time, std::move(callback)); }
 
     void begin(Block* block);
     void end(Block* block);
@@ -60,9 +60,9 @@ class VirtualTime {
     u32 expected_;
     std::mutex mutex_;
     // Blocks that do not run. The next is the one with the least time, then with the least PE.
-    using Turn = std::tuple<u64, u32, u32, Block*>;  // time, PE, index
-    static Turn turn(Block* block) { return {block->time, block->launch->pe, block->index, block}; }
-    std::set<Turn> waiting_;
+    using Order = std::tuple<u64, u32, u32, Block*>;  // time, PE, index
+    static Order order(Block* block) { return {block->time, block->launch->pe, block->index, block}; }
+    std::set<Order> waiting_;
     std::map<Block*, std::unique_ptr<std::condition_variable>> wakes_;
     Block* running_ = nullptr;
     std::set<Block*> parked_;

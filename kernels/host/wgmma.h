@@ -41,7 +41,7 @@ struct WgmmaThread {
     u64 groups = 0;
     u64 group_end[16];            // for the last 16 groups: wgmmas issued until then
     bool fenced = false;
-    u32 taken = 0;                // borrowed accumulators
+    u32 borrowed = 0;                // borrowed accumulators
 };
 
 }  // namespace aristos::host

@@ -47,11 +47,11 @@ template <class Operation> static void check_mma() {
     const typename Traits::CLayout d{};
     for (u32 lane = 0; lane < 32; ++lane) {
         for (u32 v = 0; v < 8; ++v) {
-            const host::Place at = host::mma_a(lane, v / 2, v % 2);
+            const host::Coord at = host::mma_a(lane, v / 2, v % 2);
             CHECK(u32(a(lane, v)) == at.row + 16 * at.col, "A, lane %u, value %u", lane, v);
         }
         for (u32 v = 0; v < 4; ++v) {
-            const host::Place at = host::mma_b(lane, v / 2, v % 2), of_d = host::mma_d(lane, v);
+            const host::Coord at = host::mma_b(lane, v / 2, v % 2), of_d = host::mma_d(lane, v);
             CHECK(u32(b(lane, v)) == at.col + 8 * at.row, "B, lane %u, value %u", lane, v);
             CHECK(u32(d(lane, v)) == of_d.row + 16 * of_d.col, "D, lane %u, value %u", lane, v);
         }
@@ -74,7 +74,7 @@ template <class Operation> static void check_ldmatrix(bool transposed) {
     for (u32 lane = 0; lane < 32; ++lane) {
         for (u32 half = 0; half < 8; ++half) {
             const auto [row, bit] = source[u32(to(lane, half * 16))];
-            const host::Place at = host::ldmatrix(lane, half % 2, transposed);
+            const host::Coord at = host::ldmatrix(lane, half % 2, transposed);
             CHECK(row == half / 2 * 8 + at.row && bit == at.col * 16, "lane %u, half %u: row %u, bit %u", lane, half, row, bit);
         }
     }
@@ -91,7 +91,7 @@ CASE(fragments_of_stmatrix) {
     for (u32 lane = 0; lane < 32; ++lane) {
         for (u32 half = 0; half < 8; ++half) {
             const auto [row, bit] = target[u32(from(lane, half * 16))];
-            const host::Place at = host::stmatrix(lane, half % 2);
+            const host::Coord at = host::stmatrix(lane, half % 2);
             CHECK(row == half / 2 * 8 + at.row && bit == at.col * 16, "lane %u, half %u: row %u, bit %u", lane, half, row, bit);
         }
     }
@@ -107,7 +107,7 @@ template <class Operation, u32 N> static void check_accumulators() {
     const typename cute::MMA_Traits<Operation>::CLayout layout{};
     for (u32 t = 0; t < 128; ++t) {
         for (u32 i = 0; i < N / 2; ++i) {
-            const host::Place at = host::wgmma_d(t, i);
+            const host::Coord at = host::wgmma_d(t, i);
             CHECK(u32(layout(t, i)) == at.row + 64 * at.col, "of %u, thread %u, accumulator %u", N, t, i);
         }
     }
@@ -167,7 +167,7 @@ CASE(descriptors_match_cute) {
 using Stage = hopper::Tile<256>;
 
 // Offset of element (row or column `r`, `k`) of an operand in a stage, from its first panel.
-template <bool MN_MAJOR> static u32 stage_place(u32 r, u32 k) {
+template <bool MN_MAJOR> static u32 stage_offset(u32 r, u32 k) {
     const u32 line = MN_MAJOR ? k : r % hopper::PANEL, along = MN_MAJOR ? r % hopper::PANEL : k;
     return r / hopper::PANEL * hopper::PANEL_BYTES + hopper::swizzled(line, along / 8) + along % 8 * 2;
 }
@@ -176,7 +176,7 @@ template <bool MN_MAJOR, int ROWS> static void check_stage() {
     auto tensor = tensor_at(Stage::STAGE_BYTES, cute_layout<MN_MAJOR, ROWS, hopper::TILE_K, MN_MAJOR>());
     for (u32 r = 0; r < ROWS; ++r) {
         for (u32 k = 0; k < hopper::TILE_K; ++k) {
-            const u32 got = Stage::STAGE_BYTES + stage_place<MN_MAJOR>(r, k), want = address_of(tensor, int(r), int(k));
+            const u32 got = Stage::STAGE_BYTES + stage_offset<MN_MAJOR>(r, k), want = address_of(tensor, int(r), int(k));
             CHECK(got == want, "%s, %d rows, row %u, k %u: %x, CuTe %x", MN_MAJOR ? "MN" : "K", ROWS, r, k, got, want);
         }
     }

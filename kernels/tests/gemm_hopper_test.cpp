@@ -212,7 +212,7 @@ template <class T> struct Run {
         }
         u32 state[3] = {0, 0, 0};
         HopperQueue queue{tasks.data(), needs.data(), u32(tasks.size()), delay, state, state + 1, state + 2, 20'000'000'000};
-        const std::string of = (shape.pair ? "pair_" : "") + std::string(tile_n == 128 ? "128_" : "");
+        const std::string of = (shape.pair ? "cta_pair_" : "") + std::string(tile_n == 128 ? "128_" : "");
         const std::string kernel = "aristos_gemm_hopper_" + of + "test_" + (std::is_same_v<T, F16> ? "f16" : "bf16");
         u32 shared = tile_n == 128 ? hopper::Tile<128>::SHARED_BYTES : hopper::Tile<256>::SHARED_BYTES;
         if (shape.pair) shared = tile_n == 128 ? hopper::Tile<128, 2>::SHARED_BYTES : hopper::Tile<256, 2>::SHARED_BYTES, blocks *= 2;
@@ -271,7 +271,7 @@ template <class T> void check_forward(const Run<T>& r) {
             }
         }
     }
-    if (!r.shape.training && !r.gate_up.untouched(0, size_t(r.shape.rows[0]) * W)) fail("gu written without training");
+    if (!r.shape.training && !r.gate_up.untouched(0, size_t(r.shape.rows[0]) * W)) fail("gate_up written without training");
 }
 
 // `before`: gate_up as forward left it; r.gate_up and r.h are backward's results.
@@ -344,7 +344,7 @@ template <class T> void check_backward(const Run<T>& r, const std::vector<double
 }
 
 template <class T> void check_memory(const Run<T>& r) {
-    r.gate_up.check_guards("gu");
+    r.gate_up.check_guards("gate_up");
     r.h.check_guards("h");
     r.y.check_guards("y");
     r.dx.check_guards("dx");
@@ -359,7 +359,7 @@ template <class T> void check_memory(const Run<T>& r) {
         if (!r.dx.untouched(end * r.H, (end + GAP) * r.H)) fail("dx written beyond the batch");
         if (!r.d_weight.untouched(end * r.d_weight_stride, (end + GAP) * r.d_weight_stride)) fail("d_weight beyond the batch");
         for (size_t i = end * r.W; i < (end + GAP) * r.W; i++)
-            if (r.gate_up[i].bits != r.poison[0].bits) fail("gu written beyond the batch");
+            if (r.gate_up[i].bits != r.poison[0].bits) fail("gate_up written beyond the batch");
         for (size_t i = end * r.I; i < (end + GAP) * r.I; i++)
             if (r.h[i].bits != r.poison[0].bits) fail("h written beyond the batch");
     }
@@ -388,7 +388,7 @@ template <class T> void check_prefetches(const Run<T>& r) {
     size_t outside = 0, missed = 0;
     for (u64 line : prefetched) outside += !read.count(line);
     for (u64 line : begun) missed += !prefetched.count(line);
-    CHECK(outside == 0, "%zu lines were prefetched that nobody reads", outside);
+    CHECK(outside == 0, "%zu prefetched lines are not read", outside);
     CHECK(missed == 0, "%zu lines of %zu were not prefetched", missed, begun.size());
 }
 
@@ -465,17 +465,17 @@ CASE(hopper_without_slot_maps_bf16) {
     CHECK(run<Bf16>(shape, 256, 2, 1, 0, false) == bytes, "another result without TMA");
 }
 // CTA pairs must give the same bits as single blocks; the second block's half of a tile is often empty.
-template <class T> void test_pair(Shape shape, u32 tile_n) {
+template <class T> void test_cta_pair(Shape shape, u32 tile_n) {
     const auto bytes = run<T>(shape, tile_n, 2, 1, 0, false);
     shape.pair = true;
     CHECK(run<T>(shape, tile_n, 1, 2, 0, true) == bytes, "another result by a pair of blocks");
     CHECK(run<T>(shape, tile_n, 2, 3, 5, false) == bytes, "another result by two pairs, with tasks known late");
 }
-CASE(hopper_pair_gated_bf16) { test_pair<Bf16>(GATED, 256); }
-CASE(hopper_pair_smallest_bf16) { test_pair<Bf16>(SMALLEST, 256); }
-CASE(hopper_pair_forward_only_bf16) { test_pair<Bf16>(FORWARD_ONLY, 256); }
-CASE(hopper_pair_128_plain_f16) { test_pair<F16>(PLAIN, 128); }
-CASE(hopper_pair_128_long_f16) { test_pair<F16>(LONG, 128); }
+CASE(hopper_cta_pair_gated_bf16) { test_cta_pair<Bf16>(GATED, 256); }
+CASE(hopper_cta_pair_smallest_bf16) { test_cta_pair<Bf16>(SMALLEST, 256); }
+CASE(hopper_cta_pair_forward_only_bf16) { test_cta_pair<Bf16>(FORWARD_ONLY, 256); }
+CASE(hopper_cta_pair_128_plain_f16) { test_cta_pair<F16>(PLAIN, 128); }
+CASE(hopper_cta_pair_128_long_f16) { test_cta_pair<F16>(LONG, 128); }
 CASE(hopper_128_gated_bf16) { test<Bf16>(GATED, 128); }
 CASE(hopper_128_plain_f16) { test<F16>(PLAIN, 128); }
 CASE(hopper_128_smallest_bf16) { test<Bf16>(SMALLEST, 128); }
@@ -485,7 +485,7 @@ CASE(hopper_128_long_f16) { test<F16>(LONG, 128); }
 
 // Other blocks read a tile's results as soon as it is reported done.
 CASE(tsan_hopper_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 256, 3, 1, 1, false); }
-CASE(tsan_hopper_pair_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}, true, true}, 256, 1, 1, 1, false); }
+CASE(tsan_hopper_cta_pair_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}, true, true}, 256, 1, 1, 1, false); }
 CASE(tsan_hopper_128_queue) { run<F16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 128, 3, 1, 1, false); }
 
 }  // namespace

@@ -146,7 +146,7 @@ public:
                                false, false, false, false, false, false, false, b_down && c_.weighted,
                                c_.kind == GRAD_UP || c_.kind == GRAD_DOWN};
         Buffer* all[] = {&x, &row, &gate_up, &h, &y, &gate, &up, &down, &gate_bias, &up_bias, &down_bias, &weight, &d_weight, &out};
-        const char* names[] = {"x", "row", "gu", "h", "y", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "d_weight", "out"};
+        const char* names[] = {"x", "row", "gate_up", "h", "y", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "d_weight", "out"};
         for (int i = 0; i < 14; i++) {
             if (!all[i]->guards_intact()) wrong_ += std::string(" guard of ") + names[i];
             if (!writes[i] && !all[i]->same(before_[i])) wrong_ += std::string(" wrote ") + names[i];
@@ -260,8 +260,8 @@ private:
                 Near v = value_f32(c_.activation, g);
                 compare("h", r, i, get(h, r * I + i), (c_.gated ? times(v, u) : v).rounded(type_));
                 if (!c_.training) continue;
-                compare("gu", r, i, get(gate_up, r * G + i), g.rounded(type_));
-                if (c_.gated) compare("gu", r, I + i, get(gate_up, r * G + I + i), u.rounded(type_));
+                compare("gate_up", r, i, get(gate_up, r * G + i), g.rounded(type_));
+                if (c_.gated) compare("gate_up", r, I + i, get(gate_up, r * G + I + i), u.rounded(type_));
             }
     }
     void product_y(bool backward) {

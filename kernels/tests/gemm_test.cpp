@@ -207,7 +207,7 @@ template <class Tile, bool HALVES> void bank_conflicts() {
                     }
         }
     }
-    CHECK(written.size() == Tile::M * Tile::N / 2, "places that two accumulators share");
+    CHECK(written.size() == Tile::M * Tile::N / 2, "offsets shared by two accumulators");
 }
 template <class Tile> void bank_conflicts() { bank_conflicts<Tile, true>(), bank_conflicts<Tile, false>(); }
 

@@ -25,7 +25,7 @@ struct Forward {
 
 // Chunk buffers of a window as chosen by the host (src/moe/device/windows.rs) for evenly spread experts: at least as many as even routing
 // fills.
-inline u32 window_places(u32 tokens, u32 experts, u32 top_k, u32 pes, u32 chunk_rows, u32 round_chunks) {
+inline u32 window_buffers(u32 tokens, u32 experts, u32 top_k, u32 pes, u32 chunk_rows, u32 round_chunks) {
     double none = 1;
     for (u32 i = 0; i < top_k; i++) none *= std::max(0.0, 1.0 - double((experts + pes - 1) / pes) / (experts - i));
     const double rows = std::min(double(tokens), std::ceil(tokens * (1 - none) + 3 * std::sqrt(tokens * (1 - none) * none)));
@@ -229,7 +229,7 @@ struct Layers {
     bool failed(u32 pe) const { return w->pes[pe]->layer().error->kind != ERROR_NONE; }
 
     std::string kernel(const std::string& direction) const {
-        if (is_small(o.path)) return "test_" + direction + (o.path == PATH_SMALL ? "_small" : "_small_pair");
+        if (is_small(o.path)) return "test_" + direction + (o.path == PATH_SMALL ? "_small" : "_small_cta_pair");
         const char* infix = tile_launch(is_hopper(o.path) ? HOPPER : AMPERE, w->pes[0]->s.tile_m, w->pes[0]->s.tile_n).infix;
         return "aristos_" + direction + infix + (o.dtype == DTYPE_F16 ? "_f16" : "_bf16");
     }
@@ -272,7 +272,7 @@ struct Layers {
             u32* row_return = l.plan.row_return + u64(d) * s.max_tokens;
             // Rows by (first local expert, token).
             const u32 dest = w->peers(pe)[d];
-            auto at_d = [&](u32 k) { return w->owner(pe, holder(l.routing.chosen[k], pe)) == dest; };
+            auto at_d = [&](u32 k) { return w->relay_for(pe, holder(l.routing.chosen[k], pe)) == dest; };
             auto local = [&](u32 k) { return w->number_for(pe, l.routing.chosen[k], holder(l.routing.chosen[k], pe)); };
             const u32 split = w->split(pe, dest);
             std::vector<std::pair<u32, u32>> heads;

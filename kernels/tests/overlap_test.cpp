@@ -103,10 +103,10 @@ KERNEL(test_forward_timed, THREADS, 1)(const Layer* layer, Pass pass) { run_pass
 REGISTER_KERNEL(test_forward_timed)
 KERNEL(test_backward_timed, THREADS, 1)(const Layer* layer, Pass pass) { run_pass<TimedPath<true>>(*layer, pass); }
 REGISTER_KERNEL(test_backward_timed)
-CLUSTER_KERNEL(test_forward_timed_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedCtaPairPath<false>>(*layer, pass); }
-REGISTER_CLUSTER_KERNEL(test_forward_timed_pair)
-CLUSTER_KERNEL(test_backward_timed_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedCtaPairPath<true>>(*layer, pass); }
-REGISTER_CLUSTER_KERNEL(test_backward_timed_pair)
+CLUSTER_KERNEL(test_forward_timed_cta_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedCtaPairPath<false>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_forward_timed_cta_pair)
+CLUSTER_KERNEL(test_backward_timed_cta_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedCtaPairPath<true>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_backward_timed_cta_pair)
 }  // namespace aristos
 
 namespace {
@@ -165,7 +165,7 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
         const u32 as_made = summed;
         if (sums != SUMS_HIDDEN) summed = 0;
         const std::string kernel = backward ? "test_backward_timed" : "test_forward_timed";
-        t.w->launch(pe, backward ? KERNEL_BACKWARD : KERNEL_FORWARD, (kernel + (world::in_cta_pairs(t.o.path) ? "_pair" : "")).c_str(), p);
+        t.w->launch(pe, backward ? KERNEL_BACKWARD : KERNEL_FORWARD, (kernel + (world::in_cta_pairs(t.o.path) ? "_cta_pair" : "")).c_str(), p);
         summed = as_made;
     });
     if (sums != NO_SUMS) {
@@ -214,7 +214,7 @@ struct Scaled {
         const u32 group = pes / copies, round_rows = std::min(tokens, 2 * tokens * std::min(m.top_k, group) / group);
         o.chunk_rows = std::clamp(round_rows / CHUNKS_LEAST, LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS);
         o.round_chunks = round_rows / o.chunk_rows;
-        o.window_chunks = world::window_places(tokens, m.experts, m.top_k, group, o.chunk_rows, o.round_chunks);
+        o.window_chunks = world::window_buffers(tokens, m.experts, m.top_k, group, o.chunk_rows, o.round_chunks);
         o.wait_limit_ns = 1'000'000'000'000;
         o.passes = {{std::vector<u32>(pes, tokens)}};
     }
@@ -276,7 +276,7 @@ void sums_table() {
 
 // Maximum over the PEs, with chunks of 1/8 of 256 rows, so that there are as many chunks as with 4,096 tokens.
 void counts_table() {
-    std::puts("| model | PEs | far | pass | fences | signals | puts | bytes over the network |\n|---|---:|---:|---|---:|---:|---:|---:|");
+    std::puts("| model | PEs | inter-node peers | pass | fences | signals | puts | bytes over the network |\n|---|---:|---:|---|---:|---:|---:|---:|");
     for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
         for (u32 pes : {2u, 4u, 8u, 16u}) {
             if (m.experts < pes) continue;
@@ -320,7 +320,7 @@ void table_head() {
     std::puts("| model | PEs | pass | wire | startable | end of GEMMs | tensor cores wait | exposed |\n|---|---:|---|---:|---|---:|---:|---:|");
 }
 
-void pairs_table() {
+void cta_pairs_table() {
     table_head();
     for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
         for (bool backward : {false, true}) {
@@ -378,6 +378,6 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "equal") return table({1.0}), world::failures > 0;
     if (argc == 2 && std::string(argv[1]) == "sums") return sums_table(), world::failures > 0;
     if (argc == 2 && std::string(argv[1]) == "counts") return counts_table(), world::failures > 0;
-    if (argc == 2 && std::string(argv[1]) == "pairs") return pairs_table(), world::failures > 0;
+    if (argc == 2 && std::string(argv[1]) == "pairs") return cta_pairs_table(), world::failures > 0;
     return testing::testing_main(argc, argv);
 }

@@ -17,7 +17,7 @@ std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const
                               const std::vector<bool>& kept) {
     const LayerShape& s = p.s;
     std::vector<Dest> all(s.n_pes);
-    std::vector<u64> pairs(s.n_experts, 0), dealt(s.n_experts, 0);
+    std::vector<u64> pairs(s.n_experts, 0), assigned(s.n_experts, 0);
     for (u32 choice = 0; choice < chosen.size(); choice++)
         if (kept[choice]) pairs[chosen[choice]]++;
     for (u32 choice = 0; choice < chosen.size(); choice++) {
@@ -26,12 +26,12 @@ std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const
         // A holder gets the pairs below its cumulative share, rounded down after an offset that differs by source and expert.
         u32 holder = 0;
         const u64 offset = u32((s.my_pe + e) * 0x9E3779B9u);
-        while (holder + 1 < holders && dealt[e] >= (pairs[e] * p.holder_until[first + holder] + offset) >> 32) holder++;
-        dealt[e]++;
-        const u32 place = p.holder_place[first + holder], pe = p.place_pe[place];
+        while (holder + 1 < holders && assigned[e] >= (pairs[e] * p.holder_until[first + holder] + offset) >> 32) holder++;
+        assigned[e]++;
+        const u32 physical = p.holder_place[first + holder], pe = p.place_pe[physical];
         auto& rows = all[pe].rows;
         if (rows.empty() || rows.back().token != token) rows.push_back({token, {}});
-        rows.back().slots.push_back({place - p.first_place[pe], 0, weights[choice], choice});
+        rows.back().slots.push_back({physical - p.first_place[pe], 0, weights[choice], choice});
     }
     for (Dest& d : all) {
         auto first = [](const Row& row) { return row.slots.front().expert; };

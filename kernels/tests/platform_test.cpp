@@ -48,17 +48,17 @@ CASE(tsan_exchange) {
 
 struct Chain { u32 *flag, *ticket; u64* data; u32* seen; };
 
-// Blocks take turns; each adds to its predecessor's value.
+// Blocks take iterations; each adds to its predecessor's value.
 KERNEL(test_chain, 128, 1)(Chain c) {
-    u32* turn = reinterpret_cast<u32*>(shared());
+    u32* iteration = reinterpret_cast<u32*>(shared());
     if (thread() == 0) {
-        *turn = fetch_add(c.ticket, 1);
-        while (load_acquire(c.flag) != *turn) pause();
+        *iteration = fetch_add(c.ticket, 1);
+        while (load_acquire(c.flag) != *iteration) pause();
     }
     sync_block();
-    c.data[thread()] += *turn + 1;
+    c.data[thread()] += *iteration + 1;
     sync_block();
-    if (thread() == 0) store_release(c.flag, *turn + 1);
+    if (thread() == 0) store_release(c.flag, *iteration + 1);
 }
 REGISTER_KERNEL(test_chain)
 
@@ -103,11 +103,11 @@ CASE(tsan_many_blocks) {
 // All blocks wait for all others, several times; half of the threads exit early, and the barrier does not wait for them.
 KERNEL(test_grid_barrier, 64, 1)(u32* arrived, u32* out) {
     if (thread() % 2 == 1) return;
-    for (u32 turn = 1; turn <= 3; ++turn) {
+    for (u32 iteration = 1; iteration <= 3; ++iteration) {
         sync_block();
         if (thread() == 0) {
             fetch_add_acq_rel(arrived, 1);
-            while (load_acquire(arrived) < turn * blocks()) pause();
+            while (load_acquire(arrived) < iteration * blocks()) pause();
         }
         sync_block();
         out[block() * 64 + thread()] = load_acquire(arrived);
@@ -127,8 +127,8 @@ CASE(all_of_64_blocks_are_resident) {
 KERNEL(test_named, 128, 1)(u32* out) {
     u32* s = reinterpret_cast<u32*>(shared());
     const u32 half = thread() / 64;
-    for (u32 turn = 0; turn < 10; ++turn) {
-        s[thread()] = thread() + turn;
+    for (u32 iteration = 0; iteration < 10; ++iteration) {
+        s[thread()] = thread() + iteration;
         if (half == 0) named_barrier(1, 64);
         else named_barrier(2, 64);
         const u32 other = s[half * 64 + (thread() + 40) % 64];
@@ -184,7 +184,7 @@ KERNEL(test_wrong, 128, 1)(u32 what, char* memory) {
         mbarrier_init(bar, 1);
     }
     if (what == 14) {
-        for (u32 turn = 0; turn < 2; ++turn) {
+        for (u32 iteration = 0; iteration < 2; ++iteration) {
             if (thread() == 0) mbarrier_init(bar, 1);
             sync_block();
             if (thread() == 0) mbarrier_inval(bar);
@@ -312,7 +312,7 @@ CASE(tsan_put_with_signal) {
         const Seen quiet = send(1, seed, ARISTOS_FAULT_NONE);
         CHECK(quiet.bad == 0 && quiet.signals == 1, "seed %u: %u wrong, signals %x", u32(seed), quiet.bad, quiet.signals);
     }
-    CHECK(disordered > 0, "puts always came in order");
+    CHECK(disordered > 0, "puts always arrived in order");
 }
 
 CASE(network_faults_are_seen) {
@@ -324,7 +324,7 @@ CASE(network_faults_are_seen) {
         unseen += send(3, seed, ARISTOS_FAULT_NONE).bad > 0;
     }
     CHECK(unfenced >= 4, "a lost fence was seen %u times", unfenced);
-    CHECK(unseen >= 4, "data that nobody has looked for were missed %u times", unseen);
+    CHECK(unseen >= 4, "unobserved data were missed %u times", unseen);
     CHECK(reused >= 4, "a source used again too early was seen %u times", reused);
     CHECK(first >= 4, "signals before their data were seen %u times", first);
     CHECK(send(0, 1, ARISTOS_FAULT_SIGNAL_LOST).signals == 0);

@@ -241,7 +241,7 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
             std::vector<Row> of(n);
             for (u32 i = token * s.top_k; i < (token + 1) * s.top_k; i++) {
                 if (!kept[from][i]) continue;
-                const u32 holder = t.holder(chosen[i], from), to = t.w->owner(from, holder), number = t.w->number_for(from, chosen[i], holder);
+                const u32 holder = t.holder(chosen[i], from), to = t.w->relay_for(from, holder), number = t.w->number_for(from, chosen[i], holder);
                 of[to].slots.resize(t.w->split(from, to), 0);
                 of[to].slots[number % t.w->split(from, to)]++;
                 of[to].first = std::min(of[to].first, number);
@@ -277,9 +277,9 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
     return all;
 }
 
-inline bool is_far(const Layers& t, u32 me, u32 pe) { return !t.o.reachable.empty() && !t.o.reachable[me * t.o.n_pes + pe] && pe != me; }
+inline bool is_inter_node(const Layers& t, u32 me, u32 pe) { return !t.o.reachable.empty() && !t.o.reachable[me * t.o.n_pes + pe] && pe != me; }
 // Without relays all PEs count as one host.
-inline bool same_host(const Layers& t, u32 me, u32 pe) { return t.w->near(me, pe); }
+inline bool same_host(const Layers& t, u32 me, u32 pe) { return t.w->intra_node(me, pe); }
 // Whether rows for `pe` are sent again in backward; with relays, whether any destination has several rounds.
 inline bool overflows_at(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 pe) {
     bool any = false;
@@ -295,15 +295,15 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     const LayerShape& s = t.w->pes[me]->s;
     const auto& group = t.w->peers(me);
     const u32 n = s.n_pes;
-    const auto inter_node = [&](u32 pe) { return is_far(t, me, pe); };
+    const auto inter_node = [&](u32 pe) { return is_inter_node(t, me, pe); };
     // Destinations of rows, and of results.
-    const auto out_far = [&](u32 pe) { return inter_node(pe) && t.w->owner(me, pe) == pe; };
-    const auto in_far = [&](u32 pe) { return inter_node(pe) && (same_host(t, me, pe) || t.w->is_relay_of(me, pe)); };
+    const auto out_inter_node = [&](u32 pe) { return inter_node(pe) && t.w->relay_for(me, pe) == pe; };
+    const auto in_inter_node = [&](u32 pe) { return inter_node(pe) && (same_host(t, me, pe) || t.w->is_relay_of(me, pe)); };
     auto overflows = [&](u32 pe) { return overflows_at(t, pairs, pe); };
     u64 fences = 0, most_rounds = 1;
     // Groups of the messages given by `of` per PE, null if nothing is sent.
     auto chunks = [&](auto of, auto listed, u64 round) {
-        std::vector<bool> wave(n * s.round_chunks / s.window_chunks + 1, false);
+        std::vector<bool> group_used(n * s.round_chunks / s.window_chunks + 1, false);
         u32 peers = 0, most = 0;
         for (u32 index = 0, number = 0; index < s.round_chunks; index++) {
             for (u32 i = 1; i < n; i++) {
@@ -311,19 +311,19 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
                 if (!listed(pe)) continue;
                 const Pair* p = of(pe);
                 const u32 at = number++ / s.window_chunks, count = p && round < p->rounds ? p->round_chunks[round] : 0;
-                if (index < count) wave[at] = true;
+                if (index < count) group_used[at] = true;
                 most = std::max(most, count), peers += index == 0;
             }
         }
-        const u64 waves = u64(std::count(wave.begin(), wave.end(), true));
-        CHECK(waves <= (u64(peers) * most + s.window_chunks - 1) / s.window_chunks, "%llu waves to %u peers of at most %u chunks", (unsigned long long)waves, peers, most);
-        if (most <= s.window_chunks) CHECK(waves <= peers, "%llu waves to %u peers", (unsigned long long)waves, peers);
-        fences += waves;
+        const u64 groups = u64(std::count(group_used.begin(), group_used.end(), true));
+        CHECK(groups <= (u64(peers) * most + s.window_chunks - 1) / s.window_chunks, "%llu send groups to %u peers of at most %u chunks", (unsigned long long)groups, peers, most);
+        if (most <= s.window_chunks) CHECK(groups <= peers, "%llu send groups to %u peers", (unsigned long long)groups, peers);
+        fences += groups;
     };
-    auto out = [&](u32 pe) { return out_far(pe) ? &pairs[me][pe] : nullptr; };
-    auto in = [&](u32 pe) { return in_far(pe) ? &pairs[pe][me] : nullptr; };
+    auto out = [&](u32 pe) { return out_inter_node(pe) ? &pairs[me][pe] : nullptr; };
+    auto in = [&](u32 pe) { return in_inter_node(pe) ? &pairs[pe][me] : nullptr; };
     auto again = [&](u32 pe) { return overflows(pe) ? out(pe) : nullptr; };
-    for (u32 pe : group) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][t.w->owner(pe, me)].rounds});
+    for (u32 pe : group) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][t.w->relay_for(pe, me)].rounds});
     for (u64 round = 0; round < most_rounds; round++) {
         bool header = false;
         for (u32 pe : group) {
@@ -331,8 +331,8 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
             header = header || (p && (p->rounds > round || (round == 0 && !backward)));
         }
         fences += header;
-        if (backward) chunks(again, out_far, round);
-        chunks(out, out_far, round), chunks(in, in_far, round);
+        if (backward) chunks(again, out_inter_node, round);
+        chunks(out, out_inter_node, round), chunks(in, in_inter_node, round);
     }
     bool any = false;
     for (u32 pe = 0; pe < t.o.n_pes; pe++) any = any || inter_node(pe);
@@ -410,20 +410,20 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
         if (pe == me) continue;
         if (!backward && t.o.capacity > 0) {
             w.header_bytes += s.n_experts * 4, w.puts++, w.signals++;
-            if (is_far(t, me, pe)) w.network_bytes += s.n_experts * 4;
+            if (is_inter_node(t, me, pe)) w.network_bytes += s.n_experts * 4;
         }
         if (!backward && t.sums_losses()) {
             w.all_reduce_bytes += losses, w.puts++, w.signals++;
-            if (is_far(t, me, pe)) w.network_bytes += losses;
+            if (is_inter_node(t, me, pe)) w.network_bytes += losses;
         }
         if (t.w->group[pe] != t.w->group[me]) continue;
-        if (!same_host(t, me, pe)) expect_relays(w, t, pairs[pe][t.w->owner(pe, me)], me, pe, backward, backward && overflows(pe));
-        if (t.w->owner(me, pe) != pe && !t.w->is_relay_of(me, pe)) continue;
+        if (!same_host(t, me, pe)) expect_relays(w, t, pairs[pe][t.w->relay_for(pe, me)], me, pe, backward, backward && overflows(pe));
+        if (t.w->relay_for(me, pe) != pe && !t.w->is_relay_of(me, pe)) continue;
         const Pair none, &out = pairs[me][pe], &in = same_host(t, me, pe) || t.w->is_relay_of(me, pe) ? pairs[pe][me] : none;
-        const bool again = backward && overflows(pe), sends = t.w->owner(me, pe) == pe;
+        const bool again = backward && overflows(pe), sends = t.w->relay_for(me, pe) == pe;
         const u32 chunks = u32(out.chunk_rows.size()), headers = !sends ? 0 : !backward ? std::max(1u, out.rounds) : again ? out.rounds : 0;
         const u32 copies = again ? 2 : 1;
-        if (is_far(t, me, pe)) {
+        if (is_inter_node(t, me, pe)) {
             w.network_bytes += headers * header + u64(copies) * out.rows * s.hidden * 2 + u64(in.rows) * s.hidden * 2;
             w.network_bytes += (!backward || again ? 4 * out.rows + 8 * out.slots : 0) + (backward ? 4 * in.slots : 0);
         }
@@ -443,7 +443,7 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
     w.fences = expected_fences(t, pairs, me, backward);
     if (backward && t.o.copies > 1) {
         w.all_reduce_bytes = expected_sums(*t.w->pes[me], [](u32) { return true; });
-        const auto inter_node = [&](u32 pe) { return is_far(t, me, pe); };
+        const auto inter_node = [&](u32 pe) { return is_inter_node(t, me, pe); };
         w.network_bytes += expected_sums(*t.w->pes[me], inter_node);
         const SumCounts sums = expected_sum_counts(*t.w->pes[me], inter_node);
         w.puts += sums.puts, w.signals += sums.puts, w.fences += sums.fences;

@@ -146,7 +146,7 @@ CASE(even_routing_needs_at_most_one_fence_per_inter_node_peer) {
                 o.host_plan = true, o.experts = m.experts, o.top_k = m.top_k, o.tokens = 512, o.chunk_rows = 32, o.delay_us = 0;
                 o.hidden = o.intermediate = 8;
                 o.round_chunks = std::min(512u, 2 * 512 * std::min(m.top_k, pes) / pes) / 32;
-                o.window_chunks = world::window_places(o.tokens, m.experts, m.top_k, pes, o.chunk_rows, o.round_chunks);
+                o.window_chunks = world::window_buffers(o.tokens, m.experts, m.top_k, pes, o.chunk_rows, o.round_chunks);
                 for (u32 i = 0; i < pes * pes; i++) o.reachable.push_back(i / pes / of_host == i % pes / of_host);
                 o.passes = {{std::vector<u32>(pes, o.tokens)}};
                 Layers t(o);
@@ -161,12 +161,12 @@ CASE(even_routing_needs_at_most_one_fence_per_inter_node_peer) {
                     CHECK(s.backward.fences <= 2 * inter_node, "%llu fences to %llu peers", (unsigned long long)s.backward.fences, (unsigned long long)inter_node);
                     // One for each send group with two later ones in its phase, one per kernel, and one for the router's gradient, a
                     // single piece.
-                    const u64 quiets = static_cast<host::World*>(t.w->handle)->network->quiets(pe), waves = inter_node > 2 ? 4 * (inter_node - 2) : 0;
-                    CHECK(quiets >= 2 && quiets <= waves + 3, "%llu quiets, %llu peers", (unsigned long long)quiets, (unsigned long long)inter_node);
-                    CHECK(s.forward.signals == s.forward.puts && s.backward.signals == s.backward.puts, "a place was used again");
+                    const u64 quiets = static_cast<host::World*>(t.w->handle)->network->quiets(pe), groups = inter_node > 2 ? 4 * (inter_node - 2) : 0;
+                    CHECK(quiets >= 2 && quiets <= groups + 3, "%llu quiets, %llu peers", (unsigned long long)quiets, (unsigned long long)inter_node);
+                    CHECK(s.forward.signals == s.forward.puts && s.backward.signals == s.backward.puts, "a chunk buffer was reused");
                     most[0] = std::max<u64>(most[0], s.forward.fences), most[1] = std::max<u64>(most[1], s.backward.fences);
                 }
-                std::printf("  %u experts, %u PEs, %u a host: %llu far, %llu and %llu fences\n", m.experts, pes, of_host, (unsigned long long)inter_node,
+                std::printf("  %u experts, %u PEs, %u a host: %llu inter-node peers, %llu and %llu fences\n", m.experts, pes, of_host, (unsigned long long)inter_node,
                             (unsigned long long)most[0], (unsigned long long)most[1]);
             }
         }
@@ -224,7 +224,7 @@ constexpr u64 STAMP = u64(1) << STEP_BITS;  // per pass
 
 // Runs the passes of all PEs except `dead`, which never begins or ends after its first forward pass.
 enum Death { NEVER_BEGAN, AFTER_FORWARD, NOT_DEAD };
-struct Dying {
+struct DeadPeerCase {
     const char* name;
     Options o;
     u32 dead;
@@ -263,7 +263,7 @@ struct Dying {
     }
 };
 
-Options dying() {
+Options dead_peer_options() {
     Options o = base(3);
     o.tokens = 8, o.delay_us = 0, o.wait_limit_ns = 2 * SECOND;
     o.passes = {{{8, 8, 8}}, {{8, 8, 8}}};
@@ -274,9 +274,9 @@ Options dying() {
 
 namespace {
 void dead_peer_ends_all_waits(world::Path path) {
-    std::vector<Dying> all;
+    std::vector<DeadPeerCase> all;
     auto add = [&](const char* name, u32 dead, Death death, u32 fault, ErrorRecord want, auto change) {
-        Options o = dying();
+        Options o = dead_peer_options();
         change(o);
         o.path = path;
         all.push_back({name, o, dead, death, fault, want});
@@ -313,9 +313,9 @@ void dead_peer_ends_all_waits(world::Path path) {
         o.passes = {{{8, 8, 8, 8, 8, 8}, false}, {{8, 8, 8, 8, 8, 8}, false}};
     })->unharmed = {0, 5};
     std::vector<std::thread> threads;
-    for (Dying& d : all) threads.emplace_back([&d] { d.run(); });
+    for (DeadPeerCase& d : all) threads.emplace_back([&d] { d.run(); });
     for (auto& t : threads) t.join();
-    for (const Dying& d : all) d.check();
+    for (const DeadPeerCase& d : all) d.check();
     CHECK(world::failures == 0);
 }
 
@@ -396,13 +396,13 @@ CASE(cta_pairs_peer_stopped_anywhere_is_reported) { peer_stopped_anywhere_is_rep
 // ---- Peers that send invalid values. PE 0 runs alone; its memory holds the messages of PE 1 from a correct run, with one change.
 namespace {
 
-struct Lie {
+struct Forgery {
     Layers t;
     const Layer& l;
     u32* header;
     char* window;
-    Lie(const Options& o, const Layers& honest) : t(o), l(t.w->pes[0]->layer()) {
-        const Layer& from = honest.w->pes[0]->layer();
+    Forgery(const Options& o, const Layers& correct) : t(o), l(t.w->pes[0]->layer()) {
+        const Layer& from = correct.w->pes[0]->layer();
         const u64 at = header_offset(l, 1, 1), chunks = chunk_offset(l, 1, 0, 0);
         header = reinterpret_cast<u32*>(l.symmetric.header + at);
         window = reinterpret_cast<char*>(l.symmetric.window + chunks);
@@ -423,7 +423,7 @@ struct Lie {
     }
 };
 
-Options believing(world::Path path) {
+Options forgery_options(world::Path path) {
     Options o = base(2);
     o.hosts = 1, o.experts = 3, o.tokens = 9, o.delay_us = 0, o.wait_limit_ns = SECOND / 10;
     o.passes = {{{5, 7}, false}}, o.path = path;
@@ -431,46 +431,46 @@ Options believing(world::Path path) {
 }
 
 void invalid_messages_are_reported(world::Path path) {
-    const Options o = believing(path);
-    Layers honest(o);
-    honest.run();
-    honest.verify();
-    CHECK(Lie(o, honest).run().kind == ERROR_NONE, "the truth was not believed");
+    const Options o = forgery_options(path);
+    Layers correct(o);
+    correct.run();
+    correct.verify();
+    CHECK(Forgery(o, correct).run().kind == ERROR_NONE, "the unchanged message was rejected");
     const u32 words = HEADER_WORDS + o.experts;
     for (u32 w = 0; w < words; w++) {
         for (u32 value : {0x7fffffffu, ~0u, 0x80000000u, 1u << 24}) {
-            Lie lie(o, honest);
-            lie.header[w] = value;
-            const ErrorRecord& e = lie.run();
+            Forgery forgery(o, correct);
+            forgery.header[w] = value;
+            const ErrorRecord& e = forgery.run();
             CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_COUNTS && e.phase == PHASE_DISPATCH,
                   "header word %u of %x: error %u pe %u what %u", w, value, e.kind, e.pe, e.what);
         }
         // Both outcomes are valid: no effect, or an error that names the PE.
         for (u32 change : {1u, ~0u, 4u}) {
-            Lie lie(o, honest);
-            lie.header[w] += change;
-            const ErrorRecord& e = lie.run();
+            Forgery forgery(o, correct);
+            forgery.header[w] += change;
+            const ErrorRecord& e = forgery.run();
             CHECK(e.kind == ERROR_NONE || (e.pe == 1 && e.what <= WHAT_ROWS), "header word %u and %d: error %u pe %u what %u", w,
                   int(change), e.kind, e.pe, e.what);
         }
     }
     auto in_chunk = [&](const char* what, auto change) {
-        Lie lie(o, honest);
-        change(lie);
-        const ErrorRecord& e = lie.run();
+        Forgery forgery(o, correct);
+        change(forgery);
+        const ErrorRecord& e = forgery.run();
         CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_ROWS && e.phase == PHASE_DISPATCH && e.index == 0,
               "%s: error %u pe %u what %u", what, e.kind, e.pe, e.what);
     };
     const u32 slot = 1u << RETURN_BITS;
-    in_chunk("a row without slots", [&](Lie& lie) { lie.rows()[1] %= slot; });
-    in_chunk("too many slots of a row", [&](Lie& lie) { lie.rows()[0] += 8 * slot; });
-    in_chunk("slots beyond everything", [&](Lie& lie) { lie.rows()[2] |= 255 * slot; });
-    in_chunk("a number that another row has", [](Lie& lie) { lie.rows()[1] = lie.rows()[0]; });
-    in_chunk("a number beyond the rows", [&](Lie& lie) { lie.rows()[0] |= 7; });
-    in_chunk("a number beyond everything", [&](Lie& lie) { lie.rows()[0] |= slot - 1; });
-    in_chunk("an expert of nobody", [&](Lie& lie) { lie.slots()[0] = o.experts << RANK_BITS; });
-    in_chunk("an expert beyond everything", [](Lie& lie) { lie.slots()[2] = ~0u; });
-    in_chunk("a rank beyond its count", [](Lie& lie) { lie.slots()[2] |= MAX_RANK; });
+    in_chunk("a row without slots", [&](Forgery& forgery) { forgery.rows()[1] %= slot; });
+    in_chunk("too many slots of a row", [&](Forgery& forgery) { forgery.rows()[0] += 8 * slot; });
+    in_chunk("slots beyond everything", [&](Forgery& forgery) { forgery.rows()[2] |= 255 * slot; });
+    in_chunk("a number that another row has", [](Forgery& forgery) { forgery.rows()[1] = forgery.rows()[0]; });
+    in_chunk("a number beyond the rows", [&](Forgery& forgery) { forgery.rows()[0] |= 7; });
+    in_chunk("a number beyond everything", [&](Forgery& forgery) { forgery.rows()[0] |= slot - 1; });
+    in_chunk("an expert without a holder", [&](Forgery& forgery) { forgery.slots()[0] = o.experts << RANK_BITS; });
+    in_chunk("an expert beyond everything", [](Forgery& forgery) { forgery.slots()[2] = ~0u; });
+    in_chunk("a rank beyond its count", [](Forgery& forgery) { forgery.slots()[2] |= MAX_RANK; });
     CHECK(world::failures == 0);
 }
 
@@ -563,22 +563,22 @@ CASE(detects_half_done) {
 CASE(detects_copies_forgotten) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, COPIES_FORGOTTEN)); }
 CASE(detects_cta_leaves_alone) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, CTA_LEAVES_ALONE)); }
 CASE(detects_cta_fails_alone) {
-    const Options o = believing(world::PATH_SMALL_CTA_PAIR);
-    Layers honest(o);
-    honest.run();
+    const Options o = forgery_options(world::PATH_SMALL_CTA_PAIR);
+    Layers correct(o);
+    correct.run();
     const u32 failures = world::failures;
     u32 seen = 0;
     for (u64 seed = 1; seed <= 40 && seen == failures; seed++) {
         Options s = o;
         s.schedule = seed;
-        Lie lie(s, honest);
-        lie.slots()[2] |= MAX_RANK;
+        Forgery forgery(s, correct);
+        forgery.slots()[2] |= MAX_RANK;
         injected = CTA_FAILS_ALONE;
-        lie.run();
+        forgery.run();
         injected = NO_FAULT;
         seen = world::failures;
     }
-    CHECK(seen > failures, "no pair noticed that one of its blocks left");
+    CHECK(seen > failures, "no CTA pair noticed that one of its blocks left");
     world::failures = failures;
 }
 

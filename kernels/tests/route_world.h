@@ -109,7 +109,7 @@ struct Pe {
     const Layer& layer() const { return *reinterpret_cast<const Layer*>(layer_bytes.data()); }
 };
 
-// All PEs, by default in one group. `place(expert)` returns an expert's PE, and `replicas(expert)`, if given, the other holders in its
+// All PEs, by default in one group. `owner_of(expert)` returns an expert's PE, and `replicas(expert)`, if given, the other holders in its
 // group and in others. PEs are numbered in the world, except in the layer's tables, which use group numbers.
 struct World {
     LayerShape s;  // of the world, and with a single group also of that
@@ -124,7 +124,7 @@ struct World {
     // The host of each PE, with one row per host; and for each group, whether rows are relayed in it.
     std::vector<u32> hosts;
     std::vector<u8> relays;
-    bool near(u32 a, u32 b) const { return !relays[group[a]] || hosts[a] == hosts[b]; }
+    bool intra_node(u32 a, u32 b) const { return !relays[group[a]] || hosts[a] == hosts[b]; }
     // The PEs of a PE's host and group.
     std::vector<u32> members(u32 pe) const {
         std::vector<u32> all;
@@ -133,16 +133,16 @@ struct World {
         return all;
     }
     // Like src/moe/spec/hosts.rs, for PEs of a group.
-    u32 owner(u32 source, u32 target) const {
-        if (near(source, target)) return target;
+    u32 relay_for(u32 source, u32 target) const {
+        if (intra_node(source, target)) return target;
         const std::vector<u32> to = members(target);
         return to[index(members(source), source) % to.size()];
     }
-    bool is_relay_of(u32 pe, u32 source) const { return group[pe] == group[source] && !near(pe, source) && owner(source, pe) == pe; }
+    bool is_relay_of(u32 pe, u32 source) const { return group[pe] == group[source] && !intra_node(pe, source) && relay_for(source, pe) == pe; }
     // Number of PEs whose experts a destination represents.
-    u32 split(u32 source, u32 dest) const { return near(source, dest) ? 1 : u32(members(dest).size()); }
+    u32 split(u32 source, u32 dest) const { return intra_node(source, dest) ? 1 : u32(members(dest).size()); }
 
-    World(LayerShape shape, const std::function<u32(u32)>& place, const std::vector<u8>& reachable = {}, u64 seed = 1,
+    World(LayerShape shape, const std::function<u32(u32)>& owner_of, const std::vector<u8>& reachable = {}, u64 seed = 1,
           const std::function<std::vector<u32>(u32)>& replicas = {}, const std::vector<u32>& hosts = {}, const std::vector<u32>& group_of = {})
         : s(shape), group(group_of), hosts(hosts) {
         const u32 n = s.n_pes;
@@ -155,7 +155,7 @@ struct World {
         std::vector<std::vector<u32>> holders(s.n_experts), numbers(s.n_experts);
         for (u32 e = 0; e < s.n_experts; e++) {
             if (replicas) holders[e] = replicas(e);
-            holders[e].push_back(place(e));
+            holders[e].push_back(owner_of(e));
             std::sort(holders[e].begin(), holders[e].end());
             holders[e].erase(std::unique(holders[e].begin(), holders[e].end()), holders[e].end());
             for (u32 pe : holders[e]) numbers[e].push_back(locals[pe]++);
@@ -180,7 +180,7 @@ struct World {
             p.s.my_pe = World::index(peers(pe), pe), p.s.world_pe = pe;
             p.s.n_local = locals[pe];
             p.owner = owner, p.local_index = index;
-            list_places(p, locals);
+            list_placement(p, locals);
             if (p.s.relays) list_relays(p);
             // Random shares, always the same.
             std::mt19937 random(u32(seed) + pe);
@@ -243,31 +243,31 @@ struct World {
     }
     // Likewise at the destination of rows of `source`: the PE, or its relay.
     u32 number_for(u32 source, u32 e, u32 pe) const {
-        if (near(source, pe)) return number(e, pe);
+        if (intra_node(source, pe)) return number(e, pe);
         const auto all = members(pe);
         return number(e, pe) * u32(all.size()) + index(all, pe);
     }
 
     // The placement of a PE's group; with relays as that PE sees it.
-    void list_places(Pe& p, const std::vector<u32>& locals) const {
+    void list_placement(Pe& p, const std::vector<u32>& locals) const {
         const u32 me = p.s.world_pe;
         const auto& of = peers(me);
         p.first_place.assign(1, 0);
         for (u32 q : of) {
-            u32 places = locals[q];
-            if (!near(me, q)) {
+            u32 experts = locals[q];
+            if (!intra_node(me, q)) {
                 const auto all = members(q);
-                for (u32 m : all) places = std::max(places, locals[m]);
-                places = owner(me, q) == q ? places * u32(all.size()) : 0;
+                for (u32 m : all) experts = std::max(experts, locals[m]);
+                experts = relay_for(me, q) == q ? experts * u32(all.size()) : 0;
             }
-            p.first_place.push_back(p.first_place.back() + places);
-            p.place_pe.insert(p.place_pe.end(), places, index(of, q));
+            p.first_place.push_back(p.first_place.back() + experts);
+            p.place_pe.insert(p.place_pe.end(), experts, index(of, q));
         }
         p.s.held = std::max<u32>(p.s.held, p.first_place.back());
         p.first_holder.assign(1, 0);
         for (u32 e = 0; e < s.n_experts; e++) {
             for (u32 q : holding[e])
-                if (group[q] == group[me]) p.holder_place.push_back(p.first_place[index(of, owner(me, q))] + number_for(me, e, q));
+                if (group[q] == group[me]) p.holder_place.push_back(p.first_place[index(of, relay_for(me, q))] + number_for(me, e, q));
             p.first_holder.push_back(u32(p.holder_place.size()));
         }
     }
@@ -292,10 +292,10 @@ struct World {
         };
         for (u32 i = 0; i < n; i++) {
             const u32 q = of[i];
-            if (!near(me, q)) p.relay[RELAY_OF_SOURCE * n + i] = index(of, owner(q, me));
-            if (q != me && owner(me, q) == q) p.relay[RELAY_WINDOW_TO * n + i] = window(q, me);
-            if (q != me) p.relay[RELAY_WINDOW_FROM * n + i] = window(near(me, q) ? me : owner(q, me), q);
-            if (!near(me, q)) p.relay[RELAY_NUMBER * n + i] = number(owner(q, me), q);
+            if (!intra_node(me, q)) p.relay[RELAY_OF_SOURCE * n + i] = index(of, relay_for(q, me));
+            if (q != me && relay_for(me, q) == q) p.relay[RELAY_WINDOW_TO * n + i] = window(q, me);
+            if (q != me) p.relay[RELAY_WINDOW_FROM * n + i] = window(intra_node(me, q) ? me : relay_for(q, me), q);
+            if (!intra_node(me, q)) p.relay[RELAY_NUMBER * n + i] = number(relay_for(q, me), q);
             p.relay[RELAY_SPLIT * n + i] = split(me, q);
         }
         for (u32 q : here) p.relay.push_back(index(of, q));
@@ -373,8 +373,8 @@ struct World {
                 inter_node[1 + n + number] = inter_node[0];
                 inter_node[1 + inter_node[0]++] = number;
             };
-            if (owner(pe, other) == other) list(p.inter_node);
-            if (near(pe, other) || is_relay_of(pe, other)) list(p.inter_node_returns);
+            if (relay_for(pe, other) == other) list(p.inter_node);
+            if (intra_node(pe, other) || is_relay_of(pe, other)) list(p.inter_node_returns);
         }
         t.inter_node = p.inter_node.data(), t.inter_node_returns = p.inter_node_returns.data(), t.relay = p.relay.data();
         p.local = static_cast<char*>(std::aligned_alloc(256, (p.info.local_bytes + 255) / 256 * 256));

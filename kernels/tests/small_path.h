@@ -91,9 +91,9 @@ template <class T, bool IS_BACKWARD> struct SmallCtaPairPath {
     }
 };
 
-CLUSTER_KERNEL(test_forward_small_pair, SmallTile::THREADS)(const Layer* layer, Pass pass) { run_pass<SmallCtaPairPath<F16, false>>(*layer, pass); }
-REGISTER_CLUSTER_KERNEL(test_forward_small_pair)
-CLUSTER_KERNEL(test_backward_small_pair, SmallTile::THREADS)(const Layer* layer, Pass pass) { run_pass<SmallCtaPairPath<F16, true>>(*layer, pass); }
-REGISTER_CLUSTER_KERNEL(test_backward_small_pair)
+CLUSTER_KERNEL(test_forward_small_cta_pair, SmallTile::THREADS)(const Layer* layer, Pass pass) { run_pass<SmallCtaPairPath<F16, false>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_forward_small_cta_pair)
+CLUSTER_KERNEL(test_backward_small_cta_pair, SmallTile::THREADS)(const Layer* layer, Pass pass) { run_pass<SmallCtaPairPath<F16, true>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_backward_small_cta_pair)
 
 }  // namespace aristos
