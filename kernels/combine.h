@@ -102,7 +102,8 @@ template <class Missing> DEVICE bool relay_parts_arrived(const Block& b, u32 sou
     const u64 value = arrived_stamp(b);
     if (!is_relay_of(l, source)) {
         if (index < PART_BUFFERS || ARISTOS_FAULT(NO_PART_CREDIT)) return true;
-        return signal_arrived(part_credit(l, source, index - PART_BUFFERS), {relay_of(l, source), WHAT_CREDIT, PHASE_COMBINE, value, index - PART_BUFFERS}, missing);
+        const u32 before = index - PART_BUFFERS;
+        return signal_arrived(part_credit(l, source, before), {relay_of(l, source), WHAT_CREDIT, PHASE_COMBINE, value, before}, missing);
     }
     for (u32 m = 0; m < l.shape.members; m++) {
         if (m == l.shape.member) continue;
@@ -115,7 +116,9 @@ template <class Missing> DEVICE bool relay_parts_arrived(const Block& b, u32 sou
 DEVICE bool return_ready(const Block& b, u32 source, u32 index, bool note) {
     const Layer& l = b.l;
     const Received& in = l.received;
-    bool slot_free = !returns_inter_node(l, source) || stage_slot_free(b.counters().returned, group_message(l, l.tables.inter_node_returns, source, index, *l.queue.most_results));
+    bool slot_free =
+        !returns_inter_node(l, source) ||
+        stage_slot_free(b.counters().returned, group_message(l, l.tables.inter_node_returns, source, index, *l.queue.most_results));
     if (!slot_free || in.first_chunk[source] + index >= in.end_chunk[source]) return slot_free;
     u32 rows = chunk_count(l, in.rows[source], in.first_chunk[source] + index);
     u32 parts = source == l.shape.my_pe && own_in_parts(b.step) ? 2 : 1;
@@ -186,7 +189,8 @@ DEVICE Message results_message(const Block& b, u32 source, u32 index, u8* stage)
     const Layer& l = b.l;
     const bool part = relayed(l, source) && !is_relay_of(l, source);
     const u64 chunk = l.received.return_chunk[source] + l.received.first_chunk[source] + index;
-    return message(l, part ? part_buffer(l, l.shape.member, source, index) : l.symmetric.returns + chunk * l.sizes.return_pitch, stage, returns_to(l, source));
+    u8* mine = part ? part_buffer(l, l.shape.member, source, index) : l.symmetric.returns + chunk * l.sizes.return_pitch;
+    return message(l, mine, stage, returns_to(l, source));
 }
 
 // Sums the rows of a return item.
@@ -502,7 +506,8 @@ template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
         for (u32 r = 0; r < rows; r++) {
             u32 position = slot_position(l, batch, r);
             float lo, hi, w = down && weight ? weight[position] : 1.0f;
-            const char* row = down ? static_cast<const char*>(store.grad_row[position]) : static_cast<const char*>(store.gate_up) + u64(position) * columns * 2;
+            const char* row = down ? static_cast<const char*>(store.grad_row[position])
+                                   : static_cast<const char*>(store.gate_up) + u64(position) * columns * 2;
             dev::unpack<T>(*reinterpret_cast<const u32*>(row + u64(c) * 2), lo, hi);
             low += w * lo;
             high += w * hi;

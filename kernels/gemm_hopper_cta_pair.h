@@ -48,7 +48,8 @@ template <class Tile, bool COPIED> DEVICE void free_stage(u64* empty) {
 // One lane of a consumer warp, which has stored its part of a task. True for the last warp, which has then acquired the others' stores.
 template <class Tile> DEVICE bool is_last(u32* finished) {
     u32 before;
-    if (Tile::CTA_PAIR && ARISTOS_FAULT(HALF_DONE)) return !is_second<Tile>() && dev::shared_add_acq_rel(finished, 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1;
+    if (Tile::CTA_PAIR && ARISTOS_FAULT(HALF_DONE))
+        return !is_second<Tile>() && dev::shared_add_acq_rel(finished, 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1;
     if constexpr (Tile::CTA_PAIR) before = dev::cluster_add_acq_rel(finished, 1u, 0);
     else before = dev::shared_add_acq_rel(finished, 1u);
     return before % Tile::STORING_WARPS == Tile::STORING_WARPS - 1;

@@ -180,7 +180,8 @@ template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<T
                     const T* from[ADDRESS_BATCH];
                     UNROLL for (u32 j = 0; j < ADDRESS_BATCH; j++) from[j] = shfl_pointer(held[(begin + j) / 8], (begin + j) % 8 * 4 + sub) + column;
                     // Like `swizzled`: lines are 4 apart, which flips bit 2 of `line & 7` each time.
-                    UNROLL for (u32 j = 0; j < ADDRESS_BATCH; j++) dev::cp_async16(stage + (j % 2 ? offset ^ 64 : offset) + (begin + j) * (4 * 128), from[j], inside);
+                    UNROLL for (u32 j = 0; j < ADDRESS_BATCH; j++)
+                        dev::cp_async16(stage + (j % 2 ? offset ^ 64 : offset) + (begin + j) * (4 * 128), from[j], inside);
                 }
             }
             end_stage(l);
@@ -281,7 +282,8 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_loop(Loader<Tile> l) 
             if (dev::warp() == LOAD_WARPS - 1) prefetch_early<T, Tile>(entry.task, 0);
             if (slots_by_tma(entry.task, dev::warp())) load_slots<T>(entry.task, l);
             else copy_slots<T>(entry.task, l);
-            if (Tile::CTA_PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) l.control->copied_until = l.begun + (ARISTOS_FAULT(COPIES_FORGOTTEN) ? 0 : Tile::STAGES);
+            if (Tile::CTA_PAIR && dev::thread() == (LOAD_WARPS - 1) * 32)
+                l.control->copied_until = l.begun + (ARISTOS_FAULT(COPIES_FORGOTTEN) ? 0 : Tile::STAGES);
         } else if (dev::warp() < ROW_WARPS) {
             if (rows_by_tma(entry.task, entry.task.m0 + dev::warp() * PANEL)) load_rows(entry.task, l);
             else copy_rows<T>(entry.task, l);

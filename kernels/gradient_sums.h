@@ -153,7 +153,9 @@ struct Reducer {
         : layer(l), r(reduce_shape(l.shape)), channel(of_channel), pass(of_pass), stats(counted), area(reduce_area(l.shape) / 4) {}
 
     // First element and length of a holder's piece in the vector; length 0 past the end.
-    DEVICE u64 begin(const SumStep& t, u32 holder, u32 of_channel) const { return holder * t.part + (u64(t.step) * r.channels + of_channel) * r.piece; }
+    DEVICE u64 begin(const SumStep& t, u32 holder, u32 of_channel) const {
+        return holder * t.part + (u64(t.step) * r.channels + of_channel) * r.piece;
+    }
     DEVICE u64 begin(const SumStep& t, u32 holder) const { return begin(t, holder, channel); }
     DEVICE u32 length(const SumStep& t, u32 holder, u32 of_channel) const {
         const u64 part = (holder + 1) * t.part, end = part < t.elements ? part : t.elements, from = begin(t, holder, of_channel);

@@ -50,9 +50,12 @@ DEVICE bool find_results(Block& b, u32 source) {
     const Counters& c = b.counters();
     if (b.state.held_results != NONE) return false;
     const bool intra_node = !returns_inter_node(l, source);
-    const u32 each = return_items(l), end = (intra_node ? source_chunks(b, source) : *l.queue.most_results) * each, next = dev::load_relaxed(c.result + source);
+    const u32 each = return_items(l), end = (intra_node ? source_chunks(b, source) : *l.queue.most_results) * each;
+    const u32 next = dev::load_relaxed(c.result + source);
     // Inter-node results go out after this PE's own rows: peers compute with the rows, but need results only at the end.
-    if (next >= end || !(intra_node || dev::load_relaxed(c.send) >= send_items(l)) || is_blocked(b, source) || !return_ready(b, source, next / each, true)) return false;
+    if (next >= end || !(intra_node || dev::load_relaxed(c.send) >= send_items(l)) || is_blocked(b, source) ||
+        !return_ready(b, source, next / each, true))
+        return false;
     // The second block of a CTA pair follows the first into the tasks and would not poll a ticket that it holds.
     if (b.state.is_second_cta && !claim(c.result + source, next)) return false;
     const u32 number = b.state.is_second_cta ? next : dev::fetch_add(c.result + source, 1u);
@@ -98,15 +101,16 @@ OUTLINE bool find_relay(Block& b) {
         dev::fetch_add(c.relays, 1u);
         return set_item(b, ITEM_RELAY, index << RELAY_BITS | what, source);
     };
-    if (b.step.mode != MODE_GRADIENT && dev::load_relaxed(c.header_passed + source) == 0 && header_due(b, source) && header_arrived(b, source, IgnoreMissing()) &&
-        claim(c.header_passed + source, 0))
+    if (b.step.mode != MODE_GRADIENT && dev::load_relaxed(c.header_passed + source) == 0 && header_due(b, source) &&
+        header_arrived(b, source, IgnoreMissing()) && claim(c.header_passed + source, 0))
         return set_relay_item(RELAY_HEADER, 0);
     if (!counter_reached(c.layout, 1)) return false;
     const u32 chunks = source_chunks(b, source);
     u32 next = dev::load_relaxed(c.passed + source);
     if (next < chunks && chunk_arrived(b, source, next, IgnoreMissing()) && claim(c.passed + source, next)) return set_relay_item(RELAY_CHUNK, next);
     next = dev::load_relaxed(c.consumed + source);
-    return next < consumed_acks_expected(b, chunks) && chunk_consumed(b, source, next, IgnoreMissing()) && claim(c.consumed + source, next) && set_relay_item(RELAY_CONSUMED, next);
+    return next < consumed_acks_expected(b, chunks) && chunk_consumed(b, source, next, IgnoreMissing()) &&
+           claim(c.consumed + source, next) && set_relay_item(RELAY_CONSUMED, next);
 }
 
 // Finds an item of `set` other than a task and stores it in State::item.
@@ -163,7 +167,8 @@ OUTLINE bool find_background_item(Block& b) {
         u32 next = dev::load_relaxed(c.plain);
         if (next < end[PLAIN_BIAS]) {
             const u32 batch = next < end[PLAIN_ZERO] ? NONE : bias_item(b, next - end[PLAIN_ZERO]).batch;
-            if ((batch == NONE || counter_reached(c.batch_done + batch, batch_tasks(l, batch))) && claim(c.plain, next)) return set_item(b, ITEM_PLAIN, next);
+            const bool ready = batch == NONE || counter_reached(c.batch_done + batch, batch_tasks(l, batch));
+            if (ready && claim(c.plain, next)) return set_item(b, ITEM_PLAIN, next);
         } else {
             b.state.known |= items(ITEM_PLAIN);
         }

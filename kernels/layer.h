@@ -293,8 +293,8 @@ struct Layer {
     PassStats* stats;
     BlockStats* block_stats; // [blocks]
     SumProgress* sums;       // [reduce_shape(shape).channels]; with training only
-    SumWait* sum_waits;      // [reduce_shape(shape).channels][2][n_world]: dependencies of a channel's next reduction and copy; only if PEs share experts
-    u32* channels_done;          // [2][max_sum_steps(shape)]: channels that have put the values, or the sums, of a step; with training and a network only
+    SumWait* sum_waits;      // [channels][2][n_world]: dependencies of a channel's next reduction and copy; only if PEs share experts
+    u32* channels_done;          // [2][max_sum_steps(shape)]: channels that have put a step's values, or sums; training over a network only
     SpanRecord* spans;       // [MAX_SPANS]
     u8* route_scratch;       // route_scratch_bytes(shape)
     Symmetric symmetric;

@@ -255,7 +255,8 @@ OUTLINE bool make_layout(Block& b) {
     enter(b, PHASE_DISPATCH);
     if (b.step.receives && b.step.mode != MODE_GRADIENT) {
         if (!read_headers(b)) return false;
-        for (u32 i = dev::thread(); b.l.shape.relays && i < b.l.shape.n_pes * b.l.shape.round_chunks; i += dev::threads()) b.l.received.relay_need[i] = 0;
+        for (u32 i = dev::thread(); b.l.shape.relays && i < b.l.shape.n_pes * b.l.shape.round_chunks; i += dev::threads())
+            b.l.received.relay_need[i] = 0;
         place_slots(b);
         order_tiles(b);
     }

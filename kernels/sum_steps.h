@@ -27,7 +27,9 @@ DEVICE u32 ready_part(const Block& b, u32 channel, u32& version) {
         if ((next >> (SUM_REDUCED + kind) & 1) == 0) continue;
         const SumWait* wait = sum_waits(l, channel, kind);
         u32 i = 0, count = dev::load_relaxed(&progress.waits[kind]);
-        while (i < count && signal_arrived(l.symmetric.all_reduce_signal + dev::load_relaxed(&wait[i].word), {0, 0, 0, dev::load_relaxed(&wait[i].least), 0}, [](Waiting, u64) {})) i++;
+        while (i < count && signal_arrived(l.symmetric.all_reduce_signal + dev::load_relaxed(&wait[i].word),
+                                           {0, 0, 0, dev::load_relaxed(&wait[i].least), 0}, IgnoreMissing()))
+            i++;
         if (i == count) return SUM_REDUCED + kind;
     }
     const u32* done = b.counters().gradients_done + dev::load_relaxed(&progress.batch);

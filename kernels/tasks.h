@@ -42,7 +42,8 @@ struct Scheduler {
     // Counters to increment when a task is finished.
     DEVICE DoneCounters done_counters(const GemmTask& t) const {
         const Counters& c = b.counters();
-        if (t.kind == FORWARD_UP || t.kind == BACKWARD_DOWN) return {c.first_done + t.tile, t.kind == BACKWARD_DOWN ? c.batch_done + t.batch : nullptr};
+        if (t.kind == FORWARD_UP || t.kind == BACKWARD_DOWN)
+            return {c.first_done + t.tile, t.kind == BACKWARD_DOWN ? c.batch_done + t.batch : nullptr};
         if (t.kind == FORWARD_DOWN || t.kind == BACKWARD_UP) return {c.second_done + t.tile, nullptr};
         return {b.l.shape.summed ? c.gradients_done + t.batch : nullptr, nullptr};
     }
