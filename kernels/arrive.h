@@ -67,8 +67,8 @@ DEVICE void count_arrived(Block& b, u32 source, const ChunkTables& t, u32 rows, 
         if (placed(i)) dev::fetch_add_acq_rel(b.counters().arrived + tile_of(l, t.expert[i], t.position[i]), 1u);
 }
 
-// A chunk of this PE's own rows, which stay in the layer's input. It arrives in two parts (`own_in_parts`): first the slots in tiles that
-// hold own slots alone, then the others, which have no position before the layout.
+// A chunk of this PE's own rows, which stay in the layer's input. The chunk arrives in two parts (`own_in_parts`): first the slots in
+// tiles that hold own slots alone, then the others, which have no position before the layout.
 OUTLINE void arrive_own(Block& b, u32 index, bool second) {
     const Layer& l = b.l;
     const u32 me = l.shape.my_pe, row_bytes = l.sizes.row_bytes, chunk = l.received.first_chunk[me] + index;

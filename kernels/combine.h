@@ -397,7 +397,7 @@ DEVICE void read_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
     }
 }
 
-// One warp, all of whose lanes have written their values. Writes the gradients in the caller's order.
+// One warp, after its lanes have written their values: writes the gradients in the caller's order.
 DEVICE void write_caller_d_weights(Block& b, u32 token) {
     const Layer& l = b.l;
     const u64 first = u64(token) * l.shape.top_k;
@@ -486,7 +486,7 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
 
 // ---- Gradients without a GEMM.
 
-// Some columns of a batch's bias gradients: sums over its slots, in order. Its first GEMM is finished.
+// Some columns of a batch's bias gradients: sums over its slots, in order, after its first GEMM.
 template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     const Layer& l = b.l;
     const auto [batch, part] = bias_item(b, item);

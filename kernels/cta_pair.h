@@ -7,11 +7,11 @@
 // runs while the second looks for one of its own, or because all items are claimed or the PE aborts; then both finish the step.
 //
 // Neither block waits forever. Outside the loop the first waits only for the second to finish an item, which never blocks; the second
-// polls for items while it waits for a call, and the first calls when it finds no item. Inside the loop each block completes what the
-// other waits for, and only the first's scheduler waits for anything else, with the usual time limit. Therefore a block that fails must
-// not leave alone: it continues, like blocks that have not noticed the error, until the first's scheduler, which checks the abort word
-// before anything else, makes both leave. The blocks agree explicitly on conditions that may look different to them (an abort, a
-// barrier), so that both are always at the same step with the same items.
+// polls for items while it waits for a call, and the first calls when it finds no item. Inside the loop the blocks wait only for each
+// other's progress, except the first's scheduler, which waits with the usual time limit. Therefore a block that fails must not leave
+// alone: it continues, like blocks that have not noticed the error, until the first's scheduler, which checks the abort word before
+// anything else, makes both leave. The blocks agree explicitly on conditions that may look different to them (an abort, a barrier), so
+// that both are always at the same step with the same items.
 //
 // schedule.h's proof still holds: a block that waits for the other holds no item, and one of the two always polls for the next item, or
 // finishes one and then polls.
@@ -54,7 +54,7 @@ struct CtaPair {
         if (dev::thread() == 0) p.agreements++;
         return ok && other;
     }
-    // All threads. The other block does not access this one afterwards.
+    // All threads. Afterwards the other block does not access this one.
     static DEVICE void end(Block& b) {
         dev::cluster_sync();
         if (dev::thread() == 0) dev::mbarrier_inval(&of(b).called);

@@ -95,12 +95,12 @@ DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, 
 }
 
 // ---- Send groups: inter-node messages under one fence, since on some networks a fence waits for all earlier puts. The headers of a step
-// form a group. Its chunks, chunk 0 for all inter-node peers, then chunk 1, are divided into groups of window_chunks messages, and so are
-// its results. So with several peers the first chunks do not wait for the last. If a window holds as many chunks as any peer gets, there
-// are at most as many groups as inter-node peers.
-// A staging buffer holds two groups. If a later group of the step needs the staging slots of a group, the group's last block issues a
-// quiet after its signals and so waits for delivery. For the other groups, one block does this at the end of the step (end_stages).
-// `inter_node` is Tables::inter_node for headers and chunks, Tables::inter_node_returns for results.
+// form a group. The chunks of a step, chunk 0 for all inter-node peers, then chunk 1, are divided into groups of window_chunks messages,
+// and so are the results. With several peers the first chunks therefore do not wait for the last. If a window holds as many chunks as any
+// peer gets, there are at most as many groups as inter-node peers. A staging buffer holds two groups. If a later group of the step needs
+// the staging slots of a group, the group's last block issues a quiet after its signals and so waits for delivery. For the other groups,
+// one block does this at the end of the step (end_stages). `inter_node` is Tables::inter_node for headers and chunks,
+// Tables::inter_node_returns for results.
 DEVICE bool sends_inter_node(const Layer& l, u32 pe) { return !reachable(l, pe) && sends_to(l, pe); }
 // Added to a group's message count when its signals are sent, and when its staging slots are free.
 constexpr u32 GROUP_SIGNALLED = 1u << 29, GROUP_FREE = 1u << 30, GROUP_DONE = GROUP_SIGNALLED + GROUP_FREE;
@@ -114,8 +114,8 @@ DEVICE GroupMessage group_message(const Layer& l, const u32* inter_node, u32 pe,
     const u32 left = inter_node[0] * chunks - group * group_size;
     return {group, left < group_size ? left : group_size, number % (STAGE_GROUPS * group_size)};
 }
-// One thread. Whether the message's staging slot is free and the signals of the previous group are sent, whose fence would otherwise wait
-// for this message. `ended`: the groups' message counts.
+// One thread. Whether the message's staging slot is free and the signals of the previous group are sent; otherwise that group's fence
+// would wait for this message. `ended`: the groups' message counts.
 DEVICE bool stage_slot_free(const u32* ended, const GroupMessage& m) {
     return (m.group == 0 || counter_reached(ended + m.group - 1, GROUP_SIGNALLED)) &&
            (m.group < STAGE_GROUPS || counter_reached(ended + m.group - STAGE_GROUPS, GROUP_DONE));

@@ -230,7 +230,7 @@ DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column
     if (KINDS & A_MN_MAJOR_KINDS) finish_gradient<HALVES>(t, unit, row0, column0);
 }
 
-// Number of 128-byte lines of global memory that `finish_unit` will read for the tile's rows. They are prefetched into L2 late in the sum
+// Number of 128-byte lines of global memory that `finish_unit` will read for the tile's rows. All are prefetched into L2 late in the sum
 // or after it, so that not every unit waits for DRAM.
 template <u32 TILE_M, u32 TILE_N> DEVICE u32 finish_lines(const GemmTask& t) {
     return t.kind == BACKWARD_DOWN ? TILE_M * TILE_N / 64 : a_mn_major(t.kind) && t.accumulate ? TILE_M * TILE_N / 32 : 0;

@@ -2,14 +2,14 @@
 // multicasts it to both.
 //
 // The first block's scheduler gets the tasks; the second block's copies each from the first block's shared memory and takes the rows
-// below. Both blocks have the same number of steps of the sum. If there are no rows below, the second block copies no rows and multiplies
-// nothing, but it still loads its half of B and frees its stages, so that no barrier waits for a missing arrival.
+// below. Both blocks have the same number of steps of the sum. If there are no rows below, the second block neither copies rows nor
+// multiplies, but it still loads its half of B and frees its stages, so that no barrier waits for a missing arrival.
 //
 // - A task is reported once, by the last of both blocks' warps to store its part; they count in the first block's memory.
-// - A stage is free when the consumers of both blocks have read it, because either block's TMA writes to both. So `empty` counts both, in
+// - A stage is free when the consumers of both blocks have read it, because either block's TMA writes to both; `empty` counts both, in
 //   both blocks.
-// - A stage is full when its own rows and both halves of B have arrived. The other block's half may arrive before this block has
-//   announced its bytes: the phase cannot end earlier, since the announcement is one of the arrivals (PTX ISA, "mbarrier", "Tracking
+// - A stage is full when its own rows and both halves of B have arrived. A half from the other block may arrive before this block has
+//   announced its bytes: the phase cannot complete earlier, since the announcement is one of the arrivals (PTX ISA, "mbarrier", "Tracking
 //   asynchronous operations").
 // - The first block's entry is refilled once the consumers of both blocks have finished with it. By then the second block has copied it,
 //   and all warps that count in one slot of REPORTS are at the same task.
@@ -36,7 +36,7 @@ template <class Tile> DEVICE void sync_tile_blocks() {
     else dev::sync_block();
 }
 
-// One lane of a consumer warp. The other block's TMA may overwrite data that this block copied into B by cp.async, which requires a
+// One lane of a consumer warp. TMA of the other block may overwrite data that this block copied into B by cp.async, which requires a
 // release; between two TMA loads no release is needed.
 template <class Tile, bool COPIED> DEVICE void free_stage(u64* empty) {
     dev::mbarrier_arrive(empty);
@@ -54,7 +54,7 @@ template <class Tile> DEVICE bool is_last(u32* finished) {
     else before = dev::shared_add_acq_rel(finished, 1u);
     return before % Tile::STORING_WARPS == Tile::STORING_WARPS - 1;
 }
-// The same lane, after its last read of the entry.
+// One lane of a consumer warp, after its last read of the entry.
 template <class Tile> DEVICE void end_entry(u64* done) {
     if (is_second<Tile>()) dev::mbarrier_arrive_remote(done, 0);
     dev::mbarrier_arrive(done);
@@ -78,9 +78,9 @@ template <class Control> DEVICE bool task_in_progress(Control* control, u32 n) {
     return n > 0 && !dev::mbarrier_test(&control->done[nth<ENTRIES>(n - 1)], parity<ENTRIES>(n - 1));
 }
 
-// The second block's scheduler loop: takes the tasks that the first block offers. It calls `void await()` while idle without an offer,
-// then `void follow(bool more)`. If `more` is false, the first block's `next` has returned false, and that block does nothing else until
-// this block has also left its loop.
+// The second block's scheduler loop: takes the tasks that the first block offers. While idle without an offer it calls `void await()`,
+// then `void follow(bool more)`. If `more` is false, the first block's `next` has returned false, and that block waits until this block
+// has also left its loop.
 template <class Scheduler, class Control> DEVICE void follow_loop(Scheduler& scheduler, Control* control) {
     control->maps = nullptr;
     bool more = true;

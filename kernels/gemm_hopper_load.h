@@ -7,7 +7,7 @@
 //
 // No loading thread waits for a copy: each registers its copies with the stage's barrier (cp.async.mbarrier.arrive.noinc). cp.async
 // writes through the generic proxy and wgmma reads through the async proxy; the consumers issue the fence between them after waiting for
-// the barrier (gemm_hopper.h, `wait_stage`). The same fence orders these writes before later TMA writes of other tasks, because it
+// the barrier (gemm_hopper.h, `wait_stage`). This fence also orders the writes before later TMA writes of other tasks, because it
 // precedes the release of the stage.
 #pragma once
 #include "gemm_hopper_cta_pair.h"
@@ -50,7 +50,7 @@ template <bool OVER_COPIES = false, class Tile> DEVICE char* begin_stage(const L
 template <class Tile> DEVICE u64* expect(const Loader<Tile>& l, u32 bytes) {
     u64* full = &l.control->full[nth<Tile::STAGES>(l.begun)];
     dev::mbarrier_arrive_expect(full, bytes);
-    dev::mbarrier_arrive(full, 31);  // for the other lanes, which copy nothing
+    dev::mbarrier_arrive(full, 31);  // for the other lanes, which issue no copies
     return full;
 }
 template <class Tile> DEVICE void end_stage(Loader<Tile>& l) {
@@ -203,8 +203,8 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
     const u32 column = first + piece * 8;
     const bool inside[2] = {column < limit, column + PANEL < limit};
     const u32 offset = (warp == 0 ? 0 : A_BYTES + (warp - 1) * 2 * PANEL_BYTES) + swizzled(sub, piece);
-    // Lane i holds the pointers of lines i and 32 + i, for this stage and for the next, whose loads are in flight. The row source stays
-    // in shared memory, because this loop has no registers to spare.
+    // Lane i holds the pointers of lines i and 32 + i, for this stage and for the next (loads in flight). The row source stays in shared
+    // memory, because this loop has no registers to spare.
     RowSource<Bf16>& rows = l.control->rows[warp];
     if (lane == 0) rows = warp == 0 ? a_rows<Bf16>(t) : b_mn_major_rows<Bf16>(t);  // any 2-byte element type
     dev::sync_warp();

@@ -2,8 +2,8 @@
 //
 // A stage holds 128 x 64 of A and 64 x N of B as panels of 64 x 64 elements, 8 KB each: 64 lines of 128 bytes, with 16-byte piece c of
 // line r at c ^ (r % 8) ("128B swizzle", which TMA writes and wgmma reads; PTX ISA, "Shared memory matrix layout"). A line is a row of A
-// or a column of B if the operand is contiguous along K (K-major), and a step of K if it is contiguous along M or N (MN-major). So one
-// box of 64 x 64 elements serves both uses of a weight.
+// or a column of B if the operand is contiguous along K (K-major), and a step of K if it is contiguous along M or N (MN-major). One box
+// of 64 x 64 elements thus serves both uses of a weight.
 //
 // Descriptors (PTX ISA, "Matrix descriptor format"), with 128B swizzle:
 // - K-major: the stride offset is the distance between groups of 8 lines, 1024 bytes, also across panels, because the panels of an

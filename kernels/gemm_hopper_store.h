@@ -1,9 +1,9 @@
 // Output of 16-bit results from the Hopper GEMM: rounded in registers, written to shared memory by stmatrix, and stored by TMA.
 //
 // A consumer warp stores its 16 rows in *pieces* of 64 columns, one TMA box of 2 KB, in the 128-byte swizzle, which avoids bank conflicts
-// for stmatrix and TMA. Its epilogue unit (epilogue.h) has buffers for two pieces: while TMA reads one, the warp fills the other. If some
-// of the 16 rows belong to the next batch, or there are no maps of the results, lanes store 16 bytes each instead. TMA skips columns
-// beyond the map.
+// for stmatrix and TMA. The warp's epilogue unit (epilogue.h) has buffers for two pieces: while TMA reads one, the warp fills the other.
+// If some of the 16 rows belong to the next batch, or there are no maps of the results, lanes store 16 bytes each instead. TMA skips
+// columns beyond the map.
 //
 // Memory ordering (PTX ISA, "Async proxy" and "Memory consistency model", "Proxies"):
 // - stmatrix writes through the generic proxy, TMA reads through the async proxy: each lane issues fence_proxy_async, then a warp
@@ -12,7 +12,7 @@
 // - Before a tile is reported, the issuing lane waits until the stores are complete (bulk_wait, not bulk_wait_read; gemm_hopper.h). An
 //   implicit proxy fence follows the completion of a bulk copy, so from then on these are ordinary writes of that lane, and its releases,
 //   at any scope, cover them. Readers that acquire them need no proxy fence, since all read results through the generic proxy.
-// - Other threads may have read the overwritten data in an earlier step through the generic proxy. They have released those reads, the
+// - Other threads may have read the overwritten data in an earlier step through the generic proxy. Those reads were released, the
 //   scheduler has acquired them, and fence_proxy_async_global orders them before the store.
 #pragma once
 #include "gemm_hopper_stage.h"

@@ -2,19 +2,19 @@
 // (replicas and groups), those of the replicated weights over all PEs.
 //
 // All gradients of such a unit (SumUnit) form one vector. Each of its K holders sums one part, 1/K of it, divided into pieces. Piece g of
-// a part belongs to channel g mod channels and is step g / channels there. One block at a time works on a channel. It goes through the
-// PE's units in the order of experts; for every step of a unit, in this order, it
+// a part belongs to channel g mod channels and is step g / channels there. One block at a time works on a channel. The block goes through
+// the PE's units in the order of experts; for every step of a unit, in this order, it
 //   sends    its values to the holder of each part;
 //   reduces  its own part: when all holders' values have arrived, it sums them in holder order and sends the sums to all;
 //   copies   the sums of the other parts to the gradients.
-// Backward's persistent kernel runs the steps whose dependencies are met between its tasks, so that an expert's gradients are sent while
-// those of the next are computed. aristos_all_reduce finishes the remaining steps, with waits, and ends with the replicated weights,
-// whose gradients are computed last.
+// Backward's persistent kernel runs the steps whose dependencies are met between its tasks: an expert's gradients are sent while those of
+// the next are computed. aristos_all_reduce finishes the remaining steps, with waits, and ends with the replicated weights, whose
+// gradients are computed last.
 //
 // Any two PEs number the steps of all units that both hold consecutively, and use REDUCE_SLOTS buffers round robin, one per step. Values
 // of step i + REDUCE_SLOTS - 1 are sent only after the sums of step i were copied, and the peer sent those sums after it had read the
 // values of step i: so the buffer is free when it is written. To its receiver a value also shows that the buffer for the sums of
-// REDUCE_SLOTS steps earlier is free. There are no other acknowledgements. The same holds across passes, because values are sent only
+// REDUCE_SLOTS steps earlier is free. There are no other acknowledgements. This also holds across passes, because values are sent only
 // after all sums of the previous pass have arrived.
 //
 // Over the network all channels' signals of a step, of one kind, share a fence: the channel that puts its piece last sends them all.

@@ -43,8 +43,8 @@ DEVICE bool headers_arrived(Block& b) {
     return seen == b.l.shape.n_pes;
 }
 
-// Claims the next return item for `source` if its chunk is computed. As with tasks (tasks.h) the block may get a later ticket, whose
-// chunk is not ready; then it holds the ticket. It holds at most one.
+// Claims the next return item for `source` if its chunk is computed. As with tasks (tasks.h) the block may get a later ticket and hold it
+// until that chunk is ready; a block holds at most one.
 DEVICE bool find_results(Block& b, u32 source) {
     const Layer& l = b.l;
     const Counters& c = b.counters();

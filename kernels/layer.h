@@ -144,7 +144,7 @@ struct Queue {
     u32* relays;         // [1]: items for the sources that this PE relays
     u32* plain_end;        // [PLAIN_ITEMS]: cumulative number of items by kind
     u32* finals;           // [1]: final sums
-    u32* empty;            // [n_local + 1]: batches without slots, whose gradients are zeroed
+    u32* empty;            // [n_local + 1]: batches without slots; their gradients are zeroed
 };
 
 // Whether received rows are copied out of the window. Otherwise they stay there until their results are sent, and no chunk buffer is
@@ -195,7 +195,7 @@ struct ControlWords {
     u32 error_claimed;
     u32 span_count;
     u64 barrier;  // arrivals at the grid barrier of the persistent kernels
-    u64 steps;    // steps so far; selects the set of counters
+    u64 steps;    // number of finished steps; selects the set of counters
     u64 exits;    // blocks that have left a persistent kernel
     u64 forward;  // number of the forward pass whose state this is
 };

@@ -1,4 +1,4 @@
-// Memory of a layer, on the host: sizes, addresses, launches. It makes no CUDA calls and dereferences only the caller's structs.
+// Memory of a layer, on the host: sizes, addresses, launches. No CUDA calls; dereferences only the caller's structs.
 #include "memory.h"
 
 #include <algorithm>

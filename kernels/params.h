@@ -1,7 +1,7 @@
 // Data that the host passes to the kernels: plain structs with the same layout in Rust (`src/gpu/params.rs`), CUDA and host C++.
 //
 // The host fills a `LayerShape`, asks `aristos_layer` (memory.cpp) for the bytes of local and symmetric memory, allocates both, and calls
-// it again for the `Layer`, whose pointers lie in them. A kernel gets a pointer to the `Layer` in device memory and a `Pass` by value.
+// it again for the `Layer` with pointers into them. A kernel gets a pointer to the `Layer` in device memory and a `Pass` by value.
 //
 // docs/kernels.md defines row, slot, chunk, window and round.
 #pragma once
@@ -19,8 +19,8 @@ enum Dtype : u32 { DTYPE_BF16 = 0, DTYPE_F16 = 1 };
 enum Activation : u32 { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3 };
 enum Scoring : u32 { SCORING_SOFTMAX = 0, SCORING_SIGMOID = 1 };
 
-// Everything a kernel needs that never changes. The same on every PE of an EP group except `my_pe`, `world_pe` and `n_local`; fields
-// marked "of the world" are the same on all PEs of all groups. PEs are numbered within their group unless noted.
+// Everything a kernel needs that never changes. All PEs of an EP group have equal values, except in `my_pe`, `world_pe` and `n_local`;
+// fields marked "of the world" are the same on all PEs of all groups. PEs are numbered within their group unless noted.
 struct LayerShape {
     u32 my_pe, n_pes;
     u32 world_pe, n_world;  // this PE's number in the world; PEs of the world

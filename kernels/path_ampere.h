@@ -12,9 +12,9 @@ OUTLINE bool next_task(Block& b) { return Scheduler{b}.next(b.state.task, [] { r
 OUTLINE void task_done(Block& b) { Scheduler{b}.done(b.state.task); }
 
 // Runs tasks until there is another item. All threads call `compute(task, meanwhile)`, which ends with a barrier after the last use of
-// the task. Late in the task one thread calls `meanwhile`, which polls for the next task or item while other warps still work. That one
-// does not depend on the current task, so both can be finished. If it finds none, the thread polls again, and may wait, after the current
-// task is reported.
+// the task. Late in the task one thread calls `meanwhile`, which polls for the next task or item while other warps still work. The work
+// found does not depend on the current task, so both can be finished. If none is found, the thread polls again, and may wait, after the
+// current task is reported.
 template <class Compute> DEVICE void run_tasks(Block& b, State& state, Compute compute) {
     if (dev::thread() == 0) state.more = next_task(b);
     for (;;) {

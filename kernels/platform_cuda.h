@@ -27,8 +27,8 @@
 #define UNROLL _Pragma("unroll")
 // For loops next to others that need the registers more.
 #define ROLLED _Pragma("unroll 1")
-// A separate function, whose registers do not add to those of the caller's loops. Not with setmaxnreg: several calls in such a kernel
-// make ptxas 13.0 fail ("C7600 Register allocation failed") and serialise wgmma.
+// A separate function, so that its registers do not add to those of the caller's loops. Not with setmaxnreg: several calls in such a
+// kernel make ptxas 13.0 fail ("C7600 Register allocation failed") and serialise wgmma.
 #if ARISTOS_HOPPER
 #define OUTLINE DEVICE
 #else
@@ -263,7 +263,7 @@ template <class T> DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32 (
 }
 
 // ---- One-sided operations, for PEs whose memory cannot be stored to directly. A put sends data that the block's threads have written
-// and released with fence_sys(). Its source must not change until quiet_puts(), or until the peer has answered. Put-with-signal calls
+// and released with fence_sys(). The source must not change until quiet_puts(), or until the peer has answered. Put-with-signal calls
 // would cost a fence each.
 
 #ifdef ARISTOS_NVSHMEM

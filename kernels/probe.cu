@@ -48,7 +48,7 @@ DEVICE u64 load_of(const u32* word) { return load_acquire(word); }
 
 // One thread. Waits until a word is at least `value`. False after a timeout of this or another block.
 template <class Word> DEVICE bool probe_wait(const ProbeArea& a, const Word* word, u64 value, u32 what, u32 pe) {
-    // The other block may itself wait for a peer, and should report its timeout first.
+    // Another block may itself wait for a peer, and should report its timeout first.
     const u64 start = nanoseconds(), limit = what == PROBE_OWN_BLOCK ? 2 * a.limit_ns : a.limit_ns;
     for (;;) {
         const u64 seen = load_of(word);
@@ -199,7 +199,7 @@ KERNEL(aristos_probe_together, 1024, 1)(ProbeArea a, u32 begin, u32 end, u64 byt
             const u64 meeting = a.meeting + iteration - 1;
             sync_block();
             if (thread() == 0) {
-                fence_puts();  // orders the previous barrier's signals, not all of whose receivers have been waited for
+                fence_puts();  // orders the previous barrier's signals: not all of their receivers have been waited for
                 fence_sys();
                 for (u32 k = 1; k < n; k++) signal_set(a.meetings + me, meeting, (me + k) % n);
             }

@@ -20,7 +20,7 @@ enum HeaderWord : u32 {
 static_assert(HEADER_END_CHUNK + 1 == HEADER_WORDS, "counts follow the words");
 
 // Index of the header buffer at the destination, of three. Forward passes alternate between two (docs/protocol.md). Backward needs one:
-// its headers are followed by rows, whose results the source awaits before it sends the next header.
+// its headers are followed by rows, and the source awaits their results before it sends the next header.
 DEVICE u32 header_buffer(const Pass& pass, bool backward) {
     if (ARISTOS_FAULT(ONE_HEADER_BUFFER)) return backward ? 2 : 0;
     return backward ? 2 : u32(pass.forward & 1);
@@ -95,8 +95,8 @@ DEVICE u64 result_stamp(u64 stamp, bool overflow) { return stamp << 1 | (overflo
 DEVICE bool routed_by_caller(const Pass& pass) { return pass.ids != nullptr || pass.grad_weights != nullptr; }
 DEVICE bool has_shared(const Layer& l, const Pass& pass) { return l.shape.shared_intermediate && !routed_by_caller(pass); }
 
-// ---- Pass numbers.
-// Fills in the numbers of the pass, for kernels up to the persistent one, whose last block increments the counters (`count_pass`).
+// ---- Pass numbers. Fills in the numbers of the pass, for kernels up to the persistent one. The last block of that kernel increments the
+// counters (`count_pass`).
 DEVICE Pass numbered(const Layer& l, Pass pass, bool backward) {
     if (pass.pass == 0) {
         pass.pass = l.symmetric.passes[0] + 1;
@@ -143,8 +143,8 @@ DEVICE const u32* world_number(const Layer& l, u32 pe) { return l.tables.world +
 // All threads. Like dev::put_block, with the address of the PE's number in the world.
 OUTLINE void network_put(void* mine, const void* from, u64 bytes, const u32* world) { dev::put_block(mine, from, bytes, *world); }
 
-// One thread. Whoever sees the signal sees everything that the block stored before its last barrier, because release is cumulative. Over
-// the network this includes completed reads, so that the observer may overwrite what was read. The signal may overtake puts that no
+// One thread. An observer of the signal sees everything that the block stored before its last barrier, because release is cumulative.
+// Over the network this includes completed reads, so that the observer may overwrite the data. The signal may overtake puts that no
 // fence_puts() follows.
 DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
     if (reachable(l, pe)) return store_signal(at_peer(l, mine, pe), value);
@@ -223,8 +223,8 @@ DEVICE bool counter_reached(const u32* word, u32 expected) {
     return true;
 }
 
-// All threads, after waits for signals: makes the data visible that arrived over the network before those signals. It does not depend on
-// the sender, because a PE knows which peers it reaches but not which peers reach it.
+// All threads, after waits for signals: makes the data visible that arrived over the network before those signals. The call does not
+// depend on the sender, because a PE knows which peers it reaches but not which peers reach it.
 DEVICE void acquire_network(const Layer& l) {
     if (!l.shape.stage || ARISTOS_FAULT(NO_ACQUIRE_PUTS)) return;
     if (dev::thread() == 0) dev::acquire_puts(l.symmetric.passes);

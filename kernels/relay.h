@@ -1,10 +1,10 @@
 // One row per host: the work of a relay for its inter-node sources.
 //
-// A source has one relay on every other host and sends it the rows for all PEs there, as if the relay held all their experts. So each row
-// crosses to a host once. Header and chunks stay in the relay's memory, where the PEs of its host read them by loads; the relay forwards
-// signals alone. Each PE puts its partial results, the sums over its own experts, into a few buffers at the relay. The relay adds the
-// partial results in PE order and returns one row. To the source the host looks like one PE; to the PEs of the host the source is one
-// whose rows and results pass through another PE's memory. All of them belong to one EP group.
+// A source has one relay on every other host and sends it the rows for all PEs there, as if the relay held all their experts. Each row
+// thus crosses to a host once. Header and chunks stay in the relay's memory, where the PEs of its host read them by loads; the relay
+// forwards signals alone. Each PE puts its partial results, the sums over its own experts, into a few buffers at the relay. The relay
+// adds the partial results in PE order and returns one row. To the source the host looks like one PE; to the PEs of the host the source
+// is one whose rows and results pass through another PE's memory. All of them belong to one EP group.
 //
 // No buffer is overwritten too early:
 // - A chunk buffer is reused within a round once all PEs of the host have consumed it, because the relay returns the credit or the

@@ -60,8 +60,8 @@ DEVICE float logit_gradients(const Layer& layer, u32 token, double all_tokens, f
     return warp_max(largest);
 }
 
-// The power of two that scales `largest` into [2^13, 2^14), where f16 has full precision down to 2^-27 of it; 1 if there is nothing to
-// scale. bf16 has the exponent range of f32 and needs no scaling.
+// The power of two that scales `largest` into [2^13, 2^14), where f16 has full precision down to 2^-27 of it; 1 if all are 0. bf16 has
+// the exponent range of f32 and needs no scaling.
 template <class T>
 DEVICE float plane_scale(float) { return 1.0f; }
 template <>

@@ -47,8 +47,8 @@ constexpr u32 small_gemm_bytes(u32 tile_m, u32 parts_a, u32 parts_b) {
     return small_stages(tile_m, parts_a, parts_b) * small_step_bytes(tile_m, parts_a, parts_b);
 }
 
-// ---- Scratch: local memory that one pass's kernels of this family share. It need not be zero and is not kept after the pass.
-// In forward: loss sums, then the plan's counts.
+// ---- Scratch: local memory that one pass's kernels of this family share. Scratch need not be zero and is not kept after the pass. In
+// forward: loss sums, then the plan's counts.
 constexpr u32 route_blocks(const LayerShape& s) { return div_up(s.max_tokens, ROUTE_TOKENS); }
 // In passes with few tokens several blocks compute the logits of ROUTE_TOKENS tokens, each for some tiles of experts and a range of the
 // hidden size. Two blocks fit on an SM.

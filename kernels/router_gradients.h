@@ -4,7 +4,7 @@
 //   output [T, H]     += d_logits W + d_gate w^T
 //
 // d_logits is in GRAD_PARTS planes (aristos_route_backward) with all of its 24 bits; the gate's gradient is one more column. Each block
-// computes one tile; surplus blocks do nothing.
+// computes one tile; surplus blocks exit.
 #pragma once
 #include "route_backward.h"
 #include "small_gemm.h"

@@ -2,39 +2,38 @@
 //
 // A block processes one *item* after the other: the layout of the own slots, a send, the layout of the other PEs' slots, the arrival or
 // the return of a chunk, rows of the shared expert, a GEMM task, gradients without a GEMM (biases and zeros), or a step of the gradient
-// sums. After all of these come the final sums over PEs. A block starts an item only when its dependencies are met (items.h). So no block
-// waits for a peer or for another block inside an item, and no SM idles while there is work. There are two exceptions: a block that
-// completes a send group whose staging slots are needed again waits for its delivery (dispatch.h, "Send groups"), and the final sums,
-// which come last, wait for the results of peers.
+// sums. After all of these come the final sums over PEs. A block starts an item only when its dependencies are met (items.h). No block
+// therefore waits for a peer or for another block inside an item, and no SM idles while there is work. There are two exceptions: a block
+// that completes a send group whose staging slots are needed again waits for its delivery (dispatch.h, "Send groups"), and the final
+// sums, which come last, wait for the results of peers.
 //
 // Blocks claim tasks and results by an atomic add that returns a ticket, once the next one is ready. A block that loses the race gets a
-// later ticket, whose inputs may not be ready: it holds the ticket, runs other items and checks the ticket at every poll. It holds at
-// most one ticket per task queue and one for results, and none beyond a step. The second block of a CTA pair follows the first into the
-// task loop, where it would not poll, so it holds none: it claims results by compare-and-swap.
+// later ticket. If that one is not ready, the block holds the ticket, runs other items and checks the ticket at every poll. Each block
+// holds at most one ticket per task queue and one for results, and none beyond a step. The second block of a CTA pair follows the first
+// into the task loop, where it would not poll, so it holds none: it claims results by compare-and-swap.
 //
 // Tasks are in five queues, each in the order of experts. A block takes the next task of the first queue whose next task is ready: (1)
 // the second GEMM of tiles with other PEs' slots, on which results depend, (2) their first GEMM, (3, 4) likewise for tiles that hold own
 // slots alone and for the shared expert, which need no peer and fill the time in which rows travel, and (5) weight gradients. Before
-// weight gradients come the gradients without a GEMM and steps of the gradient sums, whose transfers the tasks hide. A step of the sums
-// runs when its dependencies are met and this PE has returned all results, so that the network is free. aristos_all_reduce does the
-// remaining steps.
+// weight gradients come the gradients without a GEMM and steps of the gradient sums, so that the tasks hide their transfers. A step of
+// the sums runs when its dependencies are met and this PE has returned all results, so that the network is free. aristos_all_reduce does
+// the remaining steps.
 //
 // Deadlock freedom. Order all items of all PEs by (step, class), with own layout < send < layout < arrival < task (first GEMM, second
 // GEMM, gradients) < return < final sums. Every item depends only on earlier items in this order:
 // - a send of round q: on results of round q - 1, or on acknowledgements of this round's recomputation, which follow its arrivals; and on
-//   the credit of an earlier chunk of the same window, whose arrival depends on that chunk's send
+//   the credit of an earlier chunk of the same window, i.e. on that chunk's arrival and send
 // - a layout: on headers
 // - an arrival: on its chunk and the layout
 // - a task: on arrivals and earlier GEMMs
 // - a return: on tasks
 // - a final sum: on returns
-// - the barrier at the end of a step: on all items of its own PE
-// Staging slots (dispatch.h, "Send groups") are freed by sends or returns with lower numbers.
-// Let X be the first unfinished item. If a block runs X, X finishes, since its dependencies are met. If a block holds X's ticket, its
-// current item finishes and then it runs X. Otherwise X is next in its queue, since items are claimed in order, and a block that is
-// between two items, or will be, claims it: every item takes finite time except final sums, and those are claimed only when this PE has
-// no other item left to claim or holds.
-// A PE may skip a step in which it has nothing to send or receive; peers wait only for data that was announced to them.
+// - the barrier at the end of a step: on all items of its own PE Staging slots (dispatch.h, "Send groups") are freed by sends or returns
+//   with lower numbers. Let X be the first unfinished item. If a block runs X, X finishes, since its dependencies are met. If a block
+//   holds X's ticket, its current item finishes and then it runs X. Otherwise X is next in its queue, since items are claimed in order,
+//   and a block that is between two items, or will be, claims it: every item takes finite time except final sums, and those are claimed
+//   only when this PE has no other item left to claim or holds. A PE may skip a step in which it neither sends nor receives; peers wait
+//   only for data that was announced to them.
 #pragma once
 #include "block.h"
 
@@ -65,8 +64,8 @@ DEVICE u32 slot_position(const Layer& l, u32 expert, u32 slot) {
     const Batches& b = l.batches;
     return slot < b.own[expert] ? b.own_base[expert] + slot : b.rest_base[expert] + slot - b.own[expert];
 }
-// Slots of a source in a batch are in the order of ranks, reversed for every other source. So in a tile with slots of two sources both
-// are among the first to arrive, or both among the last, and no tile waits for the last slot of one source together with the first of
+// Slots of a source in a batch are in the order of ranks, reversed for every other source. In a tile with slots of two sources both are
+// then among the first to arrive, or both among the last, and no tile waits for the last slot of one source together with the first of
 // another.
 DEVICE bool is_reversed(const Layer& l, u32 source) {
     u32 distance = source < l.shape.my_pe ? source + l.shape.n_pes - l.shape.my_pe : source - l.shape.my_pe;
@@ -180,8 +179,8 @@ DEVICE bool header_due(const Block& b, u32 source) {
     return b.l.received.rounds[source] > b.step.round;
 }
 
-// With relays: number of a source's chunks in this step whose consumption the members report to the relay. These are the chunks whose
-// buffer is used again, or all of them in recomputation, which has no results to acknowledge them.
+// With relays: number of a source's chunks in this step whose consumption the members report to the relay. In recomputation these are all
+// chunks, because it has no results to acknowledge them; otherwise those whose buffer is used again.
 DEVICE u32 consumed_acks_expected(const Block& b, u32 chunks) {
     if (b.step.mode == MODE_RECOMPUTE) return chunks;
     return chunks > b.l.shape.window_chunks ? chunks - b.l.shape.window_chunks : 0;

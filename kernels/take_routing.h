@@ -1,5 +1,5 @@
-// aristos_take_routing: checks a caller's routing and replaces aristos_route. It sorts each token's experts in ascending order, as later
-// kernels expect, and stores their indices in the caller's routing. One warp per token.
+// aristos_take_routing: checks a caller's routing and replaces aristos_route. Each token's experts are sorted in ascending order, as
+// later kernels expect, and their indices in the caller's routing are stored. One warp per token.
 #pragma once
 #include "protocol.h"
 #include "route_math.h"

@@ -62,7 +62,7 @@ private:
             b.state.ticket = held != NONE ? held : dev::load_relaxed(c.tasks + queue);
             while (describe(queue, b.state.ticket, t) && ready(queue, t)) {
                 // By an add, which succeeds for every block: of compare-and-swaps one succeeds per polling time. The ticket may therefore
-                // be a later one, whose inputs are not ready yet.
+                // be a later one that is not ready yet.
                 if (held == NONE) {
                     held = dev::fetch_add(c.tasks + queue, 1u);
                     if (held != b.state.ticket) {
@@ -138,8 +138,8 @@ private:
         t.intermediate = store.intermediate;
         t.gated = gated;
         t.activation = u8(shared ? s.shared_activation : s.activation);
-        // With several rounds, which share memory, nothing is kept for backward. Own tiles of the first round may be computed before the
-        // number of rounds is known.
+        // With several rounds, which share memory, activations are not kept for backward. Own tiles of the first round may be computed
+        // before the number of rounds is known.
         bool unknown = queue == OWN_FIRST && b.step.round == 0;
         t.training = s.training && (unknown || shared || b.step.mode == MODE_RECOMPUTE || !*l.received.overflow);
         t.accumulate = !shared && b.step.round > 0;

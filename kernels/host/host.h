@@ -60,7 +60,7 @@ enum AristosHostFault : aristos::u32 {
     ARISTOS_FAULT_SIGNAL_FIRST = 1,   // network signals are delivered at once, before any data
     ARISTOS_FAULT_SIGNAL_LOST = 2,    // network signals are never delivered
     ARISTOS_FAULT_STORE_LOST = 3,     // store_release_sys does nothing
-    ARISTOS_FAULT_FENCE_LOST = 4,     // fence_puts does nothing, as when a newer proxy misreads an older request
+    ARISTOS_FAULT_FENCE_LOST = 4,     // fence_puts has no effect, as when a newer proxy misreads an older request
     ARISTOS_FAULT_SLOW_SIGNALLER = 5, // a block sleeps after one in four store_release_sys, which is harmless to correct code
 };
 void aristos_host_fault(void* world, aristos::u32 pe, aristos::u32 kind);

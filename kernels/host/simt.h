@@ -2,8 +2,8 @@
 //
 // A block is an OS thread and a CUDA thread one of its fibers. A fiber runs until it must wait (for a barrier, a warp-wide instruction,
 // an mbarrier, a wgmma) or calls pause(), and then switches to the next runnable one. Runnable fibers are in a queue, in which a seeded
-// generator sometimes defers one. If no fiber is runnable and no copy is in flight, the block is deadlocked, and the launch fails with
-// what each thread waits for. Any misuse of a primitive fails the launch in the same way: the block's fibers are abandoned, and the other
+// generator sometimes defers one. If no fiber is runnable and no copy is in flight, the block is deadlocked, and the launch fails with a
+// list of each thread's wait. Any misuse of a primitive fails the launch in the same way: the block's fibers are abandoned, and the other
 // blocks leave at their next switch.
 #pragma once
 #include <atomic>
@@ -65,15 +65,15 @@ struct Operands {
     const u32 *a, *b;    // mma; stmatrix: `a`
 };
 
-// A cp.async in flight. `slot` is that of the mbarrier of the thread's next cp_async_mbarrier_arrive, whose arrival comes in phase
-// `phase`; NO_SLOT before that call.
+// A cp.async in flight. `slot` is that of the mbarrier of the thread's next cp_async_mbarrier_arrive, which arrives in phase `phase`;
+// NO_SLOT before that call.
 struct Copy { char* to; const char* from; u32 group; bool valid; u8 slot; u64 number; u32 phase; };
 // The initialised mbarriers of a block. Phases are counted over all uses of a slot.
 constexpr u32 MBARRIERS = 32;
 constexpr u8 NO_SLOT = 255;
 struct MbarrierSlot { u64* bar; u32 phases; };
-// Writer of a 16-byte piece of shared memory by cp.async or stmatrix, whose data wgmma and TMA may access only after a fence: 1 + thread,
-// 0 for none. With `slot`, the copy is complete after that phase of that mbarrier. `seen`: a wgmma with a fence has read it. `passed`:
+// Writer of a 16-byte piece of shared memory by cp.async or stmatrix: 1 + thread, 0 for none. wgmma and TMA may access the piece only
+// after a fence. With `slot`, the copy is complete after that phase of that mbarrier. `seen`: a wgmma with a fence has read it. `passed`:
 // since then the other block of the cluster has called fence_proxy_async_cluster.
 struct Written { u16 thread; u8 slot; bool seen, passed; u32 phase; };
 
@@ -116,7 +116,7 @@ struct Barrier { u32 arrived, count, phase; bool any[2]; bool any_now; Wait kind
 struct TmaLoad {
     char* to;
     u64* bar;
-    u8 map[sizeof(TensorMap)];  // not a TensorMap, whose alignment exceeds that of allocations
+    u8 map[sizeof(TensorMap)];  // not a TensorMap: its alignment exceeds that of allocations
     i32 col, row;
     u64 due;  // in `switches`
 };
@@ -139,7 +139,7 @@ struct RemoteOp {
 struct Cluster {
     std::atomic_flag lock = ATOMIC_FLAG_INIT;
     Block* blocks[2] = {nullptr, nullptr};
-    bool idle[2] = {false, false};  // no thread of the block is runnable, and nothing is in flight to it
+    bool idle[2] = {false, false};  // no thread of the block is runnable, and no operation is in flight to it
     bool over[2] = {false, false};
     UntrackedVector<RemoteOp> ops[2];   // pending operations of block `rank`
     std::atomic<u32> waiting[2] = {{0}, {0}};  // number of them
@@ -235,7 +235,7 @@ void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too);
 void arrive_here(Block& block, u64* bar);
 // `remote`: requested by the other block of a cluster.
 void begin_load(Block& block, TmaLoad load, bool remote = false);
-// The other block has called fence_proxy_async_cluster.
+// Called after the other block's fence_proxy_async_cluster.
 void pass_fenced(Block& block);
 TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 

@@ -1,8 +1,8 @@
 // Virtual time: a world's clock that stands still while code runs and advances by the durations that a test assigns to work and messages.
 //
 // Of all PEs' blocks one runs at a time: the one with the least time, until it pauses or works. Messages over the network arrive at times
-// that follow from the rates of the PEs' ports, each of which sends and receives messages one after the other. So a block's next action
-// is decided by the kernels' own code from the data that have arrived at its time, and every run is the same.
+// that follow from the rates of the PEs' ports, each of which sends and receives messages one after the other. A block's next action is
+// thus decided by the kernels' own code from the data that have arrived at its time, and every run is the same.
 #pragma once
 #include <algorithm>
 #include <condition_variable>

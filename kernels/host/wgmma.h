@@ -1,8 +1,8 @@
 // State of asynchronous wgmma (tensor.cpp).
 //
 // When a thread issues a wgmma, its accumulators are borrowed and replaced by NaN; the wait that covers their last wgmma returns them. In
-// between, the products are computed at a seeded moment after all 128 threads have issued theirs. So code that reads accumulators or
-// overwrites operands too early gets wrong results.
+// between, the products are computed at a seeded moment after all 128 threads have issued theirs. Code that reads accumulators or
+// overwrites operands too early thus gets wrong results.
 #pragma once
 #include <memory>
 

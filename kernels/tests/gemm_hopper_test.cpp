@@ -1,8 +1,8 @@
 // The Hopper GEMM path on the emulator: queues of tiles of several experts, forward and then backward, against float64.
 //
 // Experts have 1, 7, 64, 129 and 200 slots; K, M and N end within a box, or 16 bytes before or after one. Rows between batches hold NaN,
-// as does everything that no row pointer may reach; all writes must lie within their arrays. The same queue must give the same bytes on
-// any number of blocks, for any emulator seed, and with tasks that become known late.
+// as does everything that no row pointer may reach; all writes must lie within their arrays. A queue must give the same bytes on any
+// number of blocks, for any emulator seed, and with tasks that become known late.
 //
 // Tiles are 128 x 256 and 128 x 128. Prefetches must cover exactly the lines of gate_up and of the sums that backward's epilogues read.
 #include <limits>

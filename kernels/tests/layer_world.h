@@ -246,7 +246,7 @@ struct Layers {
         hidden_bytes = w->pes[pe]->layer().stats->all_reduce_bytes;
         return o.copies == 1 || (w->launch(pe, KERNEL_ALL_REDUCE, "aristos_all_reduce", p) && !failed(pe));
     }
-    // Writes random choices in place of the routing kernels, whose many threads take long under ThreadSanitizer.
+    // Writes random choices in place of the routing kernels, which have many threads and take long under ThreadSanitizer.
     bool plan(u32 pe, u32 i) {
         const Layer& l = w->pes[pe]->layer();
         const LayerShape& s = l.shape;

@@ -6,8 +6,8 @@
 //                          gradient sums; "pairs": CTA pairs against single blocks on 8 PEs; "counts": fences, signals, puts and bytes.
 //
 // Without an argument only small layers run, with checks. Models are scaled to 1/8 of their 4,096 tokens and columns, of a tile's rows
-// and columns, and of a chunk's rows. They run on as many blocks as an H100 has SMs, so that each block has the usual number of tasks of
-// each kind, which take as long as at 6 TFLOP/s per SM.
+// and columns, and of a chunk's rows. Scaled models run on as many blocks as an H100 has SMs, so that each block has the usual number of
+// tasks of each kind, which take as long as at 6 TFLOP/s per SM.
 #include "testing.h"
 
 #include "../host/virtual_time.h"
@@ -65,7 +65,7 @@ template <bool IS_BACKWARD> struct TimedPath {
     }
 };
 
-// The same for CTA pairs, with tiles of twice the rows. Everything around the tasks is the layer's code (cta_pair.h). A half without rows
+// Path of CTA pairs, with tiles of twice the rows. Everything around the tasks is the layer's code (cta_pair.h). A half without rows
 // takes no time.
 template <bool IS_BACKWARD> struct TimedCtaPairPath {
     using Element = F16;

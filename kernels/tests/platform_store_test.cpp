@@ -42,7 +42,7 @@ KERNEL(test_tma_store, 32, 1)(const TensorMap* map, u16* out, u32* flag, u32 fau
                 const u32 r = row + lane() / 8;
                 u32 words[4];
                 for (u32 i = 0; i < 4; ++i) {
-                    // Register i of lane l belongs to row l / 4 of matrix i, whose rows are at the addresses of lanes 8 i to 8 i + 7.
+                    // Register i of lane l belongs to row l / 4 of matrix i; its rows are at the addresses of lanes 8 i to 8 i + 7.
                     const u32 of = 8 * i + lane() / 4, its_row = row + of / 8, column = of % 8 * 8 + lane() % 4 * 2;
                     words[i] = (box << 12 | its_row << 6 | column) | (box << 12 | its_row << 6 | (column + 1)) << 16;
                 }

@@ -289,8 +289,8 @@ inline bool overflows_at(const Layers& t, const std::vector<std::vector<Pair>>& 
 }
 
 // One for each send group with any message: the headers of a step; its chunks, chunk 0 for all inter-node peers, then chunk 1, in groups
-// of window_chunks; and likewise its results. So a phase has at most as many fences as inter-node peers if a window holds the most chunks
-// that any of them receives or returns, and at most n times as many if it holds 1/n of that.
+// of window_chunks; and likewise its results. A phase thus has at most as many fences as inter-node peers if a window holds the most
+// chunks that any of them receives or returns, and at most n times as many if it holds 1/n of that.
 inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
     const LayerShape& s = t.w->pes[me]->s;
     const auto& group = t.w->peers(me);
@@ -301,7 +301,7 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     const auto in_inter_node = [&](u32 pe) { return inter_node(pe) && (same_host(t, me, pe) || t.w->is_relay_of(me, pe)); };
     auto overflows = [&](u32 pe) { return overflows_at(t, pairs, pe); };
     u64 fences = 0, most_rounds = 1;
-    // Groups of the messages given by `of` per PE, null if nothing is sent.
+    // Groups of the messages given by `of` per PE, null if no message is sent.
     auto chunks = [&](auto of, auto listed, u64 round) {
         std::vector<bool> group_used(n * s.round_chunks / s.window_chunks + 1, false);
         u32 peers = 0, most = 0;

@@ -319,8 +319,8 @@ void dead_peer_ends_all_waits(world::Path path) {
     CHECK(world::failures == 0);
 }
 
-// Relays wait for partial results of PEs on their hosts, which are named; also in bulk mode, where nothing else is missing between the
-// barriers.
+// Relays wait for partial results of PEs on their hosts, which are named; also in bulk mode, where no other message is missing between
+// the barriers.
 CASE(missing_part_is_reported) {
     for (u32 bulk : {0, 1}) {
         Options o = relays();

@@ -308,7 +308,7 @@ int main(int argc, char** argv) {
             seed++;
         }
     }
-    // Few tokens, whose logits several blocks compute: tiles of experts, fewer blocks than tiles, ranges of the hidden size, and both.
+    // Few tokens, with logits computed by several blocks: tiles of experts, fewer blocks than tiles, ranges of the hidden size, and both.
     run({40, 300, 3, 64, DTYPE_BF16, 2, SCORING_SOFTMAX, 1, 0, 0, 0, 1.0f, 0.1f, 0.01f, 1}, seed++);
     run({33, 700, 3, 32, DTYPE_BF16, 1, SCORING_SOFTMAX, 1, 0, 0, 0, 1.0f, 0.1f, 0.01f, 1}, seed++);
     run({33, 8, 3, 776, DTYPE_F16, 3, SCORING_SIGMOID, 1, 1, 0, 0, 1.0f, 0.1f, 0.01f, 1}, seed++);

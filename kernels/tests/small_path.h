@@ -60,7 +60,7 @@ REGISTER_KERNEL(test_forward_small)
 KERNEL(test_backward_small, SmallTile::THREADS, 1)(const Layer* layer, Pass pass) { run_pass<SmallPath<F16, true>>(*layer, pass); }
 REGISTER_KERNEL(test_backward_small)
 
-// The same for CTA pairs, with tiles of 64 x 64. The code around the tasks is the layer's, the task loop is minimal.
+// The small path for CTA pairs, with tiles of 64 x 64. The code around the tasks is the layer's, the task loop is minimal.
 template <class T, bool IS_BACKWARD> struct SmallCtaPairPath {
     using Element = T;
     static constexpr bool BACKWARD = IS_BACKWARD, CTA_PAIR = true;
