@@ -1,8 +1,8 @@
 # usage: awk -F, -f gpu/beside_torch.awk TORCH OURS...
 #
-# TORCH: what gpu/torch_layer.py printed; OURS: files speed-SHAPE-TOKENS[-skewed].csv of `aristos bench moe --csv`. Prints medians, ms, of ours, of PyTorch's and of
-# cuBLAS at the experts' products (with backward three times the forward's: as many FLOP), ours as a part of PyTorch's, and cuBLAS's as a part of ours. Fails where
-# there is nothing to compare.
+# TORCH: output of gpu/torch_layer.py; OURS: files speed-SHAPE-TOKENS[-skewed].csv of `aristos bench moe --csv`. Prints the median times in ms of
+# aristos, of PyTorch and of cuBLAS at the experts' GEMMs (with backward three times the forward's, for as many FLOP), and the ratios of aristos to
+# PyTorch and of cuBLAS to aristos. Fails if there are no common rows.
 
 function median(list, n, of, i, j, t) {
     n = split(list, of, " ")

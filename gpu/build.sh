@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds target/gpu/aristos, the program with its CUDA kernels inside, stripped, to be carried to a machine with a GPU. Needs
-# Rust and what tools/cuda-toolchain brings; no GPU.
+# Builds target/gpu/aristos, the stripped program with embedded CUDA kernels, to be copied to a machine with a GPU. Needs Rust and
+# the packages of tools/cuda-toolchain, but no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools/cuda-toolchain

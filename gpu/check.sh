@@ -2,25 +2,25 @@
 # usage: gpu/check.sh [--dry-run] [--again] STAGE...
 #        STAGE: facts smoke correct speed profile network sanitize p2p nccl groups stores tune hosts correct-all speed-all, or all
 #
-# Everything that remains to be run on a GPU, in stages of at most 8 minutes, each of which can be run by itself; `all` is all of
-# them in this order, by what there is to learn: the first four take ten minutes at most, and say whether it runs, is right and is
-# fast. Writes what every command prints to $OUT (default target/gpu/out), one file per stage, and ends with a short table. Exit code 0
-# when nothing failed. A stage goes on where it was: what passed before, in whichever stage, by the same program, is not run again. Of the
-# first commands of a stage that fail, what the driver, the kernel's log and a second run with NVSHMEM's messages say is kept in $OUT/STAGE.why.
+# Runs the checks and measurements that need a GPU, in stages of at most 8 minutes that can be run separately. `all` runs them in
+# this order, the most informative first: the first four take at most ten minutes and show whether the program runs, is correct and
+# is fast. The output of every command goes to $OUT (default target/gpu/out), one file per stage, and a short table ends the run.
+# The exit code is 0 if no command failed. Commands that passed before with the same program, in any stage, are not repeated. For the
+# first failures of a stage $OUT/STAGE.why holds the messages of the driver and the kernel, and of a second run with NVSHMEM's log.
 #
-# Needs an NVIDIA GPU (compute capability 8.0 or more), nvcc, NVSHMEM (beside PyTorch is enough), python3 with PyTorch for
-# the comparison, and the program, target/gpu/aristos, which gpu/build.sh makes on any machine with Rust. Where there are
-# several PEs they share the first GPU through MPS, which the script starts and stops; the card's settings stay as they are.
+# Needs an NVIDIA GPU (compute capability 8.0 or more), nvcc, NVSHMEM (PyTorch's is enough), python3 with PyTorch for the
+# comparison, and the program target/gpu/aristos, which gpu/build.sh builds on any machine with Rust. Several PEs share the first
+# GPU through MPS, which the script starts and stops; the card's settings are not changed.
 #
-#   --dry-run   builds what can be built here and prints what each stage would run; where there is no CUDA driver, the program is to find nothing
-#               else that it lacks: so the arguments are right
-#   --again     runs what passed before, too
+#   --dry-run   builds what can be built here and prints the commands of each stage; without a CUDA driver it also checks their arguments:
+#               the program must report only the missing driver
+#   --again     repeats commands that passed before
 #
-#   CUDA_HOME, NVSHMEM_HOME   where nvcc and NVSHMEM are [default: nvcc's folder on PATH; NVSHMEM beside PyTorch, then CUDA]
-#   NCCL_HOME                 where NCCL is, for its send and receive, and its symmetric memory [beside PyTorch, then the loader's path]
-#   OUT                       where the logs go [target/gpu/out]
-#   TIMEOUT                   seconds that a step may take where it is checked [20]
-#   LIMIT                     seconds one stage may take [480; of the first four 60, 150, 150 and 240]
+#   CUDA_HOME, NVSHMEM_HOME   folders of nvcc and NVSHMEM [default: nvcc's folder on PATH; NVSHMEM from PyTorch, then CUDA]
+#   NCCL_HOME                 folder of NCCL, for its send and receive and its symmetric memory [PyTorch's, then the loader's path]
+#   OUT                       folder of the logs [target/gpu/out]
+#   TIMEOUT                   time limit of a checked step, seconds [20]
+#   LIMIT                     time limit of a stage, seconds [480; 60, 150, 150 and 240 for the first four]
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -34,7 +34,7 @@ for arg in "$@"; do
     all) stages+=("${all[@]}") ;;
     *)
         if [[ $arg != [a-z]* || " ${all[*]} " != *" $arg "* ]]; then
-            sed -n '2,26s/^# \{0,1\}//p' "$0" >&2
+            sed -n '2,23s/^# \{0,1\}//p' "$0" >&2
             exit 2
         fi
         stages+=("$arg")
@@ -62,17 +62,17 @@ if [ -z "${NCCL_HOME:-}" ] && command -v python3 >/dev/null; then
 fi
 export CUDA_HOME=${CUDA_HOME:-} NVSHMEM_HOME=${NVSHMEM_HOME:-} NCCL_HOME=${NCCL_HOME:-}
 
-# try NAME COMMAND...: runs it within what is left of the stage's time, keeps what it prints, counts it.
+# try NAME COMMAND...: runs the command within the remaining time of the stage, logs its output and counts the result.
 declare -A passed=() before=() failed=() seconds=()
 try() {
     local name=$1 start=$SECONDS left=$((stage_end - SECONDS)) rc key
     shift
     if [ $dry = 1 ]; then
         printf '  %-44s %s\n' "$name" "$*"
-        right "$name" "$@"
+        check_arguments "$name" "$@"
         return
     fi
-    # Not of the stage: what a short one has done the long one need not do again.
+    # Independent of the stage, so that a long stage skips the commands of a short one.
     key=$(printf '%s\n' "$program" "$name" "$@" | sha256sum | cut -c1-32)
     if [ $again = 0 ] && grep -qsx "$key" "$OUT/passed"; then
         before[$stage]=$((${before[$stage]:-0} + 1))
@@ -83,7 +83,7 @@ try() {
         echo "not run: the stage's $limit s are over" | tee -a "$log"
         rc=124
     else
-        # By another shell, as `to` is not a program.
+        # In another shell, because `to` and the like are functions.
         timeout --kill-after=5 "$left" bash -c '"$@"' try "$@" >>"$log" 2>&1
         rc=$?
     fi
@@ -100,8 +100,8 @@ try() {
     return $rc
 }
 
-# why NAME COMMAND...: what is to be known of a failure, while it can be. A second run gets what is left of the stage's time, a minute at most, and ten seconds at
-# least: what does not end has used up the stage's.
+# why NAME COMMAND...: collects information about a failure. A second run gets the remaining time of the stage, at most a minute and at least
+# ten seconds, since a command that hung has used it up.
 why() {
     local name=$1 left=$((stage_end - SECONDS))
     left=$((left < 10 ? 10 : left > 60 ? 60 : left))
@@ -117,18 +117,18 @@ why() {
     } >>"$OUT/$stage.why" 2>&1
 }
 
-# skip NAME WHY: says what is not run, and is no failure.
+# skip NAME WHY: reports a check that is not run, which is not a failure.
 skip() { printf 'skipped %s: %s\n' "$1" "$2" | tee -a "$log"; }
 
-# right NAME COMMAND...: in a dry run without a driver, whether a command of the program lacks nothing but that.
-right() {
+# check_arguments NAME COMMAND...: in a dry run without a driver, checks that the program reports only the missing driver.
+check_arguments() {
     local name=$1 said
     shift
     while [ $# -gt 0 ] && [ "$1" != "$aristos" ]; do shift; done
     if [ ! -x "$aristos" ] || [ -n "$driver" ] || [ "${2-}" = doctor ] || [ $# = 0 ]; then
         return 0
     fi
-    # Where srun would say which PE this is, it is told to be the only one.
+    # In place of srun, which would set the rank: the only PE.
     [[ " $* " != *" --transport hybrid "* ]] || set -- "$@" --rank 0 --ranks 1 --rendezvous 127.0.0.1:29400
     said=$(timeout 60 "$@" 2>&1)
     if [[ $said != *"no CUDA driver here"* ]]; then
@@ -137,7 +137,7 @@ right() {
     fi
 }
 
-# to FILE COMMAND...: what it prints on stdout goes to FILE too.
+# to FILE COMMAND...: also writes the command's stdout to FILE.
 to() {
     local file=$1
     shift
@@ -145,7 +145,7 @@ to() {
 }
 export -f to
 
-# one_by_one PES COMMAND...: PEs as processes that something else starts, which meet over TCP.
+# one_by_one PES COMMAND...: starts the PEs as separate processes that rendezvous over TCP.
 one_by_one() {
     local pes=$1 rank children=() rc=0 child
     shift
@@ -172,7 +172,7 @@ mps_off() {
 }
 trap mps_off EXIT
 
-# The two programs in C++, which need no Rust: facts.cu and perftest.cu. Not compiled again where that has been done, here or where they were carried from.
+# Builds the two C++ programs, facts.cu and perftest.cu, unless they are up to date (also if built on another machine).
 build() {
     local nvcc=$CUDA_HOME/bin/nvcc name arch flags key
     if [ ! -x "$nvcc" ]; then
@@ -200,7 +200,7 @@ build() {
     echo "$key" >target/gpu/built
 }
 
-# NVSHMEM on one host, as the program sets it too.
+# NVSHMEM settings for one host, as in the program.
 host_env=(env NVSHMEM_REMOTE_TRANSPORT=none NVSHMEM_DISABLE_NVLS=1 NVSHMEM_DISABLE_NCCL=1 NVSHMEM_DISABLE_MNNVL=1
     NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo)
 
@@ -220,12 +220,12 @@ run=("$aristos" run --device cuda --check --timeout "${TIMEOUT:-20}")
 layer=(--hidden 512 --intermediate 768 --experts 16 --top-k 4)
 small=("${layer[@]}" --tokens 1000 --dtype bf16)
 
-# The persistent kernels that there are: a path and a tile each, as in kernels/launch.h.
+# Path and tile of each persistent kernel, from kernels/launch.h.
 mapfile -t tiles < <(sed -nE 's/^ *\{(AMPERE|HOPPER), ([0-9]+), ([0-9]+),.*/\1 \2x\3/p' kernels/launch.h | tr '[:upper:]' '[:lower:]')
 kernels=()
 use() { kernels=(--gemm "${1% *}" --tile "${1#* }"); }
 
-# runs PATH: whether its kernels run here.
+# runs PATH: whether the GPU supports the path's kernels.
 runs() { [ $dry = 1 ] || [ "$1" = ampere ] || [ "$capability" = 9 ]; }
 
 stage_smoke() {
@@ -238,20 +238,20 @@ stage_smoke() {
         use "$tile"
         try "1 PE, tiles of $tile" "${run[@]}" --pes 1 "${kernels[@]}" "${small[@]}"
     done
-    # Recorded first of all steps: no kernel may be loaded while a graph is recorded.
+    # Recording the first step: no kernel may be loaded while a graph is recorded.
     try "1 PE, recorded" "${run[@]}" --pes 1 "${small[@]}" --steps 3 --graph
-    # Several PEs first put a block of bytes to each other, and check it (kernels/smoke.cu).
+    # Several PEs first exchange and check a block of bytes (kernels/smoke.cu).
     mps_on 2
     try "2 PEs, Ampere path" "${run[@]}" --pes 2 --gemm ampere "${small[@]}"
     ! runs hopper || try "2 PEs, Hopper path" "${run[@]}" --pes 2 --gemm hopper "${small[@]}"
     mps_off
     mps_on 4
-    # Rows and results in the order of experts, in several rounds.
+    # Rows and results in expert order, in several rounds.
     try "4 PEs, all to a few, small budget" "${run[@]}" --pes 4 "${small[@]}" --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32
     mps_off
 }
 
-# Plans of two groups, each with all experts; of replicas, how many of each source's rows a holder computes.
+# Writes plans with two groups that hold all experts each, and with a replica and its split.
 two_groups() {
     python3 - "$OUT" <<'END'
 import json, sys
@@ -283,20 +283,20 @@ stage_groups() {
             --aux-loss-coef 0.01 --z-loss-coef 0.001 --capacity-factor 1.1
         mps_off
     done
-    # The devices probed, planned for and run by the plan.
+    # Probe the devices, plan for them, and run by that plan.
     mps_on 2
     try "probe of the devices" "$aristos" probe --device cuda --pes 2 --hidden 2048 --intermediate 4096 --out "$OUT/cluster-2.json"
     try "2 PEs, planned for the devices" "${run[@]}" --pes 2 "${small[@]}" --plan auto
     mps_off
-    # As srun and torchrun start them.
+    # Started as by srun and torchrun.
     mps_on 2
     try "2 PEs, one by one" one_by_one 2 "${run[@]}" "${small[@]}"
-    # The devices that are probed stay open for the layer.
+    # The probed devices stay open for the layer.
     try "2 PEs, one by one, planned for the devices" one_by_one 2 "${run[@]}" "${small[@]}" --plan auto
     mps_off
 }
 
-# What hosts do between them, by NVSHMEM's puts, fences and signals, on one host: to the kernels no peer is reached by loads and stores.
+# Inter-node communication on one host: the kernels use NVSHMEM's puts, fences and signals for every peer instead of loads and stores.
 stage_network() {
     local gemm pes over=(env ARISTOS_REACH=network "${run[@]}")
     for pes in 2 4; do
@@ -310,14 +310,14 @@ stage_network() {
         try "$pes PEs, bulk" "${over[@]}" --pes $pes "${small[@]}" --mode bulk
         mps_off
     done
-    # Sums of gradients between groups, whose signals go under one fence for all channels.
+    # Gradient sums between groups; all channels' signals of a step share a fence.
     two_groups || return
     mps_on 4
     try "2 groups, a replica" "${over[@]}" --pes 4 "${small[@]}" --plan "$OUT/plan-4.json" --steps 2
     mps_off
 }
 
-# On two nodes, by NVSHMEM's own network: in an allocation of Slurm's, a PE on each GPU.
+# Two nodes of a Slurm allocation over NVSHMEM's own network, one PE per GPU.
 stage_hosts() {
     local gpus gemm over
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
@@ -337,8 +337,8 @@ stage_hosts() {
     try "bandwidth" "${over[@]}" "$aristos" bench p2p --transport nvshmem
 }
 
-# right_on PES PATH WHAT: a layer against float64.
-right_on() {
+# layer_on PES PATH WHAT: checks a layer against float64.
+layer_on() {
     local pes=$1 gemm=$2 what=$3 with=("${small[@]}")
     case $what in
     softmax | softmax-renormalised | sigmoid) with+=(--router "$what") ;;
@@ -355,17 +355,17 @@ right_on() {
     try "$pes PEs, $gemm, $what" "${run[@]}" --pes "$pes" --gemm "$gemm" "${with[@]}"
 }
 
-# Of each thing that can be wrong by itself one layer, on as many PEs as it takes; the rest is in `correct-all`.
+# One layer per feature, on as few PEs as it needs; `correct-all` has all combinations.
 stage_correct() {
     local gemm what
     for gemm in hopper ampere; do
         runs $gemm || continue
-        for what in "odd sizes" sigmoid f16 "shared expert"; do right_on 1 $gemm "$what"; done
+        for what in "odd sizes" sigmoid f16 "shared expert"; do layer_on 1 $gemm "$what"; done
     done
     mps_on 4
     for gemm in hopper ampere; do
         runs $gemm || continue
-        for what in softmax-renormalised "all to a few, small budget" recorded bulk "1 token" "losses, capacity"; do right_on 4 $gemm "$what"; done
+        for what in softmax-renormalised "all to a few, small budget" recorded bulk "1 token" "losses, capacity"; do layer_on 4 $gemm "$what"; done
     done
     mps_off
 }
@@ -378,7 +378,7 @@ stage_correct_all() {
             runs $gemm || continue
             for what in softmax softmax-renormalised sigmoid gelu gelu-tanh relu f16 "shared expert" "losses, capacity" "1 token" \
                 "all to a few, small budget" recorded bulk "odd sizes"; do
-                right_on $pes $gemm "$what"
+                layer_on $pes $gemm "$what"
             done
         done
         for tile in "${tiles[@]}"; do
@@ -407,9 +407,9 @@ stage_sanitize() {
     done
 }
 
-# beside_c P2P PERFTEST: what aristos measured on streams beside the loops in C; fails where there is nothing to compare. A
-# ping-pong is a round trip in C.
-beside_c() {
+# compare_with_c P2P PERFTEST: ratios of aristos's times on streams to those of the C loops; fails without common rows. In C a ping-pong is a
+# round trip.
+compare_with_c() {
     awk -F, '
         FNR == 1 { file++; next }
         file == 1 && $5 == "stream" && ($4 == "put" || $4 == "get") { ours[$4 "_" $3 "_on_stream," $6] = $12 }
@@ -420,14 +420,14 @@ beside_c() {
         }
         END { exit !n }' "$1" "$2"
 }
-export -f beside_c
+export -f compare_with_c
 
 stage_p2p() {
     mps_on 2
     try "perftest's loops in C" to "$OUT/perftest.csv" "${host_env[@]}" target/gpu/perftest 2
-    # NCCL refuses two PEs on one GPU: one line says so, and the rest is measured.
+    # NCCL refuses two PEs on one GPU, which one line reports; the rest is measured.
     try "aristos" "$aristos" bench p2p --transport nvshmem --csv "$OUT/p2p.csv" --plot "$OUT/p2p"
-    try "on streams, beside C" to "$OUT/p2p-streams.csv" beside_c "$OUT/p2p.csv" "$OUT/perftest.csv"
+    try "on streams, beside C" to "$OUT/p2p-streams.csv" compare_with_c "$OUT/p2p.csv" "$OUT/perftest.csv"
     mps_off
     if [ $dry = 1 ] || [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then
         try "NCCL, a GPU each" "$aristos" bench p2p --transport nvshmem --op send-recv --csv "$OUT/p2p-nccl.csv"
@@ -435,7 +435,7 @@ stage_p2p() {
     fi
 }
 
-# The version of the NCCL that the program would take, as NCCL numbers it: 23003 is 2.30.3. Nothing where there is none.
+# Prints the version of the NCCL that the program would load, e.g. 23003 for 2.30.3; empty without NCCL.
 nccl_version() {
     local library=libnccl.so.2
     [ ! -e "${NCCL_HOME:-}/lib/$library" ] || library=$NCCL_HOME/lib/$library
@@ -447,9 +447,9 @@ print(version.value)
 END
 }
 
-# both_ways ONE OTHER PREFIX: the medians of a layer's passes in two ways, of which there are files PREFIX-WAY-ROUND.csv; fails where there is nothing
-# to compare.
-both_ways() {
+# compare_ways ONE OTHER PREFIX: median times of a layer's passes in two variants, from the files PREFIX-VARIANT-ROUND.csv; fails if one of them
+# has no measurements.
+compare_ways() {
     local mode pass way
     echo "mode,pass,$1_ms,$2_ms,$2_of_$1"
     for mode in pipelined bulk; do
@@ -461,10 +461,10 @@ both_ways() {
         done
     done
 }
-export -f both_ways
+export -f compare_ways
 
-# by_both PES WHERE: a layer on so many PEs by the symmetric memory of NVSHMEM and of NCCL: against float64, recorded, and timed.
-by_both() {
+# nvshmem_and_nccl PES WHERE: a layer on PES PEs with the symmetric memory of NVSHMEM and of NCCL: against float64, recorded, and timed.
+nvshmem_and_nccl() {
     local pes=$1 where=$2 by bench=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 20 --warmup 5)
     for by in nvshmem nccl; do
         try "$pes PEs, $where, $by" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}"
@@ -474,11 +474,11 @@ by_both() {
         try "$pes PEs, $where, $by, qwen3-30b, 4096 tokens" "$aristos" "${bench[@]}" --pes "$pes" --symmetric $by --tokens 4096 \
             --experts 128 --hidden 2048 --intermediate 768 --top-k 8 --csv "$OUT/nccl-$pes-${where// /-}-$by-1.csv"
     done
-    try "$pes PEs, $where, the times of both" to "$OUT/nccl-$pes-${where// /-}.csv" both_ways \
+    try "$pes PEs, $where, the times of both" to "$OUT/nccl-$pes-${where// /-}.csv" compare_ways \
         nvshmem nccl "$OUT/nccl-$pes-${where// /-}"
 }
 
-# With a GPU for each PE where there are several; several PEs of one are an experiment of NCCL's, from 2.30 on.
+# One PE per GPU if there are several GPUs. NCCL supports several PEs per GPU experimentally, from 2.30 on.
 stage_nccl() {
     local version gpus pes
     version=$(nccl_version)
@@ -489,12 +489,12 @@ stage_nccl() {
     fi
     try "1 PE" "${run[@]}" --pes 1 --symmetric nccl "${small[@]}"
     if [ $dry = 1 ] || [ "$gpus" -ge 2 ]; then
-        by_both $((gpus < 2 ? 2 : gpus)) "a GPU each"
+        nvshmem_and_nccl $((gpus < 2 ? 2 : gpus)) "a GPU each"
     fi
     if [ $dry = 1 ] || { [ "$gpus" = 1 ] && [ "$version" -ge 23000 ]; }; then
         for pes in 2 4; do
             mps_on $pes
-            by_both $pes "one GPU"
+            nvshmem_and_nccl $pes "one GPU"
             mps_off
         done
     elif [ "$gpus" = 1 ]; then
@@ -502,14 +502,14 @@ stage_nccl() {
     fi
 }
 
-# Models' layers: experts, of a token, widths; of DeepSeek-V3 a PE's share of eight, to which all PEs' rows of its experts go. As in gpu/torch_layer.py.
+# Models' layers, as in gpu/torch_layer.py: for DeepSeek-V3 one PE's experts of eight PEs, with the rows of all PEs.
 declare -A shapes=([mixtral]="--experts 8 --top-k 2 --hidden 4096 --intermediate 14336"
     [deepseek-v3-of-8]="--experts 32 --top-k 8 --hidden 7168 --intermediate 2048"
     [qwen3-30b]="--experts 128 --top-k 8 --hidden 2048 --intermediate 768"
     [llama4-scout]="--experts 16 --top-k 1 --hidden 5120 --intermediate 8192")
 models=(deepseek-v3-of-8 mixtral qwen3-30b llama4-scout)
 
-# speed_of MODEL TOKENS NAME MORE...: times of a layer, to speed-MODEL-TOKENS.csv, with what follows of NAME's first word in the file's name.
+# speed_of MODEL TOKENS NAME OPTION...: times a layer; results go to speed-MODEL-TOKENS[-NAME].csv.
 speed_of() {
     local shape=$1 tokens=$2 name=$3 file="$OUT/speed-$1-$2" shape_of
     shift 3
@@ -519,7 +519,7 @@ speed_of() {
         --tokens "$tokens" "${shape_of[@]}" "$@" --csv "$file.csv"
 }
 
-# Made anew each time, of all that there is; says what it is.
+# Rebuilds the table from all existing measurements and prints it.
 speed_table() {
     local ours torch="$OUT/torch.csv"
     [ $dry = 0 ] || return 0
@@ -537,7 +537,7 @@ speed_table() {
     fi
 }
 
-# The whole layers at a training step's number of tokens, then at a little one; the rest is in `speed-all`.
+# The models' layers at a typical token count of training and at a small one; `speed-all` has more.
 stage_speed() {
     local shape tokens
     try "PyTorch and cuBLAS, 4096 and 512 tokens" to "$OUT/torch.csv" python3 gpu/torch_layer.py --tokens 4096,512 --skews 0
@@ -547,9 +547,9 @@ stage_speed() {
     speed_table
 }
 
-# traced FILE COMMAND...: what each block does when, to FILE.gz.
+# traced FILE COMMAND...: writes a timeline of all blocks to FILE.gz.
 traced() { "${@:2}" --trace "$1" && gzip -f "$1"; }
-# profiled FILE PASS COMMAND...: what ncu says of the second of a pass's persistent kernels: FILE.txt, and by instruction FILE-source.csv.
+# profiled FILE PASS COMMAND...: ncu's report on the second persistent kernel of a pass: FILE.txt, and FILE-source.csv per instruction.
 profiled() {
     ncu --clock-control none --section SpeedOfLight --section WarpStateStats --section SourceCounters --section MemoryWorkloadAnalysis \
         --import-source no -k "regex:aristos_$2_" -s 1 -c 1 -f -o "$1" "${@:3}" &&
@@ -557,7 +557,7 @@ profiled() {
 }
 export -f traced profiled
 
-# Where a step's time goes.
+# Breakdown of a step's time.
 stage_profile() {
     local shape pass shape_of step
     for shape in qwen3-30b deepseek-v3-of-8; do
@@ -593,7 +593,7 @@ stage_speed_all() {
     speed_table
 }
 
-# Results of 16 bits, as TMA stores them and as lanes do, one after the other and then once more: what the card's clock does meets both.
+# 16-bit results stored by TMA and by lanes, alternating twice so that changes of the GPU clock affect both.
 stage_stores() {
     local problem name experts top_k hidden intermediate tokens round way
     local common=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 20 --warmup 5 --pes 1 --gemm hopper)
@@ -613,13 +613,13 @@ stage_stores() {
                         --hidden "$hidden" --intermediate "$intermediate" --tokens $tokens --csv "$OUT/stores-$name-$tokens-$way-$round.csv"
                 done
             done
-            try "$name, $tokens tokens, the times of both" to "$OUT/stores-$name-$tokens.csv" both_ways tma lanes "$OUT/stores-$name-$tokens"
+            try "$name, $tokens tokens, the times of both" to "$OUT/stores-$name-$tokens.csv" compare_ways tma lanes "$OUT/stores-$name-$tokens"
         done
     done
 }
 
-# fastest PATH HIDDEN INTERMEDIATE EXPERTS ROWS NAME: of the tiles measured the fastest for forward and backward, by the median, as a row of MEASURED in
-# src/moe/device/tiles.rs; behind it what each took, ms.
+# fastest PATH HIDDEN INTERMEDIATE EXPERTS ROWS NAME: the measured tile with the lowest median of forward and backward, as a row of MEASURED in
+# src/moe/device/tiles.rs, followed by the times of all tiles, ms.
 fastest() {
     local path=$1 tile took best='' least='' said='' file
     for file in "$OUT/tune-$6-$path"-*.csv; do
@@ -634,7 +634,7 @@ fastest() {
     printf '    (GemmPath::%s, %s, %s, %s, %s, %s, (%s, %s)), // %s:%s\n' "${path^}" "$multiprocessors" "$2" "$3" "$4" "$5" "${best%x*}" "${best#*x}" "$6" "$said"
 }
 
-# Whole layers on one PE, and a PE's share of them among 8 or 16, of which the rows of all PEs are its own.
+# Whole layers on one PE, and one PE's experts of 8 or 16 PEs with the rows of all PEs.
 stage_tune() {
     local problem name experts top_k hidden intermediate tokens tile path multiprocessors
     local common=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 10 --warmup 3 --pes 1)

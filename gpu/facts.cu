@@ -1,11 +1,11 @@
-// Checks on the machine what the runtime assumes about NVSHMEM and the driver, without Rust and without the runtime's own
-// kernels, so that a failure elsewhere can be told from a wrong assumption.
+// Checks the runtime's assumptions about NVSHMEM and the driver on this machine, without Rust and without the runtime's own
+// kernels, so that a wrong assumption can be told from other failures.
 //
 //   facts [PES]     PES processes share the first GPU (default 2); prints "question: answer" lines; exit code 0 if a put and
 //                   a put with signal between neighbours arrived, 1 otherwise.
 //
-// gpu/check.sh builds it. The kernel is compiled twice: into this program (used by no one), and by `nvcc -fatbin` into
-// facts.fatbin, which is loaded with cuModuleLoadData as the runtime loads its own.
+// Built by gpu/check.sh. The kernel is compiled twice: into this program (unused), and by `nvcc -fatbin` into facts.fatbin, which is
+// loaded with cuModuleLoadData, as the runtime loads its own.
 #include "non_abi/nvshmem_build_options.h"
 #undef NVSHMEM_IBGDA_SUPPORT
 #undef NVSHMEM_GPUNETIO_SUPPORT
@@ -15,7 +15,7 @@
 #include <nvshmemx.h>
 
 extern "C" __global__ void facts_put(unsigned long long* words, int me, int n) {
-    // Word 0: put by the neighbour before us. Word 1: its signal. Words 2..: data of put_signal.
+    // Word 0: put by the previous PE. Word 1: its signal. Words 2..: data of put_signal.
     const int to = (me + 1) % n;
     unsigned long long* data = words + 2;
     data[64 + threadIdx.x] = 1000ull * (me + 1) + threadIdx.x;

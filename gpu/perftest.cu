@@ -1,13 +1,12 @@
-// perftest's loops in C: what `aristos bench p2p` is compared with on the same card. Written from the description of
-// NVSHMEM's own perftest (device put_bw, put_latency, put_signal ping-pong): host timing around one launch, the mean of all
-// iterations, block scope.
+// perftest's loops in C, for comparison with `aristos bench p2p` on the same card. Written from the description of NVSHMEM's own
+// perftest (device put_bw, put_latency, put_signal ping-pong): host timing around one launch, the mean of all iterations, block scope.
 //
-// Then the same from the host, on a stream, between two CUDA events: put and get with quiet after each, many puts or gets
-// with one quiet at the end, and the ping-pong.
+// Further loops run from the host on a stream, between two CUDA events: put and get with a quiet after each, many puts or gets with
+// one quiet at the end, and the ping-pong.
 //
 //   perftest [2]    prints CSV: op,bytes,iterations,mean_us,gb_per_s
 //
-// gpu/check.sh builds it, as facts.cu.
+// Built by gpu/check.sh, like facts.cu.
 #include "non_abi/nvshmem_build_options.h"
 #undef NVSHMEM_IBGDA_SUPPORT
 #undef NVSHMEM_GPUNETIO_SUPPORT
@@ -32,7 +31,7 @@ extern "C" __global__ void get_latency(char* to, const char* from, size_t bytes,
     }
 }
 
-// Each block puts its part; a barrier of all blocks after each iteration; quiet once, at the end.
+// Each block puts its part, with a barrier of all blocks after each iteration and one quiet at the end.
 extern "C" __global__ void put_bandwidth(char* to, const char* from, size_t bytes, int peer, int iterations, unsigned* counter) {
     const size_t part = bytes / gridDim.x, at = part * blockIdx.x;
     for (int i = 0; i < iterations; ++i) {
@@ -74,20 +73,20 @@ static double now_us() {
     return t.tv_sec * 1e6 + t.tv_usec;
 }
 
-// One iteration on the stream. `turn` is the signal's value, one more each time.
-static void on_stream(const char* op, char* to, char* from, size_t bytes, int peer, uint64_t* signal, uint64_t turn, int me,
+// One iteration on the stream. `value` is the signal's value, which increases by one.
+static void on_stream(const char* op, char* to, char* from, size_t bytes, int peer, uint64_t* signal, uint64_t value, int me,
                       CUstream stream) {
     if (!std::strncmp(op, "put", 3)) nvshmemx_putmem_on_stream(to, from, bytes, peer, stream);
     if (!std::strncmp(op, "get", 3)) nvshmemx_getmem_on_stream(from, to, bytes, peer, stream);
     if (std::strstr(op, "latency")) nvshmemx_quiet_on_stream(stream);
     if (!std::strncmp(op, "ping_pong", 9)) {
-        if (me != 0) nvshmemx_signal_wait_until_on_stream(signal, NVSHMEM_CMP_GE, turn, stream);
-        nvshmemx_putmem_signal_on_stream(to, from, bytes, signal, turn, NVSHMEM_SIGNAL_SET, peer, stream);
-        if (me == 0) nvshmemx_signal_wait_until_on_stream(signal, NVSHMEM_CMP_GE, turn, stream);
+        if (me != 0) nvshmemx_signal_wait_until_on_stream(signal, NVSHMEM_CMP_GE, value, stream);
+        nvshmemx_putmem_signal_on_stream(to, from, bytes, signal, value, NVSHMEM_SIGNAL_SET, peer, stream);
+        if (me == 0) nvshmemx_signal_wait_until_on_stream(signal, NVSHMEM_CMP_GE, value, stream);
     }
 }
 
-// What the stream does between two events: `iterations` operations, no more than a stream has room for.
+// The timed operations between two events: `iterations` of them, at most as many as fit in a stream.
 static int stream_loops(int me, int peer, char* to, char* from, uint64_t* signal) {
     CUstream stream;
     CUevent start, end;
@@ -100,17 +99,17 @@ static int stream_loops(int me, int peer, char* to, char* from, uint64_t* signal
         {"ping_pong_on_stream", 200, true},
     };
     for (const auto& test : tests) {
-        // Waiting on a stream ends the process where PEs share the GPU without MPS.
+        // Without MPS, waiting on a stream ends the process if PEs share the GPU.
         if (test.both && nvshmemx_init_status() == NVSHMEM_STATUS_LIMITED_MPG) continue;
         for (size_t bytes = 16; bytes <= 4 << 20; bytes *= 4) {
             float ms = 0;
             CU(cuMemsetD8((CUdeviceptr)signal, 0, 4096));
             CU(cuCtxSynchronize());
             nvshmem_barrier_all();
-            uint64_t turn = 0;
+            uint64_t value = 0;
             for (int run = 0; run < 2 && (me == 0 || test.both); ++run) {  // the first is the warm-up
                 CU(cuEventRecord(start, stream));
-                for (int i = 0; i < test.iterations; ++i) on_stream(test.op, to, from, bytes, peer, signal, ++turn, me, stream);
+                for (int i = 0; i < test.iterations; ++i) on_stream(test.op, to, from, bytes, peer, signal, ++value, me, stream);
                 nvshmemx_quiet_on_stream(stream);
                 CU(cuEventRecord(end, stream));
                 CU(cuStreamSynchronize(stream));

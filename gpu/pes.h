@@ -1,4 +1,4 @@
-// PES processes that share the first GPU, with NVSHMEM between them: what facts.cu and perftest.cu have in common.
+// Common to facts.cu and perftest.cu: PES processes that share the first GPU, connected by NVSHMEM.
 #pragma once
 #include <cuda.h>
 #include <nvshmem.h>
@@ -30,7 +30,7 @@ struct Shared {
         }                                                                                          \
     } while (0)
 
-// Binds the first GPU's primary context and joins the job. 0, or 1 after a line that says what failed.
+// Binds the first GPU's primary context and joins the job. Returns 0, or 1 after printing the error.
 inline int join(int me, int n, Shared* shared, CUdevice& device) {
     CUcontext context;
     CU(cuInit(0));
@@ -46,10 +46,10 @@ inline int join(int me, int n, Shared* shared, CUdevice& device) {
         shared->have_id = 1;
     }
     for (int ms = 0; !shared->have_id; ++ms) {
-        if (ms == 30000) return 1;  // PE 0 has printed why
+        if (ms == 30000) return 1;  // PE 0 has printed the reason
         usleep(1000);
     }
-    static nvshmemx_uniqueid_t id;  // kept by pointer
+    static nvshmemx_uniqueid_t id;  // NVSHMEM keeps the pointer
     id = shared->id;
     nvshmemx_init_attr_t attr = NVSHMEMX_INIT_ATTR_INITIALIZER;
     nvshmemx_set_attr_uniqueid_args(me, n, &id, &attr);
@@ -64,7 +64,7 @@ inline int join(int me, int n, Shared* shared, CUdevice& device) {
     return 0;
 }
 
-// Loads a fatbin as the runtime loads its own.
+// Loads a fatbin like the runtime does.
 inline int load(int me, const char* path, CUmodule& module) {
     std::vector<char> image;
     FILE* file = std::fopen(path, "rb");
@@ -79,7 +79,7 @@ inline int load(int me, const char* path, CUmodule& module) {
     return 0;
 }
 
-// Runs `pe_main(pe, n, shared, fatbin)` in n processes; 0 if all returned 0. The fatbin lies beside the program.
+// Runs `pe_main(pe, n, shared, fatbin)` in n processes; returns 0 if all returned 0. The fatbin is in the program's folder.
 template <class F>
 int run_pes(int argc, char** argv, F pe_main) {
     const int n = argc > 1 ? std::atoi(argv[1]) : 2;

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The same MoE layers in PyTorch on one GPU, and the card's own limit, timed: what `gpu/check.sh speed` compares ours with.
+"""Times MoE layers in PyTorch on one GPU, and cuBLAS as the limit of the card, for comparison by `gpu/check.sh speed`.
 
 The layer is softmax top-k, renormalised, gated SiLU experts: tokens are sorted by expert, `grouped_mm` runs the
 experts' GEMMs in one kernel per projection, and the weighted results are summed per token. The limit is cuBLAS's rate at the
-expert's own GEMM shape, on as many rows as all experts get together. Random data, device events, medians.
+expert's GEMM shape, on as many rows as all experts get together. Random data, device events, medians.
 
 Prints CSV: what,shape,tokens,skew,pass,median_ms,p99_ms,min_ms,tflops,iterations
 """
@@ -19,7 +19,7 @@ SHAPES = {  # experts, hidden, intermediate, top_k
     "mixtral": (8, 4096, 14336, 2),
     "qwen3-30b": (128, 2048, 768, 8),
     "llama4-scout": (16, 5120, 8192, 1),
-    "deepseek-v3-of-8": (32, 7168, 2048, 8),  # a PE's share of eight, to which all PEs' rows of its experts go
+    "deepseek-v3-of-8": (32, 7168, 2048, 8),  # one PE's experts of eight PEs, with the rows of all PEs
 }
 
 grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm

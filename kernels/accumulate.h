@@ -1,4 +1,4 @@
-// aristos_accumulate: sum = last, or sum += last; all gradients of a layer as one vector of whole 16-byte pieces.
+// aristos_accumulate: sum = last, or sum += last, over all gradients of a layer as one vector of 16-byte pieces.
 #pragma once
 #include "route_math.h"
 

@@ -1,5 +1,5 @@
-// Activations and their derivatives in f32, by the formulas of cpu-kernels/src/activation.rs. Bounds on the argument are where the
-// function is flat or linear in f32; they keep exp within its range and avoid infinity times zero. NaN gives NaN.
+// Activations and their derivatives in f32, with the formulas of cpu-kernels/src/activation.rs. Arguments are clamped where the function
+// is flat or linear in f32, which keeps exp in range and avoids infinity times zero. NaN gives NaN.
 #pragma once
 #include "params.h"
 #include "platform.h"
@@ -8,13 +8,13 @@ namespace aristos {
 
 struct ValueSlope { float value, slope; };
 
-// These return NaN for NaN, unlike fmaxf and fminf.
+// Unlike fmaxf and fminf these return NaN for NaN.
 DEVICE float at_least(float x, float low) { return x < low ? low : x; }
 DEVICE float at_most(float x, float high) { return x > high ? high : x; }
 
 constexpr float LOG2_E = 1.442695041f;
 
-// s = 1 / (1 + e^-x) for -88 <= x <= 86.5, and 1 - s without the loss of a subtraction.
+// s = 1 / (1 + e^-x) for -88 <= x <= 86.5, and 1 - s without cancellation.
 struct Logistic { float s, rest; };
 DEVICE Logistic logistic(float x) {
     float e = dev::exp2_(x * -LOG2_E);

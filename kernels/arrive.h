@@ -1,28 +1,28 @@
-// Incoming rows: from a source's window, or this PE's own from where they lie, to their slots' places.
+// Incoming rows: copies them from a source's window, or leaves this PE's own rows in place, and assigns positions to their slots.
 #pragma once
 #include "layout.h"
 
 namespace aristos {
 
-// Tables of one chunk of one source, in this PE's memory.
+// Tables of one chunk of one source, in local memory.
 struct ChunkTables {
     u32* row_start;
-    u32* place;
+    u32* position;
     u32* expert;
-    char* rows;  // where its rows are kept, if they are
+    char* rows;  // copies of its rows, if keeps_rows
 };
 DEVICE ChunkTables chunk_tables(const Layer& l, u32 source, u32 index, u32 mode) {
     u64 chunk = u64(source) * l.shape.round_chunks + index, slots = u64(l.shape.chunk_rows) * l.sizes.max_slots;
     u8* rows = mode == MODE_GRADIENT ? l.received.grad : l.received.x;
-    return {l.received.row_start + chunk * (l.shape.chunk_rows + 1), l.received.place + chunk * slots,
+    return {l.received.row_start + chunk * (l.shape.chunk_rows + 1), l.received.position + chunk * slots,
             l.received.expert + chunk * slots,
             reinterpret_cast<char*>(rows + chunk * l.shape.chunk_rows * l.sizes.row_bytes)};
 }
 
-// Gives the slots [first, end) of a row their places. False: the message is invalid. One thread. `slot(i, word, weight)`: slot i of the
-// chunk.
+// One thread. Assigns positions to the slots [first, end) of a row. False if the message is invalid. `slot(i, word, weight)` reads slot i
+// of the chunk.
 template <class Slot>
-DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 first, u32 end, const void* row, Slot slot) {
+DEVICE bool assign_positions(const Layer& l, const ChunkTables& to, u32 source, u32 first, u32 end, const void* row, Slot slot) {
     const u32* counts = l.received.counts + u64(source) * l.shape.n_local;
     for (u32 i = first; i < end; i++) {
         u32 word;
@@ -30,11 +30,11 @@ DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 fir
         slot(i, word, weight);
         u32 expert = slot_expert(word), rank = slot_rank(word);
         if (expert >= l.shape.n_local || rank >= counts[expert]) return false;
-        u32 place = slot_place(l, expert, batch_slot(l, source, expert, rank));
-        to.place[i] = place;
+        u32 position = slot_position(l, expert, batch_slot(l, source, expert, rank));
+        to.position[i] = position;
         to.expert[i] = expert;
-        l.batches.routed.weight[place] = weight;
-        l.batches.routed.x_row[place] = row;
+        l.batches.routed.weight[position] = weight;
+        l.batches.routed.x_row[position] = row;
     }
     return true;
 }
@@ -42,8 +42,8 @@ DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 fir
 DEVICE u32* placed_rows(const Block& b, u32 source, u32 index) {
     return b.counters().placed + u64(source) * b.l.shape.round_chunks + index;
 }
-// Notes where a row, number `in_chunk` of chunk `index` of the round, is in the order of return. False: it is nowhere there, or
-// another row is. One thread.
+// One thread. Records the return-order number of row `in_chunk` of chunk `index` of the round. False if the number is out of range or
+// already used.
 DEVICE bool number_row(const Block& b, u32 source, u32 index, u32 in_chunk, u32 number) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -55,8 +55,8 @@ DEVICE bool number_row(const Block& b, u32 source, u32 index, u32 in_chunk, u32 
     in.return_row[u64(source) * window + at] = index * l.shape.chunk_rows + in_chunk;
     return true;
 }
-// All threads, once the rows of a chunk and their slots are where GEMM tasks read them: counts them towards their tiles, and, where
-// `number` says what a row's number in the order of return is, towards their chunk of results. Only slots for which `placed(i)`.
+// All threads, once GEMM tasks can read the rows and slots of a chunk: counts the slots for which `placed(i)` towards their tiles, and
+// the rows towards their result chunk, given by their return-order number `number(r)`.
 template <class Number, class Placed>
 DEVICE void count_arrived(Block& b, u32 source, const ChunkTables& t, u32 rows, u32 slots, Number number, Placed placed) {
     const Layer& l = b.l;
@@ -64,11 +64,11 @@ DEVICE void count_arrived(Block& b, u32 source, const ChunkTables& t, u32 rows, 
     for (u32 r = dev::thread(); b.step.mode != MODE_GRADIENT && r < rows; r += dev::threads())
         dev::fetch_add_acq_rel(placed_rows(b, source, number(r) / l.shape.chunk_rows - l.received.first_chunk[source]), 1u);
     for (u32 i = dev::thread(); i < slots; i += dev::threads())
-        if (placed(i)) dev::fetch_add_acq_rel(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
+        if (placed(i)) dev::fetch_add_acq_rel(b.counters().arrived + tile_of(l, t.expert[i], t.position[i]), 1u);
 }
 
-// The own rows of a chunk: they stay in the layer's input. In two parts (`own_in_parts`): slots in tiles that are this PE's alone, and the others,
-// which have no place before the layout.
+// A chunk of this PE's own rows, which stay in the layer's input. The chunk arrives in two parts (`own_in_parts`): first the slots in
+// tiles that hold own slots alone, then the others, which have no position before the layout.
 OUTLINE void arrive_own(Block& b, u32 index, bool second) {
     const Layer& l = b.l;
     const u32 me = l.shape.my_pe, row_bytes = l.sizes.row_bytes, chunk = l.received.first_chunk[me] + index;
@@ -97,28 +97,28 @@ OUTLINE void arrive_own(Block& b, u32 index, bool second) {
         for (u32 i = first; i < end; i++) {
             if (!placed(i)) continue;
             if (gradient) {
-                l.batches.routed.x_row[t.place[i]] = x + at;
-                l.batches.routed.grad_row[t.place[i]] = grad + at;
+                l.batches.routed.x_row[t.position[i]] = x + at;
+                l.batches.routed.grad_row[t.position[i]] = grad + at;
                 continue;
             }
-            const u32 word = l.plan.slot_word[base + i], place = slot_place(l, slot_expert(word), slot_rank(word));
-            t.place[i] = place;
+            const u32 word = l.plan.slot_word[base + i], position = slot_position(l, slot_expert(word), slot_rank(word));
+            t.position[i] = position;
             t.expert[i] = slot_expert(word);
-            l.batches.routed.weight[place] = l.plan.slot_weight[base + i];
-            l.batches.routed.x_row[place] = x + at;
+            l.batches.routed.weight[position] = l.plan.slot_weight[base + i];
+            l.batches.routed.x_row[position] = x + at;
         }
     }
     count_arrived(b, me, t, rows, starts[rows] - first_slot, [&](u32 r) { return numbers[r]; }, placed);
 }
 
-// Where a home keeps whose the slots of a chunk from another host are.
+// At a relay: the owners of the slots of an inter-node chunk.
 DEVICE u32* relay_starts(const Layer& l, u32 source, u32 index) {
     return l.received.relay_start + (u64(source) * l.shape.round_chunks + index) * (l.shape.chunk_rows + 1);
 }
 DEVICE u8* relay_members(const Layer& l, u32 source, u32 index) {
     return l.received.relay_member + (u64(source) * l.shape.round_chunks + index) * l.shape.chunk_rows * l.sizes.max_slots;
 }
-// The slots of a chunk from `source` on another host, of which this PE takes its own. The rows' words are valid.
+// Reads the slots of a chunk from an inter-node source, of which this PE uses its own. The row words are already validated.
 DEVICE bool arrive_relayed_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, const u32* words, const ChunkTables& t) {
     const Layer& l = b.l;
     const u32 row_bytes = l.sizes.row_bytes, first = l.received.first_chunk[source];
@@ -144,7 +144,7 @@ DEVICE bool arrive_relayed_slots(Block& b, u32 source, u32 chunk, u32 index, u32
     dev::sync_block();
     for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
         u32 i = starts[r], need = 0;
-        ok = place_row(l, t, source, t.row_start[r], t.row_start[r + 1], t.rows + u64(r) * row_bytes, [&](u32, u32& word, float& weight) {
+        ok = assign_positions(l, t, source, t.row_start[r], t.row_start[r + 1], t.rows + u64(r) * row_bytes, [&](u32, u32& word, float& weight) {
                  while (!mine(i)) i++;
                  word = expert_here(l, source, slot_expert(slots[2 * i])) << RANK_BITS | slot_rank(slots[2 * i]);
                  weight = reinterpret_cast<const float*>(slots)[2 * i + 1];
@@ -157,7 +157,7 @@ DEVICE bool arrive_relayed_slots(Block& b, u32 source, u32 chunk, u32 index, u32
     return check_peer(b, !ok, source, WHAT_ROWS, rows, all, chunk);
 }
 
-// The slots of a chunk from `source`, at `message` + rows. Untrusted: validated here.
+// Reads and validates the slots of a chunk, which follow the rows in `message`.
 DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, const char* message, const ChunkTables& t) {
     const Layer& l = b.l;
     u32 row_bytes = l.sizes.row_bytes;
@@ -176,7 +176,7 @@ DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, c
     if (dev::thread() == 0) t.row_start[rows] = all;
     dev::sync_block();
     for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
-        ok = place_row(l, t, source, t.row_start[r], t.row_start[r + 1], kept + u64(r) * row_bytes,
+        ok = assign_positions(l, t, source, t.row_start[r], t.row_start[r + 1], kept + u64(r) * row_bytes,
                        [&](u32 i, u32& word, float& weight) {
                            word = slots[2 * i];
                            weight = reinterpret_cast<const float*>(slots)[2 * i + 1];
@@ -185,8 +185,8 @@ DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, c
     return check_peer(b, !ok, source, WHAT_ROWS, rows, all, chunk);
 }
 
-// Recomputation: the rows are kept, so their window is free for the gradients. The acknowledgement carries no data and waits for no
-// GEMM.
+// In recomputation: the rows have been copied, so the window is free for the gradients. The acknowledgement carries no data and does not
+// wait for GEMMs.
 DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
     const Layer& l = b.l;
     if (b.step.mode != MODE_RECOMPUTE) return;
@@ -196,17 +196,17 @@ DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
     signal_peer(l, result_signal(l, l.shape.my_pe, chunk), value, source);
     b.state.stats.signals++;
 }
-// Of a chunk from another host, once this PE has what it needs of it: its home acknowledges it, and gives its place back, when all here have.
-DEVICE void tell_emptied(Block& b, u32 source, u32 index, u64 value) {
+// Marks a relayed chunk as consumed by this PE. The relay acknowledges it and returns its credit once all PEs of the host have.
+DEVICE void ack_consumed(Block& b, u32 source, u32 index, u64 value) {
     const Layer& l = b.l;
-    if (index >= emptied_told(b, l.received.end_chunk[source] - l.received.first_chunk[source])) return;
+    if (index >= consumed_acks_expected(b, l.received.end_chunk[source] - l.received.first_chunk[source])) return;
     dev::sync_block();
     if (dev::thread() != 0) return;
-    signal_peer(l, emptied_signal(l, l.shape.member, source, index), value, home_of(l, source));
+    signal_peer(l, consumed_signal(l, l.shape.member, source, index), value, relay_of(l, source));
     b.state.stats.signals++;
 }
-// Once the rows are copied: tells `source` that the place of its chunk is free, if it has one more for it in this round.
-DEVICE void give_credit(Block& b, u32 source, u32 index, u64 value) {
+// After the rows are copied: returns the credit for the chunk's buffer to `source`, if a later chunk of this round needs it.
+DEVICE void return_credit(Block& b, u32 source, u32 index, u64 value) {
     const Layer& l = b.l;
     if (index + l.shape.window_chunks >= l.received.end_chunk[source] - l.received.first_chunk[source]) return;
     dev::sync_block();
@@ -215,13 +215,13 @@ DEVICE void give_credit(Block& b, u32 source, u32 index, u64 value) {
     b.state.stats.signals++;
 }
 
-// Chunk number `index` of the round, of those from the peer `source`. It has come.
+// Chunk `index` of the round from the peer `source`, which has arrived.
 OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     const Layer& l = b.l;
     const Received& in = l.received;
     u32 chunk = in.first_chunk[source] + index;
     enter(b, PHASE_DISPATCH);
-    see_network(l);
+    acquire_network(l);
     u32 rows = chunk_count(l, in.rows[source], chunk);
     ChunkTables t = chunk_tables(l, source, index, b.step.mode);
     const char* message = reinterpret_cast<const char*>(incoming(l, source, l.symmetric.window + chunk_offset(l, source, l.shape.my_pe, index)));
@@ -229,7 +229,7 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     if (b.step.mode == MODE_GRADIENT) {
         for (u32 r = dev::thread(); r < rows; r += dev::threads())
             for (u32 i = t.row_start[r]; i < t.row_start[r + 1]; i++)
-                l.batches.routed.grad_row[t.place[i]] = t.rows + u64(r) * row_bytes;
+                l.batches.routed.grad_row[t.position[i]] = t.rows + u64(r) * row_bytes;
     } else if (!arrive_slots(b, source, chunk, index, rows, message, t)) {
         return false;
     }
@@ -241,19 +241,19 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     count_arrived(b, source, t, rows, t.row_start[rows], [&](u32 r) { return words[r] & ((1u << RETURN_BITS) - 1); }, [](u32) { return true; });
     const u64 value = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow));
     if (relayed(l, source)) {
-        if (!serves(l, source)) {
+        if (!is_relay_of(l, source)) {
             u32 read = 0;
             for (u32 r = dev::thread(); r < rows; r += dev::threads()) read += t.row_start[r] < t.row_start[r + 1];
             if (read) dev::shared_add(&b.state.stats.relay_bytes, u64(read) * row_bytes);
         }
-        return tell_emptied(b, source, index, value), true;
+        return ack_consumed(b, source, index, value), true;
     }
     acknowledge(b, source, chunk);
-    give_credit(b, source, index, value);
+    return_credit(b, source, index, value);
     return true;
 }
 
-// The shared expert's rows: this PE's tokens.
+// The shared expert's rows are this PE's tokens.
 OUTLINE bool arrive_shared(Block& b, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_DISPATCH);

@@ -1,69 +1,70 @@
-// One block of a persistent kernel: the pass and step it is in, what it counts, and where it spends its time.
+// State of one block of a persistent kernel: its pass and step, its statistics, and its time per phase.
 #pragma once
 #include "gemm.h"
 #include "protocol.h"
 
 namespace aristos {
 
-// What a step does. RECOMPUTE: backward, the rows of a round come again and the first GEMM is computed again, because the
-// activations of several rounds were not kept.
+// Kind of a step. RECOMPUTE: in backward, the rows of a round are received again and the first GEMM is recomputed, because activations of
+// several rounds are not kept.
 enum Mode : u32 { MODE_FORWARD = 0, MODE_RECOMPUTE = 1, MODE_GRADIENT = 2 };
 
 struct Step {
     u32 round;
     u32 mode;
-    u32 receives;   // 1: slots come to this PE
-    u32 with_shared;  // 1: the shared expert is computed in it
+    u32 receives;   // 1: this PE receives slots
+    u32 with_shared;  // 1: the step computes the shared expert
 };
 
 struct Item { u32 kind, index, pe; };  // items.h
-// What a block knows of a step, so that it need not look again: a set of ItemKinds of which all are taken, and of these.
-enum Known : u32 { KNOWN_OWN = 1u << 16, KNOWN_LAYOUT = 1u << 17, KNOWN_QUEUE = 1u << 18 };  // the first two: made; all tasks of queue q are taken: KNOWN_QUEUE << q
-// Of a wait for an item: when one was last seen to be taken on this PE, when that was looked at, and how many were.
-struct Patience {
-    u64 since, asked;
-    u32 taken;
+// Facts about a step that a block caches: a set of ItemKinds whose items are all claimed, and the flags below.
+// the layouts are complete; all tasks of queue q are claimed: KNOWN_QUEUE << q
+enum Known : u32 { KNOWN_OWN = 1u << 16, KNOWN_LAYOUT = 1u << 17, KNOWN_QUEUE = 1u << 18 };
+// Progress watchdog of a wait for an item: time of the last progress, time of the last check, and items claimed at that check.
+struct ProgressWatchdog {
+    u64 last_progress, last_check;
+    u32 items_claimed;
 };
 
-// In shared memory, behind what the GEMM uses. Times and counts have one writing thread at a time.
+// In shared memory, after the GEMM's. Times and counts have one writing thread at a time.
 struct State {
     u64 phase_ns[PHASES];
     u64 since;
     u32 phase;
-    Item item;        // the one to do
-    u32 ticket;       // of the task that is looked at
-    u32 more;         // 1: there is a task
-    u32 early;        // Found: by the look for the next task before the present one was done
-    // What was seen last in this step, so that the next look begins there:
-    u32 headers_seen; // PEs whose headers have come
+    Item item;        // the current item
+    u32 ticket;       // of the task being checked
+    u32 more;         // 1: `task` is valid
+    u32 early;        // Found: result of polling for the next task before the current one was finished
+    // Cursors into this step, so that polling resumes where it stopped:
+    u32 headers_seen; // leading PEs whose headers have arrived
     u32 source;
-    u32 channel;      // of the sums of gradients
-    u32 served;       // of the sources that this PE is home of
+    u32 channel;      // of the gradient sums
+    u32 served;       // among the sources that this PE relays
     u32 entry[TASK_QUEUES];
-    // What this block has taken and whose inputs are still missing, or NONE: a task of each queue, results for a source.
-    u32 taken[TASK_QUEUES];
-    u32 taken_results, results_source;
+    // Claimed work whose inputs are still missing, or NONE: one task per queue, and results for one source.
+    u32 held_tasks[TASK_QUEUES];
+    u32 held_results, results_source;
     u32 known;        // ItemKinds and Known
-    u32 follows;      // 1: the second block of a pair
-    Patience patience;
-    u32 sums[32];     // of warps, for scans
+    u32 is_second_cta;      // 1: the second block of a CTA pair
+    ProgressWatchdog watchdog;
+    u32 sums[32];     // per warp, for scans
     PassStats stats;
     GemmTask task;
-    GemmTask next;    // with FOUND_TASK
+    GemmTask next;    // valid with FOUND_TASK
 };
-// In shared memory too, with a copy of the pass: whatever a thread held of it in registers would be live across the products, which
-// need every register. Written by thread 0 between barriers.
+// In shared memory, with a copy of the pass: values that threads keep in registers would be live across the GEMMs, which need every
+// register. Written by thread 0 between barriers.
 struct Block {
     const Layer& l;
     const Pass pass;
     State& state;
     char* scratch;        // shared memory that items may use
-    u64 first_step;       // steps done before this pass
-    u32 steps = 0;        // begun in this pass
-    u32 set = 0;          // of counters
+    u64 first_step;       // steps before this pass
+    u32 steps = 0;        // steps begun in this pass
+    u32 set = 0;          // index of the set of counters
     u32 phase = PHASE_IDLE;  // PhaseId of the current item
-    u32 actions = 0;      // begun in the step
-    u32 items = 0;        // which this block takes now: a set of ItemKinds
+    u32 actions = 0;      // actions begun in this step
+    u32 items = 0;        // set of ItemKinds that this block may claim now
     Step step = {};
 
     DEVICE const Counters& counters() const { return l.counters[set]; }
@@ -87,7 +88,7 @@ DEVICE void enter_now(const Layer& l, const Pass& pass, State& s, u32 phase) {
     s.phase = phase;
 }
 
-// All threads, with a barrier between the last read of the previous item's phase and this.
+// All threads. A barrier must separate this call from the last read of the previous item's phase.
 DEVICE void enter(Block& b, u32 phase) {
     if (dev::thread() == 0) {
         b.phase = phase;
@@ -96,16 +97,16 @@ DEVICE void enter(Block& b, u32 phase) {
     dev::sync_block();
 }
 
-// One thread: whether the word of a thing that is made once in a step says so.
+// One thread. Whether a once-per-step event has happened, cached in State::known.
 DEVICE bool knows(Block& b, Known what, const u32* word) {
     if (b.state.known & what) return true;
-    if (!came_local(word, 1)) return false;
+    if (!counter_reached(word, 1)) return false;
     b.state.known |= what;
     return true;
 }
 
-// ---- Waits of a block. `word(i)`, for i in [0, count), is waited for by one thread each: it returns whether it came. All
-// threads; what came is visible to all.
+// ---- Waits of a block. One thread each calls `word(i)`, for i in [0, count), which waits and returns whether it succeeded. All threads;
+// afterwards the data is visible to all.
 template <class Word> DEVICE bool wait_block(Block& b, u32 count, Word word) {
     if (dev::thread() == 0) enter_now(b.l, b.pass, b.state, PHASE_WAITING);
     bool ok = true;
@@ -115,20 +116,20 @@ template <class Word> DEVICE bool wait_block(Block& b, u32 count, Word word) {
     return all;
 }
 
-// The same for signals of peers.
+// Like wait_block, for signals of peers.
 template <class Word> DEVICE bool wait_signals(Block& b, u32 count, Word word) {
     if (!wait_block(b, count, word)) return false;
-    see_network(b.l);
+    acquire_network(b.l);
     return true;
 }
 
-// All threads: whether any has `wrong`; if so, the error names the PE.
+// All threads. Records an error that names the PE if any thread has `wrong`.
 DEVICE bool check_peer(Block& b, bool wrong, u32 pe, u32 what, u64 expected, u64 seen, u64 index) {
     if (wrong) record_error(b.l, ERROR_PROTOCOL, {pe, what, b.phase, expected, index}, seen);
     return !dev::sync_block_or(wrong);
 }
 
-// Exclusive prefix sums of values of `get(i)`, i in [0, n), into `put(i, sum)`; the total. All threads.
+// All threads. Exclusive prefix sums of `get(i)`, i in [0, n), passed to `put(i, sum)`; returns the total.
 template <class Get, class Put> DEVICE u32 scan_block(Block& b, u32 n, Get get, Put put) {
     u32 lane = dev::lane(), warp = dev::warp(), warps = dev::threads() / 32;
     u32 total = 0;
@@ -154,7 +155,7 @@ template <class Get, class Put> DEVICE u32 scan_block(Block& b, u32 n, Get get, 
     return total;
 }
 
-// ---- Copies of whole 16-byte pieces: each lane of a warp has several loads in flight before its first store.
+// ---- Copies of whole 16-byte pieces. Each lane issues several loads before its first store.
 DEVICE void copy_warp(char* to, const char* from, u32 bytes) {
     constexpr u32 DEPTH = 8;
     u32 pieces = bytes / 16, lane = dev::lane();

@@ -5,12 +5,12 @@
 
 namespace aristos {
 
-// acc[k] += weight * the row's piece first + 32 k of 8 elements, for k in [0, DEPTH). One warp; `piece` is this lane's first.
+// sum.v[k] += weight * row piece (piece + 32 k) of 8 elements, for k in [0, SUM_DEPTH). One warp; `piece` is the lane's first.
 constexpr u32 SUM_DEPTH = 4;
 struct RowSum { float v[SUM_DEPTH][8]; };
 template <class T> DEVICE void add_row(RowSum& sum, const char* row, u32 piece, u32 pieces, float weight) {
     Vec16 in[SUM_DEPTH];
-    // Set on every path: the compiler takes a register that a load sets conditionally for live from the kernel's beginning.
+    // Initialised on every path: the compiler treats a register that a load sets conditionally as live from the start of the kernel.
     UNROLL for (u32 k = 0; k < SUM_DEPTH; k++) in[k] = {{0, 0, 0, 0}};
     UNROLL for (u32 k = 0; k < SUM_DEPTH; k++)
         if (piece + 32 * k < pieces) in[k] = dev::load16(row + u64(piece + 32 * k) * 16);
@@ -31,16 +31,16 @@ DEVICE float sum_warp(float v) {
     return v;
 }
 
-// The gradient of a slot's weight: <q, h> from the tiles, in a fixed order, and <dY, down bias>. One warp.
-template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 place) {
+// One warp. The gradient of a slot's weight: <q, h> from the tiles in a fixed order, and <dY, down bias>.
+template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 position) {
     const SlotStore& store = store_of(l, batch);
-    const float* parts = store.d_weight + u64(place) * store.d_weight_stride;
+    const float* parts = store.d_weight + u64(position) * store.d_weight_stride;
     u32 tiles = tiles_across(l, BACKWARD_DOWN, batch);
     float sum = 0.0f;
     for (u32 i = dev::lane(); i < tiles; i += 32) sum += parts[i];
     if (has_bias(l, batch)) {
         const float* bias = l.tables.weights[batch].down_bias;
-        const char* row = static_cast<const char*>(store.grad_row[place]);
+        const char* row = static_cast<const char*>(store.grad_row[position]);
         for (u32 piece = dev::lane(); piece < l.shape.hidden / 8; piece += 32) {
             float v[8];
             unpack8<T>(dev::load16(row + u64(piece) * 16), v);
@@ -50,13 +50,13 @@ template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 p
     return sum_warp(sum);
 }
 
-// ---- Results to `source`: chunk number `index` of the round, in the order of return.
+// ---- Results for `source`: chunk `index` of the round, in return order.
 
-// A row of it: its slots are [first, end) of the tables.
+// A row of the chunk; its slots are [first, end) of the tables.
 struct ReturnRow {
     ChunkTables t;
     u32 first, end;
-    u32 row;  // of the round
+    u32 row;  // in the round
 };
 DEVICE ReturnRow return_row(const Block& b, u32 source, u32 number) {
     const LayerShape& s = b.l.shape;
@@ -64,71 +64,74 @@ DEVICE ReturnRow return_row(const Block& b, u32 source, u32 number) {
     ChunkTables t = chunk_tables(b.l, source, row / s.chunk_rows, b.step.mode);
     return {t, t.row_start[row % s.chunk_rows], t.row_start[row % s.chunk_rows + 1], row};
 }
-DEVICE bool tile_computed(const Block& b, u32 expert, u32 place) {
+DEVICE bool tile_computed(const Block& b, u32 expert, u32 position) {
     u32 tasks = tiles_across(b.l, second_kind(b.step.mode), expert);
-    return came_local(b.counters().second_done + place_tile(b.l, expert, place), tasks);
+    return counter_reached(b.counters().second_done + tile_of(b.l, expert, position), tasks);
 }
-// One thread: whether a counter of this PE's has come to `least`; where it has not, notes that results for `source` lack it, if `note`. So a look at what is not
-// there costs two loads, until that is.
-DEVICE bool came_for(const Block& b, u32 source, bool note, const u32* word, u32 least) {
-    if (came_local(word, least)) return true;
-    if (note) dev::store_relaxed(b.counters().lack + source, u64(word - b.l.counters_begin[b.set]) << 32 | least);
+// One thread. Whether a counter of this PE has reached `least`. If not and `note` is set, remembers the counter as the one that blocks
+// the results for `source`, so that polling a blocked source costs two loads.
+DEVICE bool poll_dependency(const Block& b, u32 source, bool note, const u32* word, u32 least) {
+    if (counter_reached(word, least)) return true;
+    if (note) dev::store_relaxed(b.counters().blocked_on + source, u64(word - b.l.counters_begin[b.set]) << 32 | least);
     return false;
 }
-// What a chunk lacks later chunks lack as well, so what was noted for one before the next is still true, or over.
-DEVICE bool lacks(const Block& b, u32 source) {
-    const u64 lack = dev::load_relaxed(b.counters().lack + source);
-    return dev::load_relaxed(b.l.counters_begin[b.set] + (lack >> 32)) < u32(lack);
+// Chunks become ready in order, so a dependency recorded for an earlier chunk is still unmet or already satisfied, never wrong.
+DEVICE bool is_blocked(const Block& b, u32 source) {
+    const u64 blocked_on = dev::load_relaxed(b.counters().blocked_on + source);
+    return dev::load_relaxed(b.l.counters_begin[b.set] + (blocked_on >> 32)) < u32(blocked_on);
 }
-// One thread: whether the slots of `source` in a batch are computed, up to the one at `place`, or all.
-DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 place, bool note) {
+// One thread. Whether the slots of `source` in a batch are computed, up to the one at `position`, or all of them.
+DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 position, bool note) {
     const Layer& l = b.l;
     const u64 at = u64(source) * l.shape.n_local + expert;
     const u32 count = l.received.counts[at], tile_m = l.shape.tile_m;
     for (u32 rank = 0; rank < count;) {
-        const u32 slot = batch_slot(l, source, expert, rank), tile = place_tile(l, expert, slot_place(l, expert, slot));
-        if (!came_for(b, source, note, b.counters().second_done + tile, tiles_across(l, second_kind(b.step.mode), expert))) return false;
-        if (place != NONE && tile == place_tile(l, expert, place)) return true;
-        rank += lies_backwards(l, source) ? slot % tile_m + 1 : tile_m - slot % tile_m;
+        const u32 slot = batch_slot(l, source, expert, rank), tile = tile_of(l, expert, slot_position(l, expert, slot));
+        if (!poll_dependency(b, source, note, b.counters().second_done + tile, tiles_across(l, second_kind(b.step.mode), expert))) return false;
+        if (position != NONE && tile == tile_of(l, expert, position)) return true;
+        rank += is_reversed(l, source) ? slot % tile_m + 1 : tile_m - slot % tile_m;
     }
     return true;
 }
 DEVICE u64 arrived_stamp(const Block& b) { return stamp(b.pass, stamp_step(b.step.round, b.step.mode, *b.l.received.overflow)); }
 
-// One thread: of a source on another host, whether the slots here of a chunk of results are computed, and what else it needs: at its home the other PEs'
-// parts; elsewhere the place of this PE's part.
-template <class Missing> DEVICE bool relayed_parts_came(const Block& b, u32 source, u32 index, Missing missing) {
+// One thread. For an inter-node source: whether its relay, if that is this PE, has the other PEs' partial results; otherwise whether the
+// buffer for this PE's partial results is free.
+template <class Missing> DEVICE bool relay_parts_arrived(const Block& b, u32 source, u32 index, Missing missing) {
     const Layer& l = b.l;
     const u64 value = arrived_stamp(b);
-    if (!serves(l, source)) {
-        if (index < PART_PLACES || ARISTOS_PLANTED(NO_PART_CREDIT)) return true;
-        return signal_came(part_credit(l, source, index - PART_PLACES), {home_of(l, source), WHAT_CREDIT, PHASE_COMBINE, value, index - PART_PLACES}, missing);
+    if (!is_relay_of(l, source)) {
+        if (index < PART_BUFFERS || ARISTOS_FAULT(NO_PART_CREDIT)) return true;
+        const u32 before = index - PART_BUFFERS;
+        return signal_arrived(part_credit(l, source, before), {relay_of(l, source), WHAT_CREDIT, PHASE_COMBINE, value, before}, missing);
     }
     for (u32 m = 0; m < l.shape.members; m++) {
         if (m == l.shape.member) continue;
-        if (!signal_came(part_signal(l, m, source, index), {member_pe(l, m), WHAT_RESULTS, PHASE_COMBINE, value, index}, missing)) return false;
+        if (!signal_arrived(part_signal(l, m, source, index), {member_pe(l, m), WHAT_RESULTS, PHASE_COMBINE, value, index}, missing)) return false;
     }
     return true;
 }
-// One thread: whether the results of chunk `index` of the round, in the order of return, can be summed and put: its rows are there, as are all slots
-// of the source up to those of the last row. `note`: what it lacks.
+// One thread. Whether the results of chunk `index` of the round, in return order, can be summed and put: its rows have positions, and all
+// slots of the source up to those of its last row are computed. `note`: see poll_dependency.
 DEVICE bool return_ready(const Block& b, u32 source, u32 index, bool note) {
     const Layer& l = b.l;
     const Received& in = l.received;
-    bool place = !returns_far(l, source) || place_free(b.counters().returned, wave_message(l, l.tables.far_back, source, index, *l.queue.most_results));
-    if (!place || in.first_chunk[source] + index >= in.end_chunk[source]) return place;
+    bool slot_free =
+        !returns_inter_node(l, source) ||
+        stage_slot_free(b.counters().returned, group_message(l, l.tables.inter_node_returns, source, index, *l.queue.most_results));
+    if (!slot_free || in.first_chunk[source] + index >= in.end_chunk[source]) return slot_free;
     u32 rows = chunk_count(l, in.rows[source], in.first_chunk[source] + index);
     u32 parts = source == l.shape.my_pe && own_in_parts(b.step) ? 2 : 1;
-    if (b.step.mode == MODE_FORWARD && !came_for(b, source, note, placed_rows(b, source, index), rows * parts)) return false;
+    if (b.step.mode == MODE_FORWARD && !poll_dependency(b, source, note, placed_rows(b, source, index), rows * parts)) return false;
     u32 expert, until;
     if (relayed(l, source)) {
-        if (!relayed_parts_came(b, source, index, Nobody())) return false;
+        if (!relay_parts_arrived(b, source, index, IgnoreMissing())) return false;
         const u32 need = dev::load_relaxed(in.relay_need + u64(source) * l.shape.round_chunks + index);
         if (need == 0) return true;
-        expert = slot_expert(need - 1), until = slot_place(l, expert, batch_slot(l, source, expert, slot_rank(need - 1)));
+        expert = slot_expert(need - 1), until = slot_position(l, expert, batch_slot(l, source, expert, slot_rank(need - 1)));
     } else {
         ReturnRow last = return_row(b, source, index * l.shape.chunk_rows + rows - 1);
-        expert = last.t.expert[last.end - 1], until = last.t.place[last.end - 1];
+        expert = last.t.expert[last.end - 1], until = last.t.position[last.end - 1];
     }
     u32* known = b.counters().returnable + source;
     u32 before = dev::load_relaxed(known), done = before;
@@ -142,19 +145,19 @@ DEVICE u64 returned_stamp(const Block& b) {
     return result_stamp(stamp(b.pass, stamp_step(b.step.round, b.step.mode, overflow)), overflow);
 }
 
-// At a home: whose the slots of a row of another host are, in their order.
+// At a relay: the member that owns each slot of an inter-node row, in slot order.
 struct RowMembers { const u8* of; u32 count; };
 DEVICE RowMembers row_members(const Layer& l, u32 source, u32 row) {
     const u32 chunk = row / l.shape.chunk_rows, r = row % l.shape.chunk_rows, *starts = relay_starts(l, source, chunk);
     return {relay_members(l, source, chunk) + starts[r], starts[r + 1] - starts[r]};
 }
-// Row `r` of another PE's part of a chunk of results, and the gradients of its slots' weights.
+// Row `r` of another PE's partial results of a chunk, and the offset of the gradients of its slots' weights.
 DEVICE const char* part_row(const Layer& l, u32 member, u32 source, u32 index, u32 r) {
-    return reinterpret_cast<const char*>(part_place(l, member, source, index)) + u64(r) * l.sizes.row_bytes;
+    return reinterpret_cast<const char*>(part_buffer(l, member, source, index)) + u64(r) * l.sizes.row_bytes;
 }
 DEVICE u64 part_weights(const Layer& l, u32 r) { return u64(l.shape.chunk_rows) * l.sizes.row_bytes + u64(r) * l.sizes.max_slots * 4; }
 
-// The gradients of the weights of a row's slots, of all PEs of the host in the order in which they came. One warp.
+// One warp, at a relay. Gathers the gradients of a row's slot weights from all PEs of the host, in slot order.
 template <class T> DEVICE void gather_d_weights(const Layer& l, u32 source, u32 index, u32 r, const ReturnRow& row, float* to) {
     const RowMembers all = row_members(l, source, row.row);
     for (u32 j = dev::lane(); j < all.count; j += 32) {
@@ -166,30 +169,31 @@ template <class T> DEVICE void gather_d_weights(const Layer& l, u32 source, u32 
     }
     for (u32 j = 0, own = row.first; j < all.count; j++) {
         if (all.of[j] != l.shape.member) continue;
-        float d = weight_gradient<T>(l, row.t.expert[own], row.t.place[own]);
+        float d = weight_gradient<T>(l, row.t.expert[own], row.t.position[own]);
         if (dev::lane() == 0) to[j] = d;
         own++;
     }
 }
 
-// What an item of a chunk of results is: some of its rows, in the order of return.
+// A return item: some rows of a result chunk, in return order.
 struct ReturnItem {
-    u32 index, first;  // of the chunk, in the round; of its rows
+    u32 index, first;  // chunk in the round; first row in the chunk
 };
 DEVICE ReturnItem return_item(const Layer& l, u32 item) {
     const u32 each = return_items(l);
     return {item / each, item % each * RETURN_ROWS};
 }
 
-// Where the results go.
+// Destination of the results.
 DEVICE Message results_message(const Block& b, u32 source, u32 index, u8* stage) {
     const Layer& l = b.l;
-    const bool part = relayed(l, source) && !serves(l, source);
+    const bool part = relayed(l, source) && !is_relay_of(l, source);
     const u64 chunk = l.received.return_chunk[source] + l.received.first_chunk[source] + index;
-    return message(l, part ? part_place(l, l.shape.member, source, index) : l.symmetric.returns + chunk * l.sizes.return_pitch, stage, returns_to(l, source));
+    u8* mine = part ? part_buffer(l, l.shape.member, source, index) : l.symmetric.returns + chunk * l.sizes.return_pitch;
+    return message(l, mine, stage, returns_to(l, source));
 }
 
-// Sums the item's rows.
+// Sums the rows of a return item.
 template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u8* stage) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -199,26 +203,26 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
     if (first >= rows) return true;
     enter(b, PHASE_COMBINE);
     const u32 end = return_items(l) > 1 && rows - first > RETURN_ROWS ? first + RETURN_ROWS : rows;
-    u32 numbers = index * l.shape.chunk_rows;  // of the round
-    // All are computed, or the source has not numbered its rows by their last experts.
+    u32 numbers = index * l.shape.chunk_rows;  // in the round
+    // Either all slots are computed, or the source has not numbered its rows by their last experts.
     bool done = true;
     for (u32 i = dev::thread(), most = l.sizes.max_slots; i < (end - first) * most; i += dev::threads()) {
         const ReturnRow row = return_row(b, source, numbers + first + i / most);
         const u32 slot = row.first + i % most;
-        done = (slot >= row.end || tile_computed(b, row.t.expert[slot], row.t.place[slot])) && done;
+        done = (slot >= row.end || tile_computed(b, row.t.expert[slot], row.t.position[slot])) && done;
     }
     if (!check_peer(b, !done, source, WHAT_ROWS, rows, 0, chunk)) return false;
 
     bool backward = b.step.mode == MODE_GRADIENT;
     const SlotStore& store = l.batches.routed;
     const char* y = static_cast<const char*>(store.y);
-    const bool serving = serves(l, source), part = relayed(l, source) && !serving;
+    const bool serving = is_relay_of(l, source), part = relayed(l, source) && !serving;
     const Message m = results_message(b, source, index, stage);
     u32 pieces = row_bytes / 16;
     for (u32 r = first + dev::warp(); r < end; r += dev::threads() / 32) {
         const ReturnRow row = return_row(b, source, numbers + r);
         if (part && row.first == row.end) continue;
-        // PEs of this host whose experts' sums are added, this one in its turn.
+        // Members whose partial sums are added, this PE's in its place.
         u32 members = 1u << l.shape.member;
         if (serving) {
             const RowMembers all = row_members(l, source, row.row);
@@ -234,10 +238,10 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
                     continue;
                 }
                 for (u32 i = row.first; i < row.end; i++) {
-                    u32 place = row.t.place[i];
-                    // In backward they are weighted already: the weight went into the gradient of the expert's output.
-                    float weight = backward ? 1.0f : store.weight[place];
-                    add_row<T>(sum, y + u64(place) * row_bytes, piece, pieces, weight);
+                    u32 position = row.t.position[i];
+                    // In backward the rows are already weighted: the weight is part of the gradient of the expert's output.
+                    float weight = backward ? 1.0f : store.weight[position];
+                    add_row<T>(sum, y + u64(position) * row_bytes, piece, pieces, weight);
                 }
             }
             UNROLL for (u32 k = 0; k < SUM_DEPTH; k++)
@@ -249,7 +253,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
         for (u32 r = first + dev::warp(); r < end; r += dev::threads() / 32) {
             const ReturnRow row = return_row(b, source, numbers + r);
             for (u32 i = row.first; i < row.end; i++) {
-                float d = weight_gradient<T>(l, row.t.expert[i], row.t.place[i]);
+                float d = weight_gradient<T>(l, row.t.expert[i], row.t.position[i]);
                 if (dev::lane() == 0) reinterpret_cast<float*>(m.to + part_weights(l, r))[i - row.first] = d;
             }
         }
@@ -260,7 +264,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
             ReturnRow row = return_row(b, source, numbers + r);
             return serving ? row_members(l, source, row.row).count : row.end - row.first;
         };
-        // Of all rows before, but only for the item's.
+        // The scan covers all earlier rows, but only the item's sums are stored.
         (void)scan_block(b, end, count, [&](u32 r, u32 sum) {
             if (r >= first) before[r] = sum;
         });
@@ -268,7 +272,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
             const ReturnRow row = return_row(b, source, numbers + r);
             if (serving) gather_d_weights<T>(l, source, index, r, row, to + before[r]);
             for (u32 i = row.first; !serving && i < row.end; i++) {
-                float d = weight_gradient<T>(l, row.t.expert[i], row.t.place[i]);
+                float d = weight_gradient<T>(l, row.t.expert[i], row.t.position[i]);
                 if (dev::lane() == 0) to[before[r] + i - row.first] = d;
             }
         }
@@ -276,14 +280,14 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
     return true;
 }
 
-// Sends a chunk of results, whose rows are summed.
+// Sends a result chunk whose rows are summed.
 DEVICE void post_results(Block& b, u32 source, u32 index, u8* stage) {
     const Layer& l = b.l;
     const Received& in = l.received;
     const u32 chunk = in.first_chunk[source] + index;
     if (chunk >= in.end_chunk[source]) return;
     const u32 rows = chunk_count(l, in.rows[source], chunk), row_bytes = l.sizes.row_bytes, numbers = index * l.shape.chunk_rows;
-    const bool backward = b.step.mode == MODE_GRADIENT, serving = serves(l, source);
+    const bool backward = b.step.mode == MODE_GRADIENT, serving = is_relay_of(l, source);
     const Message m = results_message(b, source, index, stage);
     u64 bytes = u64(rows) * row_bytes;
     if (relayed(l, source) && !serving) {
@@ -293,7 +297,7 @@ DEVICE void post_results(Block& b, u32 source, u32 index, u8* stage) {
             if (row.first < row.end) written += row_bytes + (backward ? 4 * (row.end - row.first) : 0);
         }
         if (written) dev::shared_add(&b.state.stats.relay_bytes, u64(written));
-        if (!ARISTOS_PLANTED(PART_LOST)) post(b, m, bytes, part_signal(l, l.shape.member, source, index), arrived_stamp(b), returns_to(l, source));
+        if (!ARISTOS_FAULT(PART_LOST)) post(b, m, bytes, part_signal(l, l.shape.member, source, index), arrived_stamp(b), returns_to(l, source));
         return;
     }
     u32 slots = 0;
@@ -304,7 +308,7 @@ DEVICE void post_results(Block& b, u32 source, u32 index, u8* stage) {
         bytes += 4 * slots;
     }
     post(b, m, bytes, result_signal(l, l.shape.my_pe, chunk), returned_stamp(b), source);
-    if (serving && index + PART_PLACES < in.end_chunk[source] - in.first_chunk[source]) {
+    if (serving && index + PART_BUFFERS < in.end_chunk[source] - in.first_chunk[source]) {
         for (u32 i = dev::thread(); i < l.shape.members; i += dev::threads())
             if (i != l.shape.member) signal_peer(l, part_credit(l, source, index), arrived_stamp(b), member_pe(l, i));
         if (dev::thread() == 0) b.state.stats.signals += l.shape.members - 1;
@@ -317,13 +321,13 @@ DEVICE void post_results(Block& b, u32 source, u32 index, u8* stage) {
     }
 }
 
-// The item. The block that ends the last one of a chunk sends it.
+// Runs a return item. The block that finishes the last item of a chunk sends the chunk.
 template <class T> OUTLINE bool return_rows(Block& b, u32 source, u32 number) {
     const Layer& l = b.l;
     const ReturnItem item = return_item(l, number);
-    const bool far = returns_far(l, source);
-    const WaveMessage w = far ? wave_message(l, l.tables.far_back, source, item.index, *l.queue.most_results) : WaveMessage{};
-    u8* stage = far ? l.symmetric.result_stage + u64(w.place) * l.sizes.return_pitch : nullptr;
+    const bool inter_node = returns_inter_node(l, source);
+    const GroupMessage w = inter_node ? group_message(l, l.tables.inter_node_returns, source, item.index, *l.queue.most_results) : GroupMessage{};
+    u8* stage = inter_node ? l.symmetric.result_stage + u64(w.stage_slot) * l.sizes.return_pitch : nullptr;
     if (!sum_rows<T>(b, source, item, stage)) return false;
     if (return_items(l) > 1) {
         u32* ended = b.counters().return_done + u64(source) * l.shape.round_chunks + item.index;
@@ -332,8 +336,8 @@ template <class T> OUTLINE bool return_rows(Block& b, u32 source, u32 number) {
         if (!dev::sync_block_or(last)) return true;
     }
     post_results(b, source, item.index, stage);
-    if (!far) return true;
-    end_chunk(b, l.tables.far_back, b.counters().returned, w, [&](u32 to, u32 number) -> WaveSignal {
+    if (!inter_node) return true;
+    end_chunk(b, l.tables.inter_node_returns, b.counters().returned, w, [&](u32 to, u32 number) -> PendingSignal {
         u32 chunk = l.received.first_chunk[to] + number;
         if (chunk >= l.received.end_chunk[to]) return {};
         return {to, result_signal(l, l.shape.my_pe, chunk), returned_stamp(b)};
@@ -343,11 +347,11 @@ template <class T> OUTLINE bool return_rows(Block& b, u32 source, u32 number) {
 
 // ---- Sums over PEs.
 
-// The results of row `row` at `pe`: in the return area.
+// Results of row `row` from `pe`, in the return area.
 struct Returned {
     const char* chunk;
-    u32 number, rows;  // of the row in the order of return; of the chunk
-    u32 first;         // the chunk's first number
+    u32 number, rows;  // the row's number in return order; rows of its chunk
+    u32 first;         // number of the chunk's first row
 };
 DEVICE Returned returned(const Layer& l, u32 pe, u32 row) {
     const DestPlan& dest = l.plan.dest[pe];
@@ -356,7 +360,7 @@ DEVICE Returned returned(const Layer& l, u32 pe, u32 row) {
     return {reinterpret_cast<const char*>(at), number, chunk_count(l, dest.rows, chunk), chunk * l.shape.chunk_rows};
 }
 
-// One thread: waits for the results of a token's row at `pe`, and in forward notes whether `pe` keeps activations.
+// One thread. Waits for the results of a token's row at `pe`, and in forward records whether `pe` keeps activations.
 DEVICE bool wait_for_result(Block& b, u32 token, u32 pe) {
     const Layer& l = b.l;
     u32 row = l.plan.token_row[u64(pe) * l.shape.max_tokens + token];
@@ -369,16 +373,16 @@ DEVICE bool wait_for_result(Block& b, u32 token, u32 pe) {
     u64 expected = stamp(b.pass, stamp_step(round, b.step.mode, overflow));
     const u64* word = result_signal(l, pe, chunk);
     if (!wait_signal(l, word, {pe, WHAT_RESULTS, b.phase, expected, chunk}, 1)) return false;
-    // All chunks of a pass say the same.
+    // All chunks of a pass carry the same flag.
     if (forward) dev::store_release(l.received.peer_overflow + pe, u32(dev::load_relaxed(word) & 1));
     return true;
 }
 
-// Gradients of a token's routing weights, from the rows that `pe_row` lists. One warp.
-DEVICE void take_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
+// One warp. Reads the gradients of a token's routing weights from the rows listed in `pe_row`.
+DEVICE void read_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
     const Layer& l = b.l;
     u32 k = l.shape.top_k;
-    // Dropped choices have none.
+    // Dropped choices have gradient 0.
     for (u32 i = dev::lane(); i < k; i += 32) l.routing.d_weights[u64(token) * k + i] = 0.0f;
     dev::sync_warp();
     for (u32 e = 0; e < count; e++) {
@@ -393,15 +397,15 @@ DEVICE void take_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
     }
 }
 
-// In the caller's order. One warp, whose lanes have all written their values.
-DEVICE void give_d_weights(Block& b, u32 token) {
+// One warp, after its lanes have written their values: writes the gradients in the caller's order.
+DEVICE void write_caller_d_weights(Block& b, u32 token) {
     const Layer& l = b.l;
     const u64 first = u64(token) * l.shape.top_k;
     for (u32 i = dev::lane(); i < l.shape.top_k; i += 32)
         b.pass.grad_weights[first + l.routing.columns[first + i]] = l.routing.d_weights[first + i];
 }
 
-// A token's row of the output (in backward of the input gradient): PEs in order, then the shared expert. One warp.
+// One warp. A token's row of the output, or of the input gradient in backward: PEs in order, then the shared expert.
 template <class T> DEVICE void sum_token(Block& b, u32 token, const u32* pe_row, u32 count) {
     const Layer& l = b.l;
     u32 row_bytes = l.sizes.row_bytes, pieces = row_bytes / 16;
@@ -436,19 +440,19 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
     u32 n = l.shape.n_pes, first = item * FINAL_TOKENS;
     u32 tokens = b.pass.tokens - first < FINAL_TOKENS ? b.pass.tokens - first : FINAL_TOKENS;
     bool backward = b.step.mode == MODE_GRADIENT;
-    bool came = wait_signals(b, tokens * n, [&](u32 i) { return wait_for_result(b, first + i / n, i % n); });
-    if (!came) return false;
+    bool arrived = wait_signals(b, tokens * n, [&](u32 i) { return wait_for_result(b, first + i / n, i % n); });
+    if (!arrived) return false;
     if (b.step.with_shared) {
         u32 batch = l.shape.n_local, tile = l.batches.own_tile[batch];
         u32 begin = first / l.shape.tile_m, end = ceil_div(first + tokens, l.shape.tile_m);
-        came = wait_block(b, end - begin, [&](u32 i) {
+        arrived = wait_block(b, end - begin, [&](u32 i) {
             return wait_local(l, b.counters().second_done + tile + begin + i,
                               tiles_across(l, second_kind(b.step.mode), batch), b.phase, batch);
         });
-        if (!came) return false;
+        if (!arrived) return false;
     }
     u32 targets = l.shape.top_k < n ? l.shape.top_k : n;
-    u32* lists = reinterpret_cast<u32*>(b.scratch) + dev::warp() * 2 * targets;  // (PE, row) of this warp's token
+    u32* lists = reinterpret_cast<u32*>(b.scratch) + dev::warp() * 2 * targets;  // (PE, row) pairs of this warp's token
     for (u32 t = dev::warp(); t < tokens; t += dev::threads() / 32) {
         u32 token = first + t, count = 0;
         for (u32 begin = 0; begin < n; begin += 32) {
@@ -466,10 +470,10 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
         dev::sync_warp();
         sum_token<T>(b, token, lists, count);
         if (backward) {
-            take_d_weights(b, token, lists, count);
+            read_d_weights(b, token, lists, count);
             if (b.pass.grad_weights) {
                 dev::sync_warp();
-                give_d_weights(b, token);
+                write_caller_d_weights(b, token);
             } else if (l.shape.shared_gate) {
                 float d = weight_gradient<T>(l, l.shape.n_local, token);
                 if (dev::lane() == 0) l.routing.d_shared_weight[token] = d;
@@ -482,7 +486,7 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
 
 // ---- Gradients without a GEMM.
 
-// Some columns of the gradients of a batch's biases: sums over its slots, in order. Its first GEMM is done.
+// Some columns of a batch's bias gradients: sums over its slots, in order, after its first GEMM.
 template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     const Layer& l = b.l;
     const auto [batch, part] = bias_item(b, item);
@@ -493,16 +497,17 @@ template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     enter(b, PHASE_EXPERT);
     if (add && rows == 0) return;
     bool down = part < down_parts;
-    u32 columns = down ? l.shape.hidden : gu_columns(l, batch);
+    u32 columns = down ? l.shape.hidden : gate_up_columns(l, batch);
     u32 begin = (down ? part : part - down_parts) * BIAS_COLUMNS;
     u32 end = columns - begin < BIAS_COLUMNS ? columns : begin + BIAS_COLUMNS;
     const float* weight = !is_shared(l, batch) ? store.weight : l.shape.shared_gate ? l.routing.shared_weight : nullptr;
     for (u32 c = begin + 2 * dev::thread(); c < end; c += 2 * dev::threads()) {
         float low = 0.0f, high = 0.0f;
         for (u32 r = 0; r < rows; r++) {
-            u32 place = slot_place(l, batch, r);
-            float lo, hi, w = down && weight ? weight[place] : 1.0f;
-            const char* row = down ? static_cast<const char*>(store.grad_row[place]) : static_cast<const char*>(store.gu) + u64(place) * columns * 2;
+            u32 position = slot_position(l, batch, r);
+            float lo, hi, w = down && weight ? weight[position] : 1.0f;
+            const char* row = down ? static_cast<const char*>(store.grad_row[position])
+                                   : static_cast<const char*>(store.gate_up) + u64(position) * columns * 2;
             dev::unpack<T>(*reinterpret_cast<const u32*>(row + u64(c) * 2), lo, hi);
             low += w * lo;
             high += w * hi;
@@ -519,7 +524,7 @@ template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     }
 }
 
-// Some elements of one matrix's gradient, of a batch without slots.
+// Zeroes some elements of one matrix gradient of a batch without slots.
 OUTLINE void zero_gradient(Block& b, u32 batch, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_EXPERT);

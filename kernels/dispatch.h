@@ -4,7 +4,7 @@
 
 namespace aristos {
 
-// ---- What this PE sends to whom in a step.
+// ---- Destinations of this PE in a step.
 
 // Whether destination `pe` gets a header in this step. This PE's own rows need none.
 DEVICE bool sends_header(const Block& b, u32 pe) {
@@ -21,7 +21,7 @@ DEVICE bool sends_rows(const Block& b, u32 pe) {
     return b.step.mode != MODE_RECOMPUTE || l.received.peer_overflow[pe];
 }
 
-// The step of the stamps towards `pe`, which keeps activations or not, in a round.
+// The step number in stamps for a peer that overflows, i.e. keeps no activations, or not.
 DEVICE u32 stamp_step(u32 round, u32 mode, bool overflow) {
     return 2 * round + (mode == MODE_GRADIENT && overflow ? 1 : 0);
 }
@@ -39,13 +39,13 @@ DEVICE const u32* row_slots(const Layer& l, u32 pe) {
 DEVICE const u32* row_returns(const Layer& l, u32 pe) { return l.plan.row_return + u64(pe) * l.shape.max_tokens; }
 DEVICE const u32* row_tokens(const Layer& l, u32 pe) { return l.plan.row_token + u64(pe) * l.shape.max_tokens; }
 
-// One thread: whether this step may write at `pe`, which no longer reads what was there. Its results say so: those of the
-// last round, or, before gradients, those of the recomputation. In round 0 the last pass has waited for them.
-template <class Missing> DEVICE bool room_came(const Block& b, u32 pe, Missing missing) {
+// One thread. Whether this step may write to `pe`, which must have finished reading the previous round. The results of that round show
+// it, or, before gradients, the acknowledgements of the recomputation. In round 0 the previous pass has already waited for them.
+template <class Missing> DEVICE bool window_free(const Block& b, u32 pe, Missing missing) {
     const Layer& l = b.l;
     u32 round = b.step.round;
     bool overflow = b.step.mode != MODE_FORWARD && l.received.peer_overflow[pe];
-    if (ARISTOS_PLANTED(NO_ROOM)) return true;
+    if (ARISTOS_FAULT(NO_WINDOW_WAIT)) return true;
     u32 step;
     if (b.step.mode == MODE_GRADIENT && overflow) step = stamp_step(round, MODE_RECOMPUTE, true);
     else if (round > 0) step = stamp_step(--round, b.step.mode == MODE_FORWARD ? MODE_FORWARD : MODE_GRADIENT, overflow);
@@ -54,21 +54,21 @@ template <class Missing> DEVICE bool room_came(const Block& b, u32 pe, Missing m
     u32 first = chunks[round], end = chunks[round + 1];
     u64 expected = stamp(b.pass, step);
     for (u32 chunk = first; chunk < end; chunk++)
-        if (!signal_came(result_signal(l, pe, chunk), {pe, WHAT_RESULTS, PHASE_DISPATCH, expected, chunk}, missing, 1)) return false;
+        if (!signal_arrived(result_signal(l, pe, chunk), {pe, WHAT_RESULTS, PHASE_DISPATCH, expected, chunk}, missing, 1)) return false;
     return true;
 }
-// The same of the place of chunk `index` of the round, where a chunk before it was.
-template <class Missing> DEVICE bool credit_came(const Block& b, u32 pe, u32 index, Missing missing) {
+// Whether the buffer of chunk `index` of the round is free, if an earlier chunk used it.
+template <class Missing> DEVICE bool credit_available(const Block& b, u32 pe, u32 index, Missing missing) {
     const Layer& l = b.l;
-    if (ARISTOS_PLANTED(NO_CREDIT) || index < l.shape.window_chunks) return true;
+    if (ARISTOS_FAULT(NO_CREDIT) || index < l.shape.window_chunks) return true;
     u32 before = index - l.shape.window_chunks;
-    return signal_came(credit_signal(l, pe, before), {pe, WHAT_CREDIT, PHASE_DISPATCH, stamp(b.pass, send_step(b, pe)), before}, missing);
+    return signal_arrived(credit_signal(l, pe, before), {pe, WHAT_CREDIT, PHASE_DISPATCH, stamp(b.pass, send_step(b, pe)), before}, missing);
 }
 
-// Where this block writes a message of at most a chunk for `pe`: its memory, or a stage here.
+// Destination of a message of at most one chunk for `pe`: its memory, or a staging slot here.
 struct Message {
     char* to;
-    u8* mine;     // the symmetric place
+    u8* mine;     // the symmetric address
     u8* stage;
 };
 DEVICE Message message(const Layer& l, u8* mine, u8* stage, u32 pe) {
@@ -76,59 +76,60 @@ DEVICE Message message(const Layer& l, u8* mine, u8* stage, u32 pe) {
     return {reinterpret_cast<char*>(direct ? at_peer(l, mine, pe) : stage), mine, stage};
 }
 
-// All threads, once the message is written: sends it, to a PE that the network reaches without its signal, which comes after a fence. A
-// header's stage is written again only after the peer has answered it (by results or, in a forward pass, by the header of the next one).
+// All threads, once the message is written: sends it. For an inter-node peer the signal follows later, after a fence. A header's staging
+// buffer is reused only after the peer has answered it, by results or, in a forward pass, by its next header.
 DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, u32 pe) {
     const Layer& l = b.l;
-    if (!ARISTOS_PLANTED(EARLY_SIGNAL)) dev::sync_block();
+    if (!ARISTOS_FAULT(EARLY_SIGNAL)) dev::sync_block();
     const bool direct = reachable(l, pe);
     if (!direct) {
-        dev::fence_sys();  // the network card reads it
+        dev::fence_sys();  // for the network card
         network_put(m.mine, m.stage, bytes, world_number(l, pe));
         if (dev::thread() == 0) b.state.stats.network_bytes += bytes;
     }
     if (dev::thread() != 0) return;
     if (direct) signal_peer(l, signal, value, pe);
-    if (pe == l.shape.my_pe) return;  // its results
+    if (pe == l.shape.my_pe) return;  // its own results
     b.state.stats.puts++;
     if (direct) b.state.stats.signals++;
 }
 
-// ---- Waves: what goes over the network under one fence, since on some networks a fence waits for all that was put before it. The headers of
-// a step are a wave. Its chunks, chunk 0 for all such peers, then chunk 1, are cut into waves of window_chunks; so are its results. So with several
-// such peers the first chunks need not wait for the last, and where a window holds the most that any of them gets there are no more waves than such peers.
-// A stage holds two waves. Where a later one of the step needs a wave's places, its last block waits after its signals, by a quiet, until it is
-// delivered; of the others, one block waits when the step is over (end_stages).
-// `far`: Tables::far for headers and chunks, Tables::far_back for results.
-DEVICE bool sends_far(const Layer& l, u32 pe) { return !reachable(l, pe) && sends_to(l, pe); }
-// Added to a wave's count of messages: once its signals are sent, and once its places are free.
-constexpr u32 WAVE_SIGNALLED = 1u << 29, WAVE_FREE = 1u << 30, WAVE_OVER = WAVE_SIGNALLED + WAVE_FREE;
+// ---- Send groups: inter-node messages under one fence, since on some networks a fence waits for all earlier puts. The headers of a step
+// form a group. The chunks of a step, chunk 0 for all inter-node peers, then chunk 1, are divided into groups of window_chunks messages,
+// and so are the results. With several peers the first chunks therefore do not wait for the last. If a window holds as many chunks as any
+// peer gets, there are at most as many groups as inter-node peers. A staging buffer holds two groups. If a later group of the step needs
+// the staging slots of a group, the group's last block issues a quiet after its signals and so waits for delivery. For the other groups,
+// one block does this at the end of the step (end_stages). `inter_node` is Tables::inter_node for headers and chunks,
+// Tables::inter_node_returns for results.
+DEVICE bool sends_inter_node(const Layer& l, u32 pe) { return !reachable(l, pe) && sends_to(l, pe); }
+// Added to a group's message count when its signals are sent, and when its staging slots are free.
+constexpr u32 GROUP_SIGNALLED = 1u << 29, GROUP_FREE = 1u << 30, GROUP_DONE = GROUP_SIGNALLED + GROUP_FREE;
 
-// Message `number` of those of a phase, `chunks` of which are for each peer.
-struct WaveMessage {
-    u32 wave, size, place;  // its wave, and that one's messages; its place in the stage
+// Position of a message in its send group; `chunks` is the number of chunks per peer in this phase.
+struct GroupMessage {
+    u32 group, size, stage_slot;  // send group, its number of messages, and the message's slot in the staging buffer
 };
-DEVICE WaveMessage wave_message(const Layer& l, const u32* far, u32 pe, u32 index, u32 chunks) {
-    const u32 places = l.shape.window_chunks, number = index * far[0] + far[1 + l.shape.n_pes + pe], wave = number / places;
-    const u32 left = far[0] * chunks - wave * places;
-    return {wave, left < places ? left : places, number % (STAGE_WAVES * places)};
+DEVICE GroupMessage group_message(const Layer& l, const u32* inter_node, u32 pe, u32 index, u32 chunks) {
+    const u32 group_size = l.shape.window_chunks, number = index * inter_node[0] + inter_node[1 + l.shape.n_pes + pe], group = number / group_size;
+    const u32 left = inter_node[0] * chunks - group * group_size;
+    return {group, left < group_size ? left : group_size, number % (STAGE_GROUPS * group_size)};
 }
-// One thread: whether the place of a message is free, and the signals of the wave before are sent: their fence would wait for this one. `ended`: the
-// waves' counts.
-DEVICE bool place_free(const u32* ended, const WaveMessage& m) {
-    return (m.wave == 0 || came_local(ended + m.wave - 1, WAVE_SIGNALLED)) &&
-           (m.wave < STAGE_WAVES || came_local(ended + m.wave - STAGE_WAVES, WAVE_OVER));
+// One thread. Whether the message's staging slot is free and the signals of the previous group are sent; otherwise that group's fence
+// would wait for this message. `ended`: the groups' message counts.
+DEVICE bool stage_slot_free(const u32* ended, const GroupMessage& m) {
+    return (m.group == 0 || counter_reached(ended + m.group - 1, GROUP_SIGNALLED)) &&
+           (m.group < STAGE_GROUPS || counter_reached(ended + m.group - STAGE_GROUPS, GROUP_DONE));
 }
 
-// A message's signal and its value; none where nothing was sent.
-struct WaveSignal {
+// A message's signal and its value; null if no message was sent.
+struct PendingSignal {
     u32 pe;
     u64* signal;
     u64 value;
 };
-// All threads, at the end of an item of a wave of `size`: the last one sends the signals of all, `get(i)`. `reused()`, by each thread of its part:
-// whether the wave's places are needed again in this step.
-template <class Get, class Reused> DEVICE void end_wave_item(Block& b, u32* ended, u32 size, Get get, Reused reused) {
+// All threads, at the end of an item of a group of `size` messages. The last one sends the signals of all, `get(i)`. Each thread
+// evaluates a part of `reused()`: whether the group's staging slots are needed again in this step.
+template <class Get, class Reused> DEVICE void end_group_item(Block& b, u32* ended, u32 size, Get get, Reused reused) {
     dev::sync_block();
     bool last = dev::thread() == 0 && dev::fetch_add_acq_rel(ended, 1u) + 1 == size;
     if (!dev::sync_block_or(last)) return;
@@ -142,36 +143,36 @@ template <class Get, class Reused> DEVICE void end_wave_item(Block& b, u32* ende
         }
         dev::sync_block();
         for (u32 i = dev::thread(); i < size; i += dev::threads()) {
-            WaveSignal s = get(i);
+            PendingSignal s = get(i);
             if (s.signal) signal_peer(b.l, s.signal, s.value, s.pe);
         }
         if (sent) dev::shared_add(&b.state.stats.signals, u64(sent));
     }
     const bool waits = dev::sync_block_or(any && reused());
     if (dev::thread() != 0) return;
-    dev::fetch_add_acq_rel(ended, WAVE_SIGNALLED);
-    if (waits && !ARISTOS_PLANTED(NO_QUIET_OF_WAVE)) dev::quiet_puts();
-    dev::fetch_add_acq_rel(ended, WAVE_FREE);
+    dev::fetch_add_acq_rel(ended, GROUP_SIGNALLED);
+    if (waits && !ARISTOS_FAULT(NO_GROUP_QUIET)) dev::quiet_puts();
+    dev::fetch_add_acq_rel(ended, GROUP_FREE);
 }
-// The same for a wave of chunks; `get(pe, index)`.
-template <class Get> DEVICE void end_chunk(Block& b, const u32* far, u32* ended, const WaveMessage& m, Get get) {
-    const u32 places = b.l.shape.window_chunks, first = m.wave * places, peers = far[0], later = first + STAGE_WAVES * places;
-    auto at = [&](u32 number) { return get(far[1 + number % peers], number / peers); };
-    end_wave_item(b, ended + m.wave, m.size, [&](u32 i) { return at(first + i); }, [&] {
-        // Whoever has a chunk of a later wave has its first one there.
+// Likewise for a group of chunks; `get(pe, index)`.
+template <class Get> DEVICE void end_chunk(Block& b, const u32* inter_node, u32* ended, const GroupMessage& m, Get get) {
+    const u32 group_size = b.l.shape.window_chunks, first = m.group * group_size, peers = inter_node[0], later = first + STAGE_GROUPS * group_size;
+    auto at = [&](u32 number) { return get(inter_node[1 + number % peers], number / peers); };
+    end_group_item(b, ended + m.group, m.size, [&](u32 i) { return at(first + i); }, [&] {
+        // If a peer has any chunk in a later group, its first one there comes within `peers` messages.
         bool any = false;
         for (u32 i = dev::thread(); i < peers; i += dev::threads()) any = any || at(later + i).signal != nullptr;
         return any;
     });
 }
 
-// One thread, once all blocks have ended a step: what it put has arrived, so the next one may use all places of the stages.
+// One thread, after all blocks have finished a step: completes its puts, so that the next step may use all staging slots.
 DEVICE void end_stages(const Layer& l) {
-    if (l.shape.stage && !ARISTOS_PLANTED(NO_QUIET_OF_STEP)) dev::quiet_puts();
+    if (l.shape.stage && !ARISTOS_FAULT(NO_STEP_QUIET)) dev::quiet_puts();
 }
 
 // ---- Headers.
-// Slots of each of `pe`'s experts in this round, in the scratch memory. All threads.
+// All threads. Counts the slots of each of `pe`'s experts in this round, in scratch memory.
 DEVICE const u32* count_slots(Block& b, u32 pe, u32 first_slot, u32 end_slot) {
     const Layer& l = b.l;
     u32* counts = reinterpret_cast<u32*>(b.scratch);
@@ -182,7 +183,7 @@ DEVICE const u32* count_slots(Block& b, u32 pe, u32 first_slot, u32 end_slot) {
     dev::sync_block();
     return counts;
 }
-// What of the rows for `pe` goes in this round.
+// The part of the rows for `pe` that is sent in this round.
 struct RoundPart { u32 first_chunk, end_chunk, first_slot, end_slot; };
 DEVICE RoundPart round_part(const Block& b, u32 pe) {
     const Layer& l = b.l;
@@ -202,10 +203,10 @@ DEVICE void send_header(Block& b, u32 pe) {
     const RoundPart part = round_part(b, pe);
     const u32* counts = count_slots(b, pe, part.first_slot, part.end_slot);
 
-    u32 place = header_place(b.pass, backward);
-    u64 at = header_offset(l, place, l.shape.my_pe);
-    // A peer's place for this PE's headers; staged by destination.
-    Message m = message(l, l.symmetric.header + at, l.symmetric.header_stage + header_offset(l, place, pe), pe);
+    u32 buffer = header_buffer(b.pass, backward);
+    u64 at = header_offset(l, buffer, l.shape.my_pe);
+    // The peer's buffer for this PE's headers; staged per destination.
+    Message m = message(l, l.symmetric.header + at, l.symmetric.header_stage + header_offset(l, buffer, pe), pe);
     u32* words = reinterpret_cast<u32*>(m.to);
     for (u32 e = dev::thread(); e < l.shape.max_local; e += dev::threads()) words[HEADER_WORDS + e] = counts[e];
     u32 world = 0;
@@ -229,12 +230,12 @@ DEVICE void send_header(Block& b, u32 pe) {
         double* sums = reinterpret_cast<double*>(m.to + l.sizes.header_counts_bytes);
         for (u32 i = dev::thread(); i < 2 + 2 * l.shape.n_experts; i += dev::threads()) sums[i] = l.losses.mine[i];
     }
-    post(b, m, l.sizes.header_bytes, header_signal(l, place, l.shape.my_pe), stamp(b.pass, send_step(b, pe)), pe);
+    post(b, m, l.sizes.header_bytes, header_signal(l, buffer, l.shape.my_pe), stamp(b.pass, send_step(b, pe)), pe);
 }
 
 // ---- Chunks.
 
-// Chunk number `index` of the round, of those for `pe`; by way of `stage`, where only the network reaches it.
+// Chunk `index` of the round for `pe`; through `stage` if it is an inter-node peer.
 DEVICE bool has_chunk(const Block& b, u32 pe, u32 index) {
     const u32* chunks = round_chunks(b.l, pe) + b.step.round;
     return sends_rows(b, pe) && chunks[0] + index < chunks[1];
@@ -278,41 +279,41 @@ DEVICE void send_chunk(Block& b, u32 pe, u32 index, u8* stage) {
     }
 }
 
-// Sends of a step: headers for all PEs, then chunk 0 for all, then chunk 1. Each PE begins with the next one, so that they do
-// not all write to PE 0 first.
+// Send items of a step: headers for all PEs, then chunk 0 for all, then chunk 1. Each PE starts with the next one, so that they do not
+// all write to PE 0 first.
 DEVICE u32 send_items(const Layer& l) { return l.shape.n_pes * (1 + l.shape.round_chunks); }
 DEVICE u32 send_pe(const Layer& l, u32 item) { return (l.shape.my_pe + 1 + item % l.shape.n_pes) % l.shape.n_pes; }
 
-// One thread: whether a send finds its room at the PE and its place in the stage.
+// One thread. Whether a send item's window, credit and staging slot are available.
 template <class Missing> DEVICE bool send_ready(const Block& b, u32 item, Missing missing) {
     const Layer& l = b.l;
     u32 pe = send_pe(l, item);
-    if (item < l.shape.n_pes) return !sends_header(b, pe) || room_came(b, pe, missing);
+    if (item < l.shape.n_pes) return !sends_header(b, pe) || window_free(b, pe, missing);
     u32 index = item / l.shape.n_pes - 1;
-    if (has_chunk(b, pe, index) && !(room_came(b, pe, missing) && credit_came(b, pe, index, missing))) return false;
-    return !sends_far(l, pe) || place_free(b.counters().sent, wave_message(l, l.tables.far, pe, index, l.shape.round_chunks));
+    if (has_chunk(b, pe, index) && !(window_free(b, pe, missing) && credit_available(b, pe, index, missing))) return false;
+    return !sends_inter_node(l, pe) || stage_slot_free(b.counters().sent, group_message(l, l.tables.inter_node, pe, index, l.shape.round_chunks));
 }
 
-// Not OUTLINE: for sm_80 ptxas (13.0) crashes on a function of this.
+// Not OUTLINE: as a separate function it crashes ptxas 13.0 for sm_80.
 DEVICE void send(Block& b, u32 item) {
     const Layer& l = b.l;
     u32 n = l.shape.n_pes, me = l.shape.my_pe, pe = send_pe(l, item);
-    bool far = sends_far(l, pe);
+    bool inter_node = sends_inter_node(l, pe);
     if (item < n) {
         send_header(b, pe);
-        auto signal = [&](u32 i) -> WaveSignal {
-            u32 to = l.tables.far[1 + i];
+        auto signal = [&](u32 i) -> PendingSignal {
+            u32 to = l.tables.inter_node[1 + i];
             if (!sends_header(b, to)) return {};
-            return {to, header_signal(l, header_place(b.pass, b.step.mode != MODE_FORWARD), me), stamp(b.pass, send_step(b, to))};
+            return {to, header_signal(l, header_buffer(b.pass, b.step.mode != MODE_FORWARD), me), stamp(b.pass, send_step(b, to))};
         };
-        if (far) end_wave_item(b, b.counters().headers, l.tables.far[0], signal, [] { return false; });
+        if (inter_node) end_group_item(b, b.counters().headers, l.tables.inter_node[0], signal, [] { return false; });
         return;
     }
     u32 index = item / n - 1;
-    if (!far) return send_chunk(b, pe, index, nullptr);
-    WaveMessage m = wave_message(l, l.tables.far, pe, index, l.shape.round_chunks);
-    send_chunk(b, pe, index, l.symmetric.chunk_stage + u64(m.place) * l.sizes.chunk_pitch);
-    end_chunk(b, l.tables.far, b.counters().sent, m, [&](u32 to, u32 number) -> WaveSignal {
+    if (!inter_node) return send_chunk(b, pe, index, nullptr);
+    GroupMessage m = group_message(l, l.tables.inter_node, pe, index, l.shape.round_chunks);
+    send_chunk(b, pe, index, l.symmetric.chunk_stage + u64(m.stage_slot) * l.sizes.chunk_pitch);
+    end_chunk(b, l.tables.inter_node, b.counters().sent, m, [&](u32 to, u32 number) -> PendingSignal {
         if (!has_chunk(b, to, number)) return {};
         return {to, chunk_signal(l, me, number), stamp(b.pass, send_step(b, to))};
     });

@@ -1,9 +1,9 @@
-// What is done to accumulators before they leave a tile: on Ampere all of it, on Hopper what gemm_hopper_store.h does not do.
+// Epilogues: all of them on Ampere; on Hopper those that gemm_hopper_store.h does not cover.
 //
-// A warp hands over units of 16 rows by 64 columns, which is how mma.m16n8k16 and a warp's share of wgmma both lay them out:
-// eight times (8 columns: lane l holds columns 2 (l % 4), + 1 of row l / 4, then of row l / 4 + 8). `stage_unit` puts a unit into the
-// warp's own 4 KiB of shared memory; `finish_unit` takes it out with 8 consecutive columns of a row in one lane, or 4 of a gradient's f32, so that all
-// global loads and stores are 16 bytes a lane and a whole row of the unit in 8 lanes, or 16. Only warp barriers are needed.
+// A warp passes units of 16 rows by 64 columns, the common layout of mma.m16n8k16 and of a warp's share of wgmma: eight times 8 columns,
+// of which lane l holds columns 2 (l % 4), + 1 of row l / 4, then of row l / 4 + 8. `stage_unit` writes a unit to the warp's own 4 KiB of
+// shared memory. `finish_unit` reads it with 8 consecutive columns of a row per lane (4 for f32 gradients), so that all global loads and
+// stores have 16 bytes per lane and 8 (or 16) lanes cover a row of the unit. Only warp barriers are needed.
 #pragma once
 #include "activation.h"
 #include "gemm.h"
@@ -12,27 +12,29 @@ namespace aristos {
 
 constexpr u32 UNIT_ROWS = 16, UNIT_COLS = 64;
 constexpr u32 UNIT_BYTES = UNIT_ROWS * UNIT_COLS * 4;
-constexpr u32 UNIT_PIECES = UNIT_COLS / 8;  // of 8 columns, in a row
+constexpr u32 UNIT_PIECES = UNIT_COLS / 8;  // of 8 columns, per row
 
 struct alignas(8) FloatPair { float lo, hi; };
 struct alignas(16) FloatQuad { float v[4]; };
 
-// Whether units are loaded by halves of their rows too, the gate's and up's columns: where FORWARD_UP is among what passes through them.
+// Whether units are also loaded by halves of their rows (the columns of gate and of up), which FORWARD_UP needs.
 template <u32 KINDS> constexpr bool by_halves() { return (KINDS & kind_set(FORWARD_UP)) != 0; }
 
-// Where 16 bytes `q` (of 16) of a unit's row lie. Exchanged so that no access waits for a bank, though all rows begin at the same one: of `stage_unit`'s 8-byte stores
-// 16 lanes go at once (4 rows, 2 quads), of `load_piece`'s 16-byte loads 8: 8 even or odd quads of one row, or 8 in turn, or, by halves, 4 of each of two rows, which is what
-// `row & 1` is for; without these it is left out, for its registers. gemm_test counts.
+// Offset of 16-byte quad `q` (of 16) of a unit's row, swizzled against bank conflicts. The 8-byte stores of `stage_unit` take 16 lanes at
+// a time (4 rows, 2 quads), the 16-byte loads of `load_piece` 8 lanes: 8 even or odd quads of one row, 8 consecutive ones, or, by halves,
+// 4 of each of two rows. The last case needs `row & 1`; without it that term is left out to save registers. gemm_test checks for
+// conflicts.
 template <bool HALVES> DEVICE constexpr u32 unit_offset(u32 row, u32 q) {
     return row * (UNIT_COLS * 4) + ((q ^ (row & 3) << 1 ^ (HALVES ? row & 1 : 0) ^ q >> 3) << 4);
 }
 
-// Where the accumulators of the n-th 8 columns go of which the first is in `row` and `column` there; the third is 8 rows below.
+// Offset of the first two of a lane's four accumulators of the n-th 8 columns, in `row` and `column` of the unit; the other two are 8
+// rows below.
 template <bool HALVES> DEVICE constexpr u32 stored_at(u32 row, u32 column, u32 n) {
     return unit_offset<HALVES>(row, n * 2 + column / 4) + column % 4 * 4;
 }
 
-// `get(n, i)`: this lane's accumulator i (of 4) of the n-th 8 columns (of 8). Follow by sync_warp.
+// `get(n, i)`: this lane's accumulator i (of 4) of the n-th 8 columns (of 8). A sync_warp must follow.
 template <bool HALVES, class Get> DEVICE void stage_unit(char* unit, Get get) {
     u32 row = dev::lane() / 4, column = dev::lane() % 4 * 2;
     UNROLL for (u32 n = 0; n < 8; n++) {
@@ -54,7 +56,7 @@ DEVICE FloatQuad load_quad(const float* p) {
     __builtin_memcpy(&quad, &bits, 16);
     return quad;
 }
-// To be read by nobody soon.
+// For data that is not read again soon.
 DEVICE void store_quad_stream(float* p, FloatQuad quad) {
     Vec16 bits;
     __builtin_memcpy(&bits, &quad, 16);
@@ -71,7 +73,7 @@ template <class T> DEVICE void unpack8(Vec16 in, float (&v)[8]) {
     UNROLL for (u32 i = 0; i < 4; i++) dev::unpack<T>(in.w[i], v[2 * i], v[2 * i + 1]);
 }
 
-// Adds bias[column .. column + 8), if there is one.
+// Adds bias[column .. column + 8) if `bias` is not null.
 DEVICE void add_bias(const float* bias, u32 column, float (&v)[8]) {
     if (!bias) return;
     UNROLL for (u32 half = 0; half < 2; half++) {
@@ -80,7 +82,7 @@ DEVICE void add_bias(const float* bias, u32 column, float (&v)[8]) {
     }
 }
 
-// `row0`, `column0`: where the unit begins in the output (for a gated FORWARD_UP, its first column of h).
+// `row0`, `column0`: the unit's first row and column in the output (in h for a gated FORWARD_UP).
 template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
     u32 pieces = t.gated ? UNIT_PIECES / 2 : UNIT_PIECES;
     for (u32 item = dev::lane(); item < UNIT_ROWS * pieces; item += 32) {
@@ -88,7 +90,7 @@ template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, c
         u32 row = row0 + r, column = column0 + piece * 8;
         if (row >= t.rows || column >= t.intermediate) continue;
         float up[8], h[8];
-        T* gu = static_cast<T*>(t.gu) + u64(row) * gu_width(t) + column;
+        T* gate_up = static_cast<T*>(t.gate_up) + u64(row) * gate_up_width(t) + column;
         if (t.gated) {
             float gate[8];
             load_piece<true>(unit, r, piece, gate);
@@ -96,28 +98,28 @@ template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, c
             add_bias(t.gate_bias, column, gate);
             add_bias(t.up_bias, column, up);
             if (t.training) {
-                dev::store16(gu, pack8<T>(gate));
-                dev::store16(gu + t.intermediate, pack8<T>(up));
+                dev::store16(gate_up, pack8<T>(gate));
+                dev::store16(gate_up + t.intermediate, pack8<T>(up));
             }
             UNROLL for (u32 i = 0; i < 8; i++) h[i] = Act::at(gate[i]).value * up[i];
         } else {
             load_piece<true>(unit, r, piece, up);
             add_bias(t.up_bias, column, up);
-            if (t.training) dev::store16(gu, pack8<T>(up));
+            if (t.training) dev::store16(gate_up, pack8<T>(up));
             UNROLL for (u32 i = 0; i < 8; i++) h[i] = Act::at(up[i]).value;
         }
         dev::store16(static_cast<T*>(t.h) + u64(row) * t.intermediate + column, pack8<T>(h));
     }
 }
 
-// q = dY down is in the unit. With g the activation's argument: h = act(g) up, d_up = w q act(g), d_gate = w q up act'(g); not gated:
-// h = act(g), d_g = w q act'(g). `row_sums[r]` becomes the sum of q h over the unit's columns, for its 16 rows.
+// The unit holds q = dY down. With g the activation's argument: h = act(g) up, d_up = w q act(g), d_gate = w q up act'(g); not gated: h =
+// act(g), d_g = w q act'(g). `row_sums[r]` becomes the sum of q h over the unit's columns, for its 16 rows.
 template <bool HALVES, class T, class Act>
 DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, u32 column0, float* row_sums) {
     constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
     u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
     u32 column = column0 + piece * 8, I = t.intermediate;
-    // All loads before any use: they are the only ones of the epilogue that wait for memory.
+    // All loads precede their uses: they are the epilogue's only accesses with memory latency.
     Vec16 saved_g[ITEMS], saved_up[ITEMS];
     float weights[ITEMS], sums[ITEMS];
     UNROLL for (u32 j = 0; j < ITEMS; j++) {
@@ -125,9 +127,9 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
         saved_g[j] = saved_up[j] = {{0, 0, 0, 0}};
         weights[j] = 1.0f;
         if (row < t.rows && column < I) {
-            const T* gu = static_cast<const T*>(t.gu) + u64(row) * gu_width(t) + column;
-            saved_g[j] = dev::load16(gu);
-            if (t.gated) saved_up[j] = dev::load16(gu + I);
+            const T* gate_up = static_cast<const T*>(t.gate_up) + u64(row) * gate_up_width(t) + column;
+            saved_g[j] = dev::load16(gate_up);
+            if (t.gated) saved_up[j] = dev::load16(gate_up + I);
             if (t.weight) weights[j] = t.weight[row];
         }
     }
@@ -148,13 +150,13 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
                 h *= up[i];
                 up[i] = dh * act.value;
             }
-            sums[j] += q[i] * h;  // 0 where there is no row or column: q is
+            sums[j] += q[i] * h;  // 0 outside the output, where q is 0
             q[i] = weights[j] * h;
         }
         if (valid) {
-            T* gu = static_cast<T*>(t.gu) + u64(row) * gu_width(t) + column;
-            dev::store16(gu, pack8<T>(g));
-            if (t.gated) dev::store16(gu + I, pack8<T>(up));
+            T* gate_up = static_cast<T*>(t.gate_up) + u64(row) * gate_up_width(t) + column;
+            dev::store16(gate_up, pack8<T>(g));
+            if (t.gated) dev::store16(gate_up + I, pack8<T>(up));
             dev::store16(static_cast<T*>(t.h) + u64(row) * I + column, pack8<T>(q));
         }
     }
@@ -163,7 +165,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
     if (piece == 0) UNROLL for (u32 j = 0; j < ITEMS; j++) row_sums[first + j * ROW_STEP] = sums[j];
 }
 
-// y = accumulators (+ bias), rounded.
+// y = accumulators (+ bias), rounded to T.
 template <bool HALVES, class T>
 DEVICE void finish_rows(const GemmTask& t, const char* unit, u32 row0, u32 column0, const float* bias) {
     for (u32 item = dev::lane(); item < UNIT_ROWS * UNIT_PIECES; item += 32) {
@@ -183,7 +185,7 @@ template <bool HALVES> DEVICE void finish_gradient(const GemmTask& t, const char
     u32 quad = dev::lane() % QUADS, first = dev::lane() / QUADS;
     u32 m = gemm_m(t), n = gemm_n(t), column = column0 + quad * 4;
     if (column >= n) return;
-    FloatQuad sums[ITEMS];  // all loads before any store, as they could not pass it
+    FloatQuad sums[ITEMS];  // loaded before any store, since loads cannot be moved across stores
     UNROLL for (u32 j = 0; j < ITEMS; j++) {
         u32 row = row0 + first + j * ROW_STEP;
         sums[j] = {{0.0f, 0.0f, 0.0f, 0.0f}};
@@ -197,9 +199,9 @@ template <bool HALVES> DEVICE void finish_gradient(const GemmTask& t, const char
     }
 }
 
-// The unit whose first accumulator is (`row`, `column`) of the tile. Called by all lanes of a warp, after `stage_unit`, by halves as `KINDS` are, and sync_warp;
-// another sync_warp before the unit's memory is written again. `row_sums`: f32 [tile_n / 64][tile_m] in shared memory, written by
-// BACKWARD_DOWN only, for `finish_d_weight`.
+// All lanes of a warp. Finishes the unit whose first accumulator is (`row`, `column`) of the tile, after `stage_unit` and sync_warp.
+// Another sync_warp must precede the next write to the unit. `row_sums`: f32 [tile_n / 64][tile_m] in shared memory, written only by
+// BACKWARD_DOWN, for `finish_d_weight`.
 template <class T, u32 KINDS>
 DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column, u32 tile_m, float* row_sums) {
     constexpr bool HALVES = by_halves<KINDS>();
@@ -228,33 +230,33 @@ DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column
     if (KINDS & A_MN_MAJOR_KINDS) finish_gradient<HALVES>(t, unit, row0, column0);
 }
 
-// What `finish_unit` is going to read of global memory, in lines of 128 bytes of the tile's rows; they are brought into L2 late in the sum or after
-// it, so that not every unit waits for DRAM.
+// Number of 128-byte lines of global memory that `finish_unit` will read for the tile's rows. All are prefetched into L2 late in the sum
+// or after it, so that not every unit waits for DRAM.
 template <u32 TILE_M, u32 TILE_N> DEVICE u32 finish_lines(const GemmTask& t) {
     return t.kind == BACKWARD_DOWN ? TILE_M * TILE_N / 64 : a_mn_major(t.kind) && t.accumulate ? TILE_M * TILE_N / 32 : 0;
 }
 
-// Line `i` of them, of gate and of up at once.
+// Prefetches line `i`, of gate and of up at once.
 template <class T, u32 TILE_M, u32 TILE_N> DEVICE void prefetch_finish_line(const GemmTask& t, u32 i) {
-    u32 width = t.kind == BACKWARD_DOWN ? 64 : 32;  // elements of a line
+    u32 width = t.kind == BACKWARD_DOWN ? 64 : 32;  // elements per line
     u32 row = t.m0 + i / (TILE_N / width), column = t.n0 + i % (TILE_N / width) * width;
     if (row >= gemm_m(t) || column >= gemm_n(t)) return;
     if (t.kind == BACKWARD_DOWN) {
-        const T* gu = static_cast<const T*>(t.gu) + u64(row) * gu_width(t) + column;
-        dev::prefetch_l2(gu);
-        if (t.gated) dev::prefetch_l2(gu + t.intermediate);
+        const T* gate_up = static_cast<const T*>(t.gate_up) + u64(row) * gate_up_width(t) + column;
+        dev::prefetch_l2(gate_up);
+        if (t.gated) dev::prefetch_l2(gate_up + t.intermediate);
     } else {
         dev::prefetch_l2(t.out + u64(row) * gemm_n(t) + column);
     }
 }
 
-// All of them, by THREADS threads of number `thread`.
+// Prefetches all lines with THREADS threads, numbered `thread`.
 template <class T, u32 TILE_M, u32 TILE_N, u32 THREADS> DEVICE void prefetch_finish(const GemmTask& t, u32 thread) {
     for (u32 i = thread, lines = finish_lines<TILE_M, TILE_N>(t); i < lines; i += THREADS) prefetch_finish_line<T, TILE_M, TILE_N>(t, i);
 }
 
-// BACKWARD_DOWN: the tile's partial sum of each of its rows, after a barrier among the warps that called `finish_unit`. `thread` of at
-// least `tile_m` threads; columns in ascending order.
+// BACKWARD_DOWN: the tile's partial sum for each row, after a barrier among the warps that called `finish_unit`. At least `tile_m`
+// threads, numbered `thread`; columns in ascending order.
 DEVICE void finish_d_weight(const GemmTask& t, const float* row_sums, u32 tile_m, u32 tile_n, u32 thread) {
     if (t.kind != BACKWARD_DOWN || !t.d_weight || thread >= tile_m || t.m0 + thread >= t.rows) return;
     float sum = 0.0f;

@@ -1,16 +1,16 @@
-// One tile of one expert's matrix products: what both GEMM paths (gemm_ampere.h, gemm_hopper.h) are given.
+// One tile of one expert's GEMMs: the interface of both GEMM paths (gemm_ampere.h, gemm_hopper.h).
 //
-// X: the batch's input rows, dY: the gradients of its results before the routing weights, w: those weights, by slot.
+// X: the batch's input rows; dY: gradients of its results before the routing weights; w: those weights, by slot.
 //
-//   FORWARD_UP     act(X gate^T + b) * (X up^T + b), or act(X up^T + b)          -> h, and what act saw -> gu
+//   FORWARD_UP     act(X gate^T + b) * (X up^T + b), or act(X up^T + b)          -> h, and the pre-activations -> gate_up
 //   FORWARD_DOWN   h down^T + b                                                  -> y
-//   BACKWARD_DOWN  q = dY down; d_weight = <q, h>; the activation's backward     -> gu (over it), w h -> h (over it)
+//   BACKWARD_DOWN  q = dY down; d_weight = <q, h>; the activation's backward     -> gate_up (over it), w h -> h (over it)
 //   BACKWARD_UP    d_gate gate + d_up up, the gradient of X                      -> y
 //   GRAD_UP        d_gate^T X or d_up^T X                                        -> out
 //   GRAD_DOWN      dY^T (w h)                                                    -> out
 //
-// Sums are f32 (tensor cores); what is stored as T is rounded once. No atomics: every output element has one writer, and
-// the order of a sum depends on the shape alone, so the same inputs give the same bits.
+// Sums are f32 (tensor cores); results of type T are rounded once. There are no atomics: every output element has one writer, and the
+// order of a sum depends on the shape alone, so equal inputs give equal bits.
 #pragma once
 #include "params.h"
 #include "platform.h"
@@ -21,14 +21,14 @@ enum GemmKind : u32 {
     FORWARD_UP = 0, FORWARD_DOWN = 1, BACKWARD_DOWN = 2, BACKWARD_UP = 3, GRAD_UP = 4, GRAD_DOWN = 5, GEMM_KINDS = 6,
 };
 
-// Sets of kinds: those that a kernel has code for. Backward computes the first GEMM again where the activations were not kept.
+// Sets of kinds that a kernel has code for. Backward recomputes the first GEMM if the activations were not kept.
 constexpr u32 kind_set(GemmKind kind) { return 1u << kind; }
 constexpr u32 ALL_KINDS = (1u << GEMM_KINDS) - 1;
 constexpr u32 FORWARD_KINDS = kind_set(FORWARD_UP) | kind_set(FORWARD_DOWN);
 constexpr u32 BACKWARD_KINDS = ALL_KINDS - kind_set(FORWARD_DOWN);
 
-// All pointers to T, f32 or weights are 16-byte aligned. Pointers by slot start at the batch's first slot. A field that the kind
-// at hand does not name above may hold anything.
+// All pointers to T, f32 or weights are 16-byte aligned. Pointers by slot start at the batch's first slot. Fields that the table above
+// does not name for a kind are undefined.
 struct GemmTask {
     u32 kind;          // GemmKind
     u32 rows;          // slots of the batch, at least 1
@@ -36,44 +36,44 @@ struct GemmTask {
     u32 hidden, intermediate;  // multiples of 8
     u8 gated;
     u8 activation;     // Activation
-    u8 training;       // FORWARD_UP: store gu
+    u8 training;       // FORWARD_UP: store gate_up
     u8 accumulate;     // GRAD_*: add to `out` rather than overwrite it
     u8 which;          // GRAD_UP: 0 for gate, 1 for up; ignored when not gated
     u8 unused[3];
     u32 d_weight_stride;       // f32s from one slot's partial sums to the next one's: at least the tiles across I
     const void* const* row;    // [rows]: each slot's row of X (FORWARD_UP, GRAD_UP) or dY (BACKWARD_DOWN, GRAD_DOWN), [H]
-    void* gu;          // [rows, 2 I]: gate's columns, then up's; not gated: [rows, I]
+    void* gate_up;          // [rows, 2 I]: gate's columns, then up's; not gated: [rows, I]
     void* h;           // [rows, I]
     void* y;           // [rows, H]
     const void *gate, *up, *down;        // [I, H], [I, H], [H, I]; gate only when gated
     const float *gate_bias, *up_bias;    // [I], null without
     const float* down_bias;              // [H], null without
     const float* weight;       // [rows]; null: all 1
-    float* d_weight;           // [rows][d_weight_stride]: one partial sum for each tile across I; null: not wanted
+    float* d_weight;           // [rows][d_weight_stride]: one partial sum for each tile across I; null: not needed
     float* out;                // GRAD_UP: [I, H], GRAD_DOWN: [H, I]
     const void* tensor_maps;   // gate, up, down as in Tables::tensor_maps; null on Ampere
-    const void* slot_maps;     // by SlotMap, of the whole arrays that gu, h and y are in; null: results are not stored by TMA, nor these loaded as operands
-    u32 first_slot;            // row of those arrays that the batch's first slot has
-    u32 split, jump;           // GRAD_*: from slot `split` on, slots lie `jump` further on
-    u32 batch, tile;           // for the scheduler, which gets them back in `done`
+    const void* slot_maps;     // by SlotMap, of the arrays that hold gate_up, h and y; null: no TMA for results and their use as operands
+    u32 first_slot;            // row of the batch's first slot in those arrays
+    u32 split, jump;           // GRAD_*: slots from `split` on lie `jump` slots further
+    u32 batch, tile;           // for the scheduler
 };
 
-// Where a task is counted whose results are stored: null where nobody waits for it, or nobody else does.
-struct Ended { u32 *first, *second; };
-// One thread. Releases what it has stored, and what it knows that others have.
-DEVICE void report(const Ended& ended) {
-    if (ended.first) dev::fetch_add_acq_rel(ended.first, 1u);
-    if (ended.second) dev::fetch_add_acq_rel(ended.second, 1u);
+// Counters to increment when a task's results are stored; null if unused.
+struct DoneCounters { u32 *first, *second; };
+// One thread. Releases its own stores and those that it has acquired.
+DEVICE void count_done(const DoneCounters& done_counters) {
+    if (done_counters.first) dev::fetch_add_acq_rel(done_counters.first, 1u);
+    if (done_counters.second) dev::fetch_add_acq_rel(done_counters.second, 1u);
 }
 
-// Within each 64 accumulator columns of a gated FORWARD_UP, the first 32 are of gate and the others are the same 32 of up, so
-// that what the activation multiplies is always within one warp.
+// Within each 64 accumulator columns of a gated FORWARD_UP the first 32 belong to gate and the other 32 to the same columns of up, so
+// that one warp has both operands of the product with the activation.
 constexpr u32 GATED_GROUP = 32;
 
 DEVICE bool is_paired(const GemmTask& t) { return t.kind == FORWARD_UP && t.gated; }
-DEVICE u32 gu_width(const GemmTask& t) { return t.gated ? 2 * t.intermediate : t.intermediate; }
+DEVICE u32 gate_up_width(const GemmTask& t) { return t.gated ? 2 * t.intermediate : t.intermediate; }
 
-// The product's dimensions: output rows, output columns (of h where two products make one column), and what is summed over.
+// Dimensions of the product: output rows, output columns (of h where two products form one column), and the sum.
 DEVICE u32 gemm_m(const GemmTask& t) {
     return t.kind == GRAD_UP ? t.intermediate : t.kind == GRAD_DOWN ? t.hidden : t.rows;
 }
@@ -85,31 +85,31 @@ DEVICE u32 gemm_k(const GemmTask& t) {
     switch (t.kind) {
         case FORWARD_UP: case BACKWARD_DOWN: return t.hidden;
         case FORWARD_DOWN: return t.intermediate;
-        case BACKWARD_UP: return gu_width(t);
+        case BACKWARD_UP: return gate_up_width(t);
         default: return t.rows;
     }
 }
 
-// Output columns of one tile that is `tile_n` accumulators wide.
+// Output columns of a tile of `tile_n` accumulators.
 DEVICE u32 tile_columns(u32 kind, bool gated, u32 tile_n) { return kind == FORWARD_UP && gated ? tile_n / 2 : tile_n; }
 
-// How operands lie in memory: A is [M, K] and B [N, K]. K-major: contiguous along K, so a `RowSource` row is one row of the output (A)
-// or one column of it (B). MN-major: contiguous along M (A) or N (B), so a row is one step of K across all output rows or columns.
+// Operand layouts: A is [M, K] and B [N, K]. K-major: contiguous along K, so a `RowSource` row is one output row (A) or column (B).
+// MN-major: contiguous along M (A) or N (B), so a row is one step of K across all output rows or columns.
 DEVICE bool a_mn_major(u32 kind) { return kind == GRAD_UP || kind == GRAD_DOWN; }
 DEVICE bool b_mn_major(u32 kind) { return kind != FORWARD_UP && kind != FORWARD_DOWN; }
-// The same in a kernel that has code for KINDS alone: known at compile time where they leave no choice.
+// For a kernel with code for KINDS only: known at compile time if these leave no choice.
 constexpr u32 A_MN_MAJOR_KINDS = kind_set(GRAD_UP) | kind_set(GRAD_DOWN);
 template <u32 KINDS> DEVICE bool a_mn_major(u32 kind) { return (KINDS & A_MN_MAJOR_KINDS) != 0 && a_mn_major(kind); }
 template <u32 KINDS> DEVICE bool b_mn_major(u32 kind) { return (KINDS & ~FORWARD_KINDS) != 0 && b_mn_major(kind); }
 
-// Rows of an operand: in memory one after another, or pointers to them, with a jump to where others go on. Addresses are numbers,
-// because the two parts need not be in one array.
+// Rows of an operand: consecutive in memory, or pointers to them, with a jump to a second part. Addresses are integers because the two
+// parts need not be in one array.
 template <class T> struct RowSource {
     u64 base, jump;  // bytes; `jump` is added from row `split` on
     u32 stride, split, rows;
     bool pointers;
 
-    // Null beyond the last. No branches but a predicated load: it is called in the main loop.
+    // Null past the end. No branch except a predicated load, because the main loop calls it.
     DEVICE const T* row(u32 i) const {
         u64 at = base + u64(i) * stride + (i < split ? 0 : jump);
         if (pointers && i < rows) at = *reinterpret_cast<const u64*>(at);
@@ -129,26 +129,26 @@ template <class T> DEVICE RowSource<T> gathered(const void* const* row, u32 rows
     return {reinterpret_cast<u64>(row), 0, u32(sizeof(void*)), ~0u, rows, true};
 }
 
-// Rows of A: an output row each, or, MN-major, a step of K.
+// Rows of A: one per output row, or, MN-major, per step of K.
 template <class T> DEVICE RowSource<T> a_rows(const GemmTask& t) {
     switch (t.kind) {
         case FORWARD_DOWN: return in_memory<T>(t.h, t.intermediate, t.rows);
-        case BACKWARD_UP: return in_memory<T>(t.gu, gu_width(t), t.rows);
+        case BACKWARD_UP: return in_memory<T>(t.gate_up, gate_up_width(t), t.rows);
         case GRAD_UP:
-            return in_memory<T>(static_cast<const T*>(t.gu) + (t.gated && t.which ? t.intermediate : 0), gu_width(t), t.rows).in_two_parts(t);
+            return in_memory<T>(static_cast<const T*>(t.gate_up) + (t.gated && t.which ? t.intermediate : 0), gate_up_width(t), t.rows).in_two_parts(t);
         case GRAD_DOWN: return gathered<T>(t.row, t.rows).in_two_parts(t);
         default: return gathered<T>(t.row, t.rows);
     }
 }
 
-// Rows of an MN-major B: a step of K each.
+// Rows of an MN-major B: one per step of K.
 template <class T> DEVICE RowSource<T> b_mn_major_rows(const GemmTask& t) {
     u32 H = t.hidden, I = t.intermediate;
     switch (t.kind) {
         case BACKWARD_DOWN: return in_memory<T>(t.down, I, H);
         case BACKWARD_UP: {
-            RowSource<T> source = in_memory<T>(t.gated ? t.gate : t.up, H, gu_width(t));
-            u64 up = reinterpret_cast<u64>(t.up) - u64(I) * source.stride;  // where its row 0 would be to have row I at t.up
+            RowSource<T> source = in_memory<T>(t.gated ? t.gate : t.up, H, gate_up_width(t));
+            u64 up = reinterpret_cast<u64>(t.up) - u64(I) * source.stride;  // address of a virtual row 0 such that row I is at t.up
             if (t.gated) source.split = I, source.jump = up - source.base;
             return source;
         }
@@ -157,7 +157,7 @@ template <class T> DEVICE RowSource<T> b_mn_major_rows(const GemmTask& t) {
     }
 }
 
-// A K-major B (FORWARD_*): what accumulator column `i` of the tile multiplies. Null beyond the last.
+// A K-major B (FORWARD_*): the weight row for accumulator column `i` of the tile. Null past the end.
 template <class T> DEVICE const T* b_column(const GemmTask& t, u32 i) {
     if (t.kind == FORWARD_DOWN) return in_memory<T>(t.down, t.intermediate, t.hidden).row(t.n0 + i);
     if (!t.gated) return in_memory<T>(t.up, t.hidden, t.intermediate).row(t.n0 + i);

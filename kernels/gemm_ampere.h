@@ -1,20 +1,20 @@
-// A GEMM tile by mma.sync: sm_80 and later. One block, M x N accumulators, 64 of the sum at a time.
+// A GEMM tile with mma.sync, for sm_80 and later. One block computes M x N accumulators, 64 of the sum at a time.
 //
-// Why these tiles. For 16 steps of the sum of 128 x 256, 524288 products, eight warps of 64 x 64 read 32 KiB of fragments from shared memory and
-// the copies write 12 KiB. An SM of an A100 multiplies 1024 pairs and moves 128 bytes in a clock, so shared memory is busy 69% of the tensor
-// cores' time; with 128 x 128 (eight of 64 x 32) it is 100%, and L2 must deliver 32 instead of 24 bytes a clock to each SM. 128
-// accumulators and two sets of fragments (64 registers) fit in the 255 a thread can have; three stages of 48 KiB fit in 163 KiB, and a
-// copy has two chunks' time, about 4000 clocks, to arrive. 64 x 128 is for when there are too few of those tiles for all SMs: four warps of 32 x 64
-// keep shared memory busy 113% of the tensor cores' time and want 48 bytes a clock of L2, but two blocks fit on an SM, so that one
-// multiplies during the other's epilogue.
+// Choice of tiles. For 16 steps of the sum of 128 x 256, 524288 products, eight warps of 64 x 64 read 32 KiB of fragments from shared
+// memory and the copies write 12 KiB. An A100 SM multiplies 1024 pairs and moves 128 bytes per clock, so shared memory is busy for 69% of
+// the tensor cores' time. With 128 x 128 (eight warps of 64 x 32) it would be 100%, and L2 would have to deliver 32 instead of 24 bytes
+// per clock and SM. 128 accumulators and two sets of fragments (64 registers) fit into 255 registers per thread, and three stages of 48
+// KiB into 163 KiB. A copy has the time of two chunks, about 4000 clocks, to arrive. 64 x 128 is for problems with too few larger tiles
+// for all SMs: its four warps of 32 x 64 keep shared memory busy for 113% of the tensor cores' time and need 48 bytes of L2 per clock,
+// but two blocks fit on an SM, so that one multiplies during the other's epilogue.
 //
-// Memory: a K-major operand (gemm.h) has 128-byte rows in a stage, one for each row or column of the tile; an MN-major one has 64 rows,
-// one for each step of K. 16-byte piece p of row r lies at p ^ (r % 8), so that neither the copies nor ldmatrix (8 rows, same p) access
-// a bank twice. The two differ in ldmatrix, plain or transposed, and in where row pointers come from: K-major, a table that is filled
-// once; MN-major, a ring that is filled a chunk ahead of the copies.
+// Layout: in a stage a K-major operand (gemm.h) has 128-byte rows, one per row or column of the tile; an MN-major one has 64 rows, one
+// per step of K. 16-byte piece p of row r is stored at p ^ (r % 8), so that copies and ldmatrix (8 rows, same p) are free of bank
+// conflicts. The two differ in ldmatrix, plain or transposed, and in the source of row pointers: for K-major a table that is filled once,
+// for MN-major a ring that is filled one chunk ahead of the copies.
 //
-// Rows and columns beyond the last of a K-major operand are not copied: what then is in their place reaches only accumulators that nobody takes. So a
-// warp all of whose rows are empty, as in half of a tile that has 64 of 128, neither reads nor multiplies.
+// Rows and columns past the end of a K-major operand are not copied: the stale values there affect only accumulators that are never
+// stored. A warp without any valid row, as in half of a 128-row tile with 64 rows, neither reads nor multiplies.
 #pragma once
 #include "epilogue.h"
 
@@ -22,17 +22,17 @@ namespace aristos {
 
 template <u32 TILE_M, u32 TILE_N> struct AmpereTile {
     static constexpr u32 M = TILE_M, N = TILE_N, K = 64, THREADS = N, STAGES = 3;
-    // Warps are two down and the others across, each 64 columns wide.
+    // Two warps down, the rest across, each 64 columns wide.
     static constexpr u32 WARPS = THREADS / 32, ACROSS = N / UNIT_COLS, WARP_M = M / 2, WARP_UNITS = WARP_M / UNIT_ROWS;
     static constexpr u32 A_BYTES = M * K * 2, B_BYTES = N * K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
-    static constexpr u32 RING = STAGES + 1;  // chunks whose row pointers are kept: those being read, and the next
-    static constexpr u32 TABLE_BYTES = 8 * (N > RING * K ? N : RING * K);  // of one operand's row pointers: N, M or RING * K of them
+    static constexpr u32 RING = STAGES + 1;  // chunks whose row pointers are kept: those being read, and the next one
+    static constexpr u32 TABLE_BYTES = 8 * (N > RING * K ? N : RING * K);  // row pointers of one operand: N, M or RING * K
     static constexpr u32 TABLES = STAGES * STAGE_BYTES;
-    static constexpr u32 SOURCES = TABLES + 2 * TABLE_BYTES, TAKEN = SOURCES + 112, SHARED_BYTES = SOURCES + 128;
-    // After the products the stages' memory holds the tile's units, by row, and the sums of finish_unit.
+    static constexpr u32 SOURCES = TABLES + 2 * TABLE_BYTES, CLAIMED = SOURCES + 112, SHARED_BYTES = SOURCES + 128;
+    // After the main loop the stages' memory holds the tile's units, by row, and the sums of finish_unit.
     static constexpr u32 UNITS = M / UNIT_ROWS * ACROSS, ROW_SUMS = UNITS * UNIT_BYTES;
     static_assert(WARPS == 2 * ACROSS && M <= THREADS && WARP_M % UNIT_ROWS == 0, "warps");
-    static_assert(2 * sizeof(RowSource<Bf16>) <= TAKEN - SOURCES && ROW_SUMS + N / UNIT_COLS * M * 4 <= TABLES, "shared memory");
+    static_assert(2 * sizeof(RowSource<Bf16>) <= CLAIMED - SOURCES && ROW_SUMS + N / UNIT_COLS * M * 4 <= TABLES, "shared memory");
 };
 
 // One operand in shared memory: EXTENT rows (A) or columns (B) of the tile, by K.
@@ -42,13 +42,13 @@ template <class T, class Tile, u32 EXTENT, bool MN_MAJOR> struct AmpereOperand {
     static_assert(PASS_ROWS % 8 == 0, "a pass later the swizzle is the same");
 
     const T** table;
-    u32 column;        // this thread's piece: its first element in the row; MN-major: in the output
-    u32 limit;         // of `column`: MN-major, the output's rows or columns; else K
-    u32 copy_offset;   // where it goes in a stage, plus PASS_BYTES for each pass
-    u32 copy_row;      // the row of the first pass
-    u32 read_offset;   // this lane's row for ldmatrix, to which `fragment` applies the swizzle and the step
+    u32 column;        // first element of this thread's piece in the row; MN-major: in the output
+    u32 limit;         // of `column`: MN-major, the output's rows or columns; otherwise K
+    u32 copy_offset;   // destination in a stage, plus PASS_BYTES per pass
+    u32 copy_row;      // row of the first pass
+    u32 read_offset;   // this lane's row for ldmatrix; `fragment` applies the swizzle and the step
 
-    // `first` of `extent`: the tile's place in the output. `warp_first`: this warp's place in the tile.
+    // `first` of `extent`: the tile's offset in the output. `warp_first`: this warp's offset in the tile.
     DEVICE AmpereOperand(char* table_memory, u32 first, u32 extent, u32 k, u32 warp_first, bool is_a) {
         u32 thread = dev::thread(), lane = dev::lane();
         u32 row = thread / PIECES, piece = thread % PIECES;
@@ -57,8 +57,8 @@ template <class T, class Tile, u32 EXTENT, bool MN_MAJOR> struct AmpereOperand {
         limit = MN_MAJOR ? extent : k;
         copy_row = row;
         copy_offset = row * ROW_BYTES + ((piece ^ (row % 8)) << 4);
-        // ldmatrix.x4: lanes 8 j .. 8 j + 7 give the rows of matrix j. Matrices of A: (rows 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15),
-        // (8-15, 8-15); of B: the same with the two middle ones exchanged, as two fragments of 8 columns.
+        // ldmatrix.x4: lanes 8 j .. 8 j + 7 give the rows of matrix j. Matrices of A: (rows 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15,
+        // 8-15); for B the two middle ones are swapped, as two fragments of 8 columns.
         u32 outer = is_a ? lane / 8 % 2 : lane / 16;  // 1: rows or columns 8-15
         u32 inner = is_a ? lane / 16 : lane / 8 % 2;  // 1: k 8-15
         u32 read_row = MN_MAJOR ? lane % 8 + inner * 8 : warp_first + lane % 8 + outer * 8;
@@ -66,25 +66,26 @@ template <class T, class Tile, u32 EXTENT, bool MN_MAJOR> struct AmpereOperand {
         read_offset = read_row * ROW_BYTES + ((read_piece ^ (lane % 8)) << 4);
     }
 
-    // Copies passes [from, to) of the chunk that begins at `k0` into `stage`. `entry`: the table's first entry for it.
+    // Issues copy passes [FROM, TO) of the chunk that begins at `k0` into `stage`. `entry`: the table's first entry for it.
     template <u32 FROM, u32 TO> DEVICE void copy(char* stage, u32 k0, u32 entry) const {
         u32 at = MN_MAJOR ? column : k0 + column;
         entry += copy_row;
         UNROLL for (u32 pass = FROM; pass < TO; pass++) {
             const T* row = table[entry + pass * PASS_ROWS];
-            // Beyond the last step of K there must be zeros.
+            // Steps past the end of K must be zero.
             if (MN_MAJOR || row != nullptr) dev::cp_async16(stage + copy_offset + pass * PASS_BYTES, row + at, row != nullptr && at < limit);
         }
     }
 
-    // Fragments `i` (16 rows of A or columns of B) of step `kk` (16 of k) of a stage.
+    // Fragment `i` (16 rows of A or columns of B) of step `kk` (16 of k) of a stage.
     DEVICE void fragment(const char* stage, u32 i, u32 kk, u32 (&r)[4]) const {
         if (MN_MAJOR) dev::ldmatrix_x4_trans(r, stage + (read_offset ^ (i << 5)) + kk * (16 * ROW_BYTES));
         else dev::ldmatrix_x4(r, stage + (read_offset ^ (kk << 5)) + i * (16 * ROW_BYTES));
     }
 };
 
-// acc = A B^T for the tile; ends with no copy in flight and all warps past their last read of shared memory. False: this warp has no row, and no sum.
+// acc = A B^T for the tile. Returns with no copy in flight and all warps past their last read of shared memory. False if this warp has no
+// rows and so no result.
 template <class T, class Tile, bool A_MN_MAJOR, bool B_MN_MAJOR>
 DEVICE bool ampere_multiply(const GemmTask& t, char* shared, float (&acc)[Tile::WARP_UNITS][8][4]) {
     constexpr u32 STEPS = Tile::K / 16, ROWS = Tile::WARP_UNITS;
@@ -95,9 +96,9 @@ DEVICE bool ampere_multiply(const GemmTask& t, char* shared, float (&acc)[Tile::
     AmpereOperand<T, Tile, Tile::N, B_MN_MAJOR> b(shared + Tile::TABLES + Tile::TABLE_BYTES, t.n0, gemm_n(t), k_end, warp_column, false);
     static_assert(a.PASSES == 4 && b.PASSES == 8, "the schedule below");
 
-    // Row pointers of MN-major operands: 64 threads keep A's, 64 others B's.
+    // Row pointers of MN-major operands: 64 threads hold A's, 64 others B's.
     const bool keeps_a = A_MN_MAJOR && thread < Tile::K, keeps_b = B_MN_MAJOR && thread / Tile::K == 1;
-    // The row sources wait in shared memory: this loop has no registers to spare.
+    // The row sources stay in shared memory, because this loop has no registers to spare.
     auto* sources = reinterpret_cast<RowSource<T>*>(shared + Tile::SOURCES);
     if (thread == 0) sources[0] = a_rows<T>(t);
     if (B_MN_MAJOR && thread == Tile::K) sources[1] = b_mn_major_rows<T>(t);
@@ -116,7 +117,7 @@ DEVICE bool ampere_multiply(const GemmTask& t, char* shared, float (&acc)[Tile::
     }
     dev::sync_block();
 
-    // A third of the copies of a chunk each; the last ends the group, and sees to row pointers for the chunk after the next.
+    // Each part is a third of a chunk's copies; the last commits the group.
     auto copy = [&](u32 part, u32 chunk, char* stage) {
         const u32 a_entry = A_MN_MAJOR ? chunk % Tile::RING * Tile::K : 0, b_entry = B_MN_MAJOR ? chunk % Tile::RING * Tile::K : 0;
         if (chunk < chunks) {
@@ -162,7 +163,7 @@ DEVICE bool ampere_multiply(const GemmTask& t, char* shared, float (&acc)[Tile::
         };
         read(shared, 0, a_frag[0], b_frag[0]);
         for (u32 chunk = 0; chunk < chunks; chunk++) {
-            const u32 ahead = chunk + Tile::STAGES - 1;  // goes where chunk - 1 was: all have read that before the last barrier
+            const u32 ahead = chunk + Tile::STAGES - 1;  // replaces chunk - 1, which all warps read before the last barrier
             char* from = shared + read_stage * Tile::STAGE_BYTES;
             char* to = shared + write_stage * Tile::STAGE_BYTES;
             UNROLL for (u32 kk = 0; kk < STEPS; kk++) {
@@ -188,12 +189,12 @@ DEVICE bool ampere_multiply(const GemmTask& t, char* shared, float (&acc)[Tile::
     return !empty;
 }
 
-// One tile. Called by all threads of a block with SHARED_BYTES of shared memory, which do not hold `t`. On return all threads have stored their part
-// of the tile and passed a barrier. `meanwhile` is called by thread 0 between the products, which leave it no registers, and its part of the epilogue,
-// which the other warps do without it until it has returned.
+// One tile. Called by all threads of a block with SHARED_BYTES of shared memory, which must not contain `t`. On return all threads have
+// stored their part of the tile and passed a barrier. Thread 0 calls `meanwhile` between the main loop, which leaves it no registers, and
+// its part of the epilogue; the other warps work on the epilogue meanwhile.
 template <class T, class Tile, u32 KINDS = ALL_KINDS, class Meanwhile>
 DEVICE void gemm_task_ampere(const GemmTask& t, char* shared, Meanwhile meanwhile) {
-    u32* taken = reinterpret_cast<u32*>(shared + Tile::TAKEN);
+    u32* claimed = reinterpret_cast<u32*>(shared + Tile::CLAIMED);
     {
         float acc[Tile::WARP_UNITS][8][4];
         bool any;
@@ -206,22 +207,23 @@ DEVICE void gemm_task_ampere(const GemmTask& t, char* shared, Meanwhile meanwhil
                 stage_unit<by_halves<KINDS>()>(shared + (first + i * Tile::ACROSS) * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
         }
     }
-    // Not earlier: only now are the accumulators' registers free. The first unit still waits for DRAM, the others do not.
+    // Not earlier, because only now are the accumulators' registers free. The first unit still waits for DRAM, the others do not.
     if (KINDS != FORWARD_KINDS) prefetch_finish<T, Tile::M, Tile::N, Tile::THREADS>(t, dev::thread());
-    if (dev::thread() == 0) *taken = 0;
+    if (dev::thread() == 0) *claimed = 0;
     dev::sync_block();
     if (dev::thread() == 0) meanwhile();
     dev::sync_warp();
     auto* row_sums = reinterpret_cast<float*>(shared + Tile::ROW_SUMS);
     for (;;) {
         u32 unit = 0;
-        if (dev::lane() == 0) unit = dev::shared_add(taken, 1u);
+        if (dev::lane() == 0) unit = dev::shared_add(claimed, 1u);
         unit = dev::shfl(unit, 0);
         const u32 row = unit / Tile::ACROSS * UNIT_ROWS;
         if (unit >= Tile::UNITS || t.m0 + row >= gemm_m(t)) break;
         finish_unit<T, KINDS>(t, shared + unit * UNIT_BYTES, row, unit % Tile::ACROSS * UNIT_COLS, Tile::M, row_sums);
     }
-    const bool sums_rows = (KINDS & kind_set(BACKWARD_DOWN)) != 0 && t.kind == BACKWARD_DOWN;  // before the barrier, after which another may write the next task over `t`
+    // read before the barrier: afterwards another thread may overwrite `t`
+    const bool sums_rows = (KINDS & kind_set(BACKWARD_DOWN)) != 0 && t.kind == BACKWARD_DOWN;
     dev::sync_block();
     if (sums_rows) {
         finish_d_weight(t, row_sums, Tile::M, Tile::N, dev::thread());

@@ -1,19 +1,21 @@
-// Hopper's GEMM path: a queue of `GemmTask`s by wgmma, in tiles of 128 x N, N 128 or 256.
+// The Hopper GEMM path: a queue of `GemmTask`s with wgmma, in tiles of 128 x N, N 128 or 256.
 //
-// A block has three warpgroups. In the first, one warp asks the scheduler for tasks, one ahead of the consumers, and three
-// warps load (gemm_hopper_load.h). The other two are consumers, 64 rows of the tile each, all N columns: N / 2 accumulators
-// a thread, which is why the registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's N / 2 columns first, then
-// up's, so that a thread holds both of a column.
+// A block has three warpgroups. In the first, one warp gets tasks from the scheduler, one ahead of the consumers, and three warps load
+// operands (gemm_hopper_load.h). Two consumer warpgroups have 64 rows of the tile each and all N columns: N / 2 accumulators per thread,
+// for which registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's N / 2 columns first, then up's, so that a thread
+// holds both operands of each product.
 //
-// The scheduler: `bool next(GemmTask&, in_work)`, called by thread 96 alone: the next task of the queue, once all that the task reads
-// is there, while `bool in_work()` says whether the block has one that is not done; false at the end of the queue, after which it is not called again. It may wait for any task before it in the queue, of this
-// block too: the block finishes those it has without the next. `Ended ended(const GemmTask&)`, called by the same thread: where the task is counted when it has
-// ended, by whichever warp is the last to report its part; the results of all happen before.
+// Interface of the scheduler, called by thread 96 alone:
+// - `bool next(GemmTask&, task_in_progress)` returns the next task once all of its inputs are available, or false at the end of the
+//   queue, after which it is not called again. `bool task_in_progress()` tells whether the block still works on an earlier task. `next`
+//   may wait for any earlier task of the queue, including this block's, which finishes its tasks without the next one.
+// - `DoneCounters done_counters(const GemmTask&)` returns the counters that the last warp to report its part of the task increments,
+//   after all results are stored.
 //
-// Nobody waits for results on their way out: a warp reports its part a few stages into its next tile, or at once where it knows of none.
+// Stores are asynchronous: a warp reports a tile complete a few stages into the next one, or at once if no next tile is known.
 //
-// The two consumers meet nowhere: one multiplies the next tile while the other is still in its epilogue, as the tensor cores would be idle
-// otherwise. How far it may be ahead is bounded by the stages, which only both free.
+// The consumers never synchronise with each other: one multiplies the next tile while the other is still in its epilogue, which keeps the
+// tensor cores busy. The number of stages bounds the distance, because both consumers must free a stage.
 #pragma once
 #include "gemm_hopper_load.h"
 #include "gemm_hopper_store.h"
@@ -22,31 +24,31 @@
 namespace aristos {
 namespace hopper {
 
-// 384 threads of 168 registers are all that a block may have; 128 * 56 + 256 * 224 is as many.
+// A block may have 384 threads of 168 registers; 128 * 56 + 256 * 224 is the same total.
 constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
-// What lives across `next` lies in shared memory: beside it the scheduler has no register left.
+// Values that live across `next` are in shared memory: the scheduler has no registers left.
 template <class Tile, class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, typename Tile::Control* control) {
-    control->asked = 0;
+    control->requested = 0;
     control->maps = nullptr;
-    for (bool more = true; more; control->asked++) {
-        u32 n = control->asked;
+    for (bool more = true; more; control->requested++) {
+        u32 n = control->requested;
         wait_free<Tile>(&control->done[nth<ENTRIES>(n)], parity<ENTRIES>(n) ^ 1);
-        more = scheduler.next(control->entry[nth<ENTRIES>(n)].task, [&] { return in_work(control, control->asked); });
-        n = control->asked;
+        more = scheduler.next(control->entry[nth<ENTRIES>(n)].task, [&] { return task_in_progress(control, control->requested); });
+        n = control->requested;
         Entry& entry = control->entry[nth<ENTRIES>(n)];
         entry.more = more;
         if (more) {
             fence_maps(control, entry.task);
-            control->ended[nth<REPORTS>(n)] = scheduler.ended(entry.task);
+            control->done_counters[nth<REPORTS>(n)] = scheduler.done_counters(entry.task);
         }
-        dev::mbarrier_arrive(&control->known[nth<ENTRIES>(n)]);
-        if constexpr (Tile::PAIR) dev::mbarrier_arrive_at(&control->offered[nth<ENTRIES>(n)], 1);
+        dev::mbarrier_arrive(&control->filled[nth<ENTRIES>(n)]);
+        if constexpr (Tile::CTA_PAIR) dev::mbarrier_arrive_remote(&control->offered[nth<ENTRIES>(n)], 1);
     }
 }
 
-// A warp reports its last tile once it has asked for so many stages of the next one, or for all.
-constexpr u32 HELD_STAGES = 3;
+// A warp reports its last tile after this many stages of the next one, or after all of them.
+constexpr u32 DEFERRED_STAGES = 3;
 
 template <class Tile> struct Consumer {
     using Accumulators = float (&)[Tile::N / 2];
@@ -54,7 +56,7 @@ template <class Tile> struct Consumer {
     typename Tile::Control* control;
     char* unit;      // this warp's
     u32 group;       // which 64 rows
-    bool leads;      // the first lane of a warp
+    bool leads;      // first lane of a warp
     u32 used = 0;    // stages, over all tiles
 };
 
@@ -62,30 +64,31 @@ template <bool COPIED, class Tile> DEVICE void release_stage(const Consumer<Tile
     if (c.leads) free_stage<Tile, COPIED>(&c.control->empty[nth<Tile::STAGES>(n)]);
 }
 
-// `copied`: some of it perhaps by cp.async.
+// `copied`: cp.async may have written a part of the stage.
 template <class Tile> DEVICE void wait_stage(const Consumer<Tile>& c, u32 n, bool copied) {
     dev::mbarrier_wait(&c.control->full[nth<Tile::STAGES>(n)], parity<Tile::STAGES>(n));
-    // By the wait this thread has seen what others' cp.async wrote through the generic proxy; its wgmma read through the asynchronous one.
-    // The fence is to be on the way from one to the other, in whichever thread (PTX ISA, "Proxy-preserved base causality order").
+    // The wait makes cp.async writes of other threads visible to this thread in the generic proxy; wgmma reads through the async proxy. A
+    // proxy fence must lie between the two, in either thread (PTX ISA, "Proxy-preserved base causality order").
     if (copied) dev::fence_proxy_async();
 }
 
-// The first lane of a warp, of what all its lanes have stored: counts its part of task number `slot` of REPORTS, and the task, if it is the last.
+// First lane of a warp, after all lanes have stored: counts the warp's part of the task in `slot` (of REPORTS); the last warp counts the
+// task.
 template <class Tile> DEVICE void report_part(const Consumer<Tile>& c, u32 slot) {
-    if (!ARISTOS_PLANTED(EARLY_DONE)) dev::bulk_wait<0>();
-    // Releases this warp's stores; the last to come acquires all of them, and passes them on.
-    if (is_last<Tile>(&c.control->finished[slot])) report(c.control->ended[slot]);
+    if (!ARISTOS_FAULT(EARLY_DONE)) dev::bulk_wait<0>();
+    // Releases this warp's stores; the last warp acquires those of all others and releases them with its own.
+    if (is_last<Tile>(&c.control->finished[slot])) count_done(c.control->done_counters[slot]);
 }
-template <class Tile> DEVICE void report_held(const Consumer<Tile>& c) {
+template <class Tile> DEVICE void report_deferred(const Consumer<Tile>& c) {
     if (c.leads) {
-        u32& held = c.control->held[dev::warp() - PRODUCERS / 32];
-        if (held != 0) report_part(c, held - 1);
-        held = 0;
+        u32& deferred = c.control->deferred[dev::warp() - PRODUCERS / 32];
+        if (deferred != 0) report_part(c, deferred - 1);
+        deferred = 0;
     }
     dev::sync_warp();
 }
 
-// acc += A B over `steps` stages. A stage's products are issued before those of the stage before it have completed.
+// acc += A B over `steps` stages. The products of a stage are issued before those of the previous stage have completed.
 template <class T, bool A_MN_MAJOR, bool B_MN_MAJOR, class Tile>
 DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& c, u32 steps, bool copied) {
     const u64 a = descriptor<A_MN_MAJOR>(c.stages + c.group * PANEL_BYTES), b = descriptor<B_MN_MAJOR>(c.stages + A_BYTES);
@@ -100,8 +103,8 @@ DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& 
         dev::wgmma_commit();
         dev::wgmma_wait<1>();
         if (i > 0) release_stage<A_MN_MAJOR>(c, n - 1);
-        // By now what the warp has stored of its last tile is complete.
-        if (i == HELD_STAGES || i + 1 == steps) report_held(c);
+        // By now the warp's stores of its last tile are complete.
+        if (i == DEFERRED_STAGES || i + 1 == steps) report_deferred(c);
     }
     dev::wgmma_wait<0>();
     dev::wgmma_fence_operand(acc);
@@ -109,8 +112,8 @@ DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& 
     release_stage<A_MN_MAJOR>(c, c.used - 1);
 }
 
-// Puts columns 64 u to 64 u + 63 of this warp's into its unit, in the order that epilogue.h expects. A branch for each u, so that the accumulators'
-// indices are constant.
+// Writes columns 64 u to 64 u + 63 of this warp to its unit, in epilogue.h's order. One branch per u keeps the accumulators' indices
+// constant.
 template <class Tile, u32 U = 0>
 DEVICE void stage_columns(typename Consumer<Tile>::Accumulators acc, u32 u, bool paired, char* unit) {
     if constexpr (U + 1 < Tile::N / UNIT_COLS) {
@@ -131,7 +134,7 @@ DEVICE void finish_tile(typename Consumer<Tile>::Accumulators acc, const GemmTas
     if ((KINDS & STORED_KINDS & 1u << t.kind) != 0) return store_tile<T, KINDS, Tile>(acc, t, row, c.unit);
     float* row_sums = c.control->row_sums;
     float row_sum = 0.0f;
-    // Not unrolled, so that the epilogue's code exists once.
+    // Not unrolled, so that there is one copy of the epilogue's code.
     for (u32 u = 0; u < Tile::N / UNIT_COLS && t.n0 + (paired ? u * GATED_GROUP : u * UNIT_COLS) < gemm_n(t); u++) {
         stage_columns<Tile>(acc, u, paired, c.unit);
         dev::sync_warp();
@@ -151,7 +154,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void consume_loop(Consumer<Tile
         u32 e = nth<ENTRIES>(n);
         const Entry& entry = c.control->entry[e];
         const GemmTask& t = entry.task;
-        dev::mbarrier_wait(&c.control->known[e], parity<ENTRIES>(n));
+        dev::mbarrier_wait(&c.control->filled[e], parity<ENTRIES>(n));
         if (!entry.more) break;
         const u32 steps = task_stages(t);
         if (t.m0 + c.group * PANEL < gemm_m(t)) {
@@ -163,18 +166,18 @@ template <class T, u32 KINDS, class Tile> DEVICE void consume_loop(Consumer<Tile
             else multiply<T, false, false, Tile>(acc, c, steps, copied);
             finish_tile<T, KINDS, Tile>(acc, t, c);
         } else {
-            report_held(c);
+            report_deferred(c);
             for (u32 i = 0; i < steps; i++, c.used++) {
                 wait_stage(c, c.used, true);
                 release_stage<KINDS != FORWARD_KINDS>(c, c.used);
             }
         }
-        dev::sync_warp();  // its stores happen before what its first lane does now
+        dev::sync_warp();  // orders all lanes' stores before the report
         if (dev::lane() == 0) {
             const u32 next = nth<ENTRIES>(n + 1), slot = nth<REPORTS>(n);
-            const bool known = dev::mbarrier_test(&c.control->known[next], parity<ENTRIES>(n + 1)) && c.control->entry[next].more;
-            if (known || ARISTOS_PLANTED(LATE_DONE)) {
-                c.control->held[dev::warp() - PRODUCERS / 32] = slot + 1;
+            const bool filled = dev::mbarrier_test(&c.control->filled[next], parity<ENTRIES>(n + 1)) && c.control->entry[next].more;
+            if (filled || ARISTOS_FAULT(LATE_DONE)) {
+                c.control->deferred[dev::warp() - PRODUCERS / 32] = slot + 1;
             } else {
                 report_part(c, slot);
             }
@@ -185,9 +188,9 @@ template <class T, u32 KINDS, class Tile> DEVICE void consume_loop(Consumer<Tile
 
 }  // namespace hopper
 
-// Runs the scheduler's queue, of tiles of 128 x N, to its end. Called by all 384 threads of a block, with `hopper::Tile<N>::SHARED_BYTES` of
-// 1024-byte aligned shared memory that nobody else uses meanwhile, and whose contents matter neither before nor after.
-// BLOCKS 2: by both blocks of a cluster, of which the first asks for tasks, of tiles of 256 x N; gemm_hopper_pair.h.
+// Runs the scheduler's queue to its end, in tiles of 128 x N. Called by all 384 threads of a block with `hopper::Tile<N>::SHARED_BYTES`
+// of 1024-byte aligned shared memory, used exclusively and without meaningful contents before or after. BLOCKS 2: called by both blocks
+// of a CTA pair, of which the first gets the tasks, in tiles of 256 x N (gemm_hopper_cta_pair.h).
 template <class T, u32 KINDS = ALL_KINDS, u32 N = 256, u32 BLOCKS = 1, class Scheduler>
 DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
     using namespace hopper;
@@ -201,22 +204,22 @@ DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
             dev::mbarrier_init(&control->empty[s], BLOCKS * CONSUMER_WARPS);
         }
         for (u32 e = 0; e < ENTRIES; e++) {
-            dev::mbarrier_init(&control->known[e], 1);
+            dev::mbarrier_init(&control->filled[e], 1);
             dev::mbarrier_init(&control->done[e], LOAD_WARPS + (is_second<Tile>() ? CONSUMER_WARPS : Tile::STORING_WARPS));
-            if (Tile::PAIR) dev::mbarrier_init(&control->offered[e], 1);
+            if (Tile::CTA_PAIR) dev::mbarrier_init(&control->offered[e], 1);
         }
         for (u32 r = 0; r < REPORTS; r++) control->finished[r] = 0;
-        for (u32 w = 0; w < CONSUMER_WARPS; w++) control->held[w] = 0;
+        for (u32 w = 0; w < CONSUMER_WARPS; w++) control->deferred[w] = 0;
         control->copied_until = 0;
         dev::mbarrier_fence_init();
     }
-    dev::fence_proxy_async();  // before TMA writes where threads may have written
-    meet<Tile>();
+    dev::fence_proxy_async();  // before TMA writes to memory that threads may have written
+    sync_tile_blocks<Tile>();
     if (dev::thread() < PRODUCERS) {
         dev::setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (dev::warp() == SCHEDULER_WARP) {
             if (dev::lane() == 0) {
-                if constexpr (Tile::PAIR) {
+                if constexpr (Tile::CTA_PAIR) {
                     if (is_second<Tile>()) follow_loop(scheduler, control);
                     else schedule_loop<Tile>(scheduler, control);
                 } else {
@@ -237,12 +240,12 @@ DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
         dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
         dev::setmaxnreg_dec<EQUAL_REGISTERS>();
     }
-    meet<Tile>();
-    // Their memory may be used for other things, and for new ones, only then (PTX ISA, "mbarrier.inval").
+    sync_tile_blocks<Tile>();
+    // Required before the barriers' memory is reused (PTX ISA, "mbarrier.inval").
     if (dev::thread() == 0) {
         for (u32 s = 0; s < STAGES; s++) dev::mbarrier_inval(&control->full[s]), dev::mbarrier_inval(&control->empty[s]);
-        for (u32 e = 0; e < ENTRIES; e++) dev::mbarrier_inval(&control->known[e]), dev::mbarrier_inval(&control->done[e]);
-        for (u32 e = 0; Tile::PAIR && e < ENTRIES; e++) dev::mbarrier_inval(&control->offered[e]);
+        for (u32 e = 0; e < ENTRIES; e++) dev::mbarrier_inval(&control->filled[e]), dev::mbarrier_inval(&control->done[e]);
+        for (u32 e = 0; Tile::CTA_PAIR && e < ENTRIES; e++) dev::mbarrier_inval(&control->offered[e]);
     }
     dev::sync_block();
 }

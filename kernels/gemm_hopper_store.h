@@ -1,18 +1,19 @@
-// Results of 16 bits on their way out of the Hopper GEMM: rounded in registers, by stmatrix to shared memory, and by TMA from there.
+// Output of 16-bit results from the Hopper GEMM: rounded in registers, written to shared memory by stmatrix, and stored by TMA.
 //
-// A consumer warp takes its 16 rows in *pieces* of 64 columns, a box of TMA: 2 KB, in the 128-byte swizzle, so that neither stmatrix nor TMA meets a bank twice.
-// It has two places for them, its unit of epilogue.h: while TMA reads one, the warp fills the other. Where the warp's rows are not all the batch's, or there
-// are no maps of the results, lanes store 16 bytes each instead: rows beyond the batch's are other batches'. TMA leaves columns out that are beyond
-// the map.
+// A consumer warp stores its 16 rows in *pieces* of 64 columns, one TMA box of 2 KB, in the 128-byte swizzle, which avoids bank conflicts
+// for stmatrix and TMA. The warp's epilogue unit (epilogue.h) has buffers for two pieces: while TMA reads one, the warp fills the other.
+// If some of the 16 rows belong to the next batch, or there are no maps of the results, lanes store 16 bytes each instead. TMA skips
+// columns beyond the map.
 //
-// Who may see what (PTX ISA, "Async proxy" and "Memory consistency model", "Proxies"):
-// - stmatrix writes through the generic proxy, TMA reads through the asynchronous one: each lane's fence_proxy_async, then a barrier of the warp, then the store.
-// - A place is written again once TMA has read it: bulk_wait_read of the lane that asked for it, then a barrier of the warp.
-// - Before a tile is reported, the lane that asked waits until the stores are complete (bulk_wait, not bulk_wait_read; gemm_hopper.h). The completion of a bulk copy is
-//   followed by an implicit proxy fence, so from then on they are that lane's writes like any other of its own, and what it releases, at whatever scope,
-//   releases them too. Nobody who acquires it needs a fence of a proxy, as all readers of results read through the generic one.
-// - What TMA overwrites may have been read by others before, of an earlier step, through the generic proxy: they have released that, the scheduler has
-//   acquired it, and fence_proxy_async_global is between that and the store.
+// Memory ordering (PTX ISA, "Async proxy" and "Memory consistency model", "Proxies"):
+// - stmatrix writes through the generic proxy, TMA reads through the async proxy: each lane issues fence_proxy_async, then a warp
+//   barrier, then one lane the store.
+// - A buffer is rewritten once TMA has read it: bulk_wait_read by the issuing lane, then a warp barrier.
+// - Before a tile is reported, the issuing lane waits until the stores are complete (bulk_wait, not bulk_wait_read; gemm_hopper.h). An
+//   implicit proxy fence follows the completion of a bulk copy, so from then on these are ordinary writes of that lane, and its releases,
+//   at any scope, cover them. Readers that acquire them need no proxy fence, since all read results through the generic proxy.
+// - Other threads may have read the overwritten data in an earlier step through the generic proxy. Those reads were released, the
+//   scheduler has acquired them, and fence_proxy_async_global orders them before the store.
 #pragma once
 #include "gemm_hopper_stage.h"
 
@@ -21,22 +22,23 @@ namespace aristos {
 namespace hopper {
 
 constexpr u32 PIECE_COLS = 64, PIECE_BYTES = UNIT_ROWS * PIECE_COLS * 2, PIECES = UNIT_BYTES / PIECE_BYTES;
-static_assert(PIECES == 2 && PIECE_COLS * 2 == 128 && UNIT_ROWS == RESULT_BOX_ROWS, "two places, of lines of 128 bytes, a box of the maps each");
-constexpr u32 BLOCK_COLS = 32;  // what is taken from the accumulators at once: half a piece
+static_assert(PIECES == 2 && PIECE_COLS * 2 == 128 && UNIT_ROWS == RESULT_BOX_ROWS, "two buffers of 128-byte lines, one TMA box each");
+constexpr u32 BLOCK_COLS = 32;  // columns taken from the accumulators at a time: half a piece
 
-// Kinds whose results are of 16 bits, and need nothing from memory but biases. BACKWARD_DOWN reads what it writes over, 16 bytes a lane: epilogue.h's units.
+// Kinds with 16-bit results that need no memory operand except biases. BACKWARD_DOWN reads what it overwrites, 16 bytes per lane, through
+// epilogue.h's units.
 constexpr u32 STORED_KINDS = kind_set(FORWARD_UP) | kind_set(FORWARD_DOWN) | kind_set(BACKWARD_UP);
 
-// Columns 32 b to 32 b + 31 of this lane's accumulators: `v[4 n + i]` is accumulator i of the n-th 8 columns. A branch for each b, so that the accumulators'
-// indices are constant.
-template <u32 N, u32 B = 0> DEVICE void take_block(const float (&acc)[N / 2], u32 b, float (&v)[BLOCK_COLS / 2]) {
+// Columns 32 b to 32 b + 31 of this lane's accumulators: `v[4 n + i]` is accumulator i of the n-th 8 columns. One branch per b keeps the
+// accumulators' indices constant.
+template <u32 N, u32 B = 0> DEVICE void copy_block(const float (&acc)[N / 2], u32 b, float (&v)[BLOCK_COLS / 2]) {
     if constexpr (B + 1 < N / BLOCK_COLS) {
-        if (b != B) return take_block<N, B + 1>(acc, b, v);
+        if (b != B) return copy_block<N, B + 1>(acc, b, v);
     }
     UNROLL for (u32 i = 0; i < BLOCK_COLS / 2; i++) v[i] = acc[B * (BLOCK_COLS / 2) + i];
 }
 
-// Adds `bias`, if there is one, to a block whose first column is `column` of `limit`, a multiple of 8.
+// Adds `bias`, if not null, to a block whose first column is `column` of `limit`, a multiple of 8.
 DEVICE void add_block_bias(const float* bias, u32 column, u32 limit, float (&v)[BLOCK_COLS / 2]) {
     if (!bias) return;
     UNROLL for (u32 n = 0; n < BLOCK_COLS / 8; n++) {
@@ -50,9 +52,9 @@ template <class Act> DEVICE void activate(float (&v)[BLOCK_COLS / 2]) {
     UNROLL for (u32 i = 0; i < BLOCK_COLS / 2; i++) v[i] = Act::at(v[i]).value;
 }
 
-// Half `half` of a piece, to where TMA takes it from.
+// Writes half `half` of a piece to TMA's source buffer.
 template <class T> DEVICE void stage_block(char* piece, u32 half, const float (&v)[BLOCK_COLS / 2]) {
-    const u32 lane = dev::lane(), row = lane % 16;  // of matrices 0 and 2 the first 8 rows, of 1 and 3 the others
+    const u32 lane = dev::lane(), row = lane % 16;  // first 8 rows of matrices 0 and 2, last 8 of 1 and 3
     UNROLL for (u32 pair = 0; pair < BLOCK_COLS / 16; pair++) {
         u32 packed[4];
         UNROLL for (u32 i = 0; i < 4; i++) packed[i] = dev::pack<T>(v[pair * 8 + i * 2], v[pair * 8 + i * 2 + 1]);
@@ -60,14 +62,14 @@ template <class T> DEVICE void stage_block(char* piece, u32 half, const float (&
     }
 }
 
-// An array that pieces go to, by slot of the batch.
+// A destination array of pieces, by slot of the batch.
 struct Result {
     char* rows;     // the batch's first row
-    u32 pitch;      // bytes from a row to the next
+    u32 pitch;      // bytes between rows
     u32 map;        // SlotMap
 };
 
-// One lane asks TMA for all rows, or all lanes store those that there are. `column`: the first of `limit`.
+// One lane issues a TMA store of all rows, or all lanes store the valid ones. `column`: the first of `limit`.
 template <class T>
 DEVICE void store_piece(const GemmTask& t, const Result& to, const char* piece, u32 row0, u32 column, u32 limit) {
     dev::fence_proxy_async();
@@ -81,23 +83,24 @@ DEVICE void store_piece(const GemmTask& t, const Result& to, const char* piece, 
             dev::store16(to.rows + u64(row0 + r) * to.pitch + (column + c * 8) * sizeof(T), *reinterpret_cast<const Vec16*>(piece + swizzled(r, c)));
         }
     }
-    // A group for every piece, of nothing too: the places' uses are counted by groups.
+    // One group per piece, possibly empty, because buffers are reused by counting groups.
     if (dev::lane() == 0) dev::bulk_commit();
 }
 
-// This warp's 16 rows of the tile, from row `row` on; its unit at `unit`, which is free again, and the results complete, once lane 0 has called bulk_wait<0>.
+// Stores this warp's 16 rows of the tile, from row `row` on. `unit` is free again, and the results are complete, once lane 0 has called
+// bulk_wait<0>.
 template <class T, u32 KINDS, class Tile> DEVICE void store_tile(const float (&acc)[Tile::N / 2], const GemmTask& t, u32 row, char* unit) {
     auto is = [&](GemmKind kind) { return (KINDS & kind_set(kind)) != 0 && t.kind == kind; };
     const bool paired = is_paired(t);
     const u32 row0 = t.m0 + row, limit = gemm_n(t), columns = paired ? Tile::N / 2 : Tile::N;
-    // Of FORWARD_UP, in training, what the activation saw before what it made of it.
+    // In training FORWARD_UP stores the pre-activations, then the activation output.
     const u32 first = !is(FORWARD_UP) ? RESULT_Y : !t.training ? RESULT_H : paired ? RESULT_GATE : RESULT_UP;
     const u32 last = is(FORWARD_UP) ? RESULT_H : RESULT_Y;
     if (dev::lane() == 0) dev::fence_proxy_async_global();
     u32 begun = 0;
     for (u32 at = 0; at < columns && t.n0 + at < limit; at += PIECE_COLS) {
         const u32 column = t.n0 + at;
-        // Not unrolled, so that the code exists once.
+        // Not unrolled, so that there is one copy of the code.
         for (u32 result = first; result <= last; result++) {
             char* piece = unit + begun++ % PIECES * PIECE_BYTES;
             if (dev::lane() == 0) dev::bulk_wait_read<PIECES - 1>();
@@ -105,7 +108,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void store_tile(const float (&a
             for (u32 half = 0; half < 2; half++) {
                 const u32 block = at / BLOCK_COLS + half, begin = column + half * BLOCK_COLS;
                 float v[BLOCK_COLS / 2];
-                take_block<Tile::N>(acc, paired && result == RESULT_UP ? block + Tile::N / 2 / BLOCK_COLS : block, v);
+                copy_block<Tile::N>(acc, paired && result == RESULT_UP ? block + Tile::N / 2 / BLOCK_COLS : block, v);
                 if (is(FORWARD_UP)) {
                     add_block_bias(paired && result != RESULT_UP ? t.gate_bias : t.up_bias, begin, limit, v);
                     if (result == RESULT_H) {
@@ -117,7 +120,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void store_tile(const float (&a
                         }
                         if (paired) {
                             float up[BLOCK_COLS / 2];
-                            take_block<Tile::N>(acc, block + Tile::N / 2 / BLOCK_COLS, up);
+                            copy_block<Tile::N>(acc, block + Tile::N / 2 / BLOCK_COLS, up);
                             add_block_bias(t.up_bias, begin, limit, up);
                             UNROLL for (u32 i = 0; i < BLOCK_COLS / 2; i++) v[i] *= up[i];
                         }
@@ -127,8 +130,8 @@ template <class T, u32 KINDS, class Tile> DEVICE void store_tile(const float (&a
                 }
                 stage_block<T>(piece, half, v);
             }
-            const u32 size = sizeof(T), width = result == RESULT_Y ? t.hidden : result == RESULT_H ? t.intermediate : gu_width(t);
-            char* rows = static_cast<char*>(result == RESULT_Y ? t.y : result == RESULT_H ? t.h : t.gu);
+            const u32 size = sizeof(T), width = result == RESULT_Y ? t.hidden : result == RESULT_H ? t.intermediate : gate_up_width(t);
+            char* rows = static_cast<char*>(result == RESULT_Y ? t.y : result == RESULT_H ? t.h : t.gate_up);
             if (paired && result == RESULT_UP) rows += t.intermediate * size;
             store_piece<T>(t, {rows, width * size, result}, piece, row0, column, limit);
         }

@@ -1,10 +1,10 @@
-// Kernels that do nothing but GEMM tiles, for tests of the products alone. Blocks take tiles in turn, as in the persistent kernel.
+// Kernels that run only GEMM tiles, for tests. Blocks take tiles in turn, as in the persistent kernel.
 #pragma once
 #include "gemm_ampere.h"
 
 namespace aristos {
 
-// Shared memory holds NaNs before each tile, as what is not copied reaches no result.
+// Shared memory is filled with NaN before each tile: data that is not copied must not reach a result.
 template <class T, class Tile> DEVICE void gemm_test_body(const GemmTask* tasks, u32 count) {
     char* shared = dev::shared();
     auto* task = reinterpret_cast<GemmTask*>(shared + Tile::SHARED_BYTES);
@@ -19,15 +19,15 @@ template <class T, class Tile> DEVICE void gemm_test_body(const GemmTask* tasks,
 template <class Tile> constexpr u32 gemm_test_shared_bytes() { return Tile::SHARED_BYTES + sizeof(GemmTask); }
 
 using LargeTile = AmpereTile<128, 256>;
-using LittleTile = AmpereTile<64, 128>;
+using SmallTile = AmpereTile<64, 128>;
 
 KERNEL(aristos_gemm_test_bf16, LargeTile::THREADS, 1)(const GemmTask* tasks, u32 count) { gemm_test_body<Bf16, LargeTile>(tasks, count); }
 REGISTER_KERNEL(aristos_gemm_test_bf16)
 KERNEL(aristos_gemm_test_f16, LargeTile::THREADS, 1)(const GemmTask* tasks, u32 count) { gemm_test_body<F16, LargeTile>(tasks, count); }
 REGISTER_KERNEL(aristos_gemm_test_f16)
-KERNEL(aristos_gemm_test_64x128_bf16, LittleTile::THREADS, 2)(const GemmTask* tasks, u32 count) { gemm_test_body<Bf16, LittleTile>(tasks, count); }
+KERNEL(aristos_gemm_test_64x128_bf16, SmallTile::THREADS, 2)(const GemmTask* tasks, u32 count) { gemm_test_body<Bf16, SmallTile>(tasks, count); }
 REGISTER_KERNEL(aristos_gemm_test_64x128_bf16)
-KERNEL(aristos_gemm_test_64x128_f16, LittleTile::THREADS, 2)(const GemmTask* tasks, u32 count) { gemm_test_body<F16, LittleTile>(tasks, count); }
+KERNEL(aristos_gemm_test_64x128_f16, SmallTile::THREADS, 2)(const GemmTask* tasks, u32 count) { gemm_test_body<F16, SmallTile>(tasks, count); }
 REGISTER_KERNEL(aristos_gemm_test_64x128_f16)
 
 }  // namespace aristos

@@ -1,25 +1,28 @@
-// The gradients that several PEs hold, summed in the order of their holders: an expert's over all PEs of the world that hold it
-// (replicas, and groups), the replicated weights' over all PEs.
+// Sums of gradients that several PEs hold, added in the order of the holders: an expert's over all PEs of the world that hold it
+// (replicas and groups), those of the replicated weights over all PEs.
 //
-// Of such a unit (SumUnit) the gradients one after another are one vector. Each of its K holders sums one part, 1/K of it, cut into pieces; piece g of
-// a part belongs to channel g mod channels, its number there is its step. One block at a time works at a channel. It goes through the PE's units in
-// the order of experts, and of every step of theirs, in this order,
-//   sends   its values to the holder of each part;
-//   reduces its own part: once all holders' values are there, sums them in their order, and sends the sums to all;
-//   copies  the sums of the others' parts to where they belong.
-// The backward's persistent kernel does what nothing is missing for, between its tasks: an expert's gradients leave while those of the next are
-// computed. aristos_all_reduce goes on from there, waits, and ends with the replicated weights, whose gradients are the last.
+// All gradients of such a unit (SumUnit) form one vector. Each of its K holders sums one part, 1/K of it, divided into pieces. Piece g of
+// a part belongs to channel g mod channels and is step g / channels there. One block at a time works on a channel. The block goes through
+// the PE's units in the order of experts; for every step of a unit, in this order, it
+//   sends    its values to the holder of each part;
+//   reduces  its own part: when all holders' values have arrived, it sums them in holder order and sends the sums to all;
+//   copies   the sums of the other parts to the gradients.
+// Backward's persistent kernel runs the steps whose dependencies are met between its tasks: an expert's gradients are sent while those of
+// the next are computed. aristos_all_reduce finishes the remaining steps, with waits, and ends with the replicated weights, whose
+// gradients are computed last.
 //
-// Two PEs number the steps of the units that both hold in one row, and use REDUCE_SLOTS places round robin, one by each step. Values of step
-// i + REDUCE_SLOTS - 1 leave only after the sums of step i were copied, which the other one sends after it has read the values of step i: so a place is
-// free when it is written, and values tell who gets them that the place of the sums of REDUCE_SLOTS steps before is free too. There is no other
-// acknowledgement. The same holds from pass to pass: values leave only after all sums of the last pass have come.
+// Any two PEs number the steps of all units that both hold consecutively, and use REDUCE_SLOTS buffers round robin, one per step. Values
+// of step i + REDUCE_SLOTS - 1 are sent only after the sums of step i were copied, and the peer sent those sums after it had read the
+// values of step i: so the buffer is free when it is written. To its receiver a value also shows that the buffer for the sums of
+// REDUCE_SLOTS steps earlier is free. There are no other acknowledgements. This also holds across passes, because values are sent only
+// after all sums of the previous pass have arrived.
 //
-// Over the network a step's signals of one kind go under one fence for all channels: whichever channel puts its piece last sends those of all. Channels
-// meet in nothing else, and none waits for another on its own PE.
+// Over the network all channels' signals of a step, of one kind, share a fence: the channel that puts its piece last sends them all.
+// Channels are otherwise independent, and none waits for another channel of its PE.
 //
-// No cyclic wait: units are in one order on all PEs, a send waits for nothing of peers, and all that a PE waits for before the send of a step are values
-// and sums of steps before it, in that order; that their signals go once all channels of the sender have put theirs keeps to that order.
+// There are no cyclic waits: units are in the same order on all PEs, a send waits for no peer, and before it sends a step a PE waits only
+// for values and sums of earlier steps, in that order. Signalling only after all channels of the sender have put their pieces preserves
+// this order.
 #pragma once
 #include "route_math.h"
 #include "world.h"
@@ -27,9 +30,10 @@
 namespace aristos {
 
 static_assert(REDUCE_SLOTS >= 3, "values, sums and copies are a step apart each");
-constexpr u32 REDUCE_AHEAD = REDUCE_SLOTS - 1;  // steps sent and not copied, at most
+constexpr u32 REDUCE_AHEAD = REDUCE_SLOTS - 1;  // maximum number of steps sent but not copied
 
-// The vector: gradients in the order of `replicated` (src/moe/spec/gradients.rs), or an expert's matrices and biases, each rounded up to 16 bytes.
+// The gradients as one vector, in the order of `replicated` (src/moe/spec/gradients.rs), or an expert's matrices and biases, each padded
+// to 16 bytes.
 struct ReduceVector {
     u32 segments;
     u64 start[REDUCE_SEGMENTS + 1];
@@ -66,7 +70,7 @@ DEVICE void list_gradients(const Layer& layer, u32 batch, ReduceVector& v) {
 
 struct Vec4 { float v[4]; };
 
-// Four elements of the vector from `at`, a multiple of 4; the padding of a segment reads as zero and is not written.
+// Four elements of the vector from `at`, a multiple of 4. Padding reads as zero and is not written.
 DEVICE Vec4 read4(const ReduceVector& v, u64 at) {
     u32 g = 0;
     while (at >= v.start[g + 1]) g++;
@@ -101,17 +105,17 @@ DEVICE void write4(const ReduceVector& v, u64 at, const Vec4& x) {
     }
 }
 
-// A step of a unit, and what follows from the unit.
-struct Turn {
-    u32 number, step, steps;  // of the unit; steps 0: there are no more
-    u32 turns;                // steps before, of all units
+// A step of a unit, with values derived from the unit.
+struct SumStep {
+    u32 number, step, steps;  // unit, step and number of steps; steps 0: no units left
+    u32 steps_before;                // steps of all earlier units
     SumUnit unit;
     const SumHolder* holders;
     u64 part, elements;
 };
 
 // One thread. With a caller's routing the replicated weights, which are the last unit, have no gradients.
-DEVICE void begin_unit(const Layer& l, const Pass& pass, Turn& t, u32 number) {
+DEVICE void begin_unit(const Layer& l, const Pass& pass, SumStep& t, u32 number) {
     const LayerShape& s = l.shape;
     t.number = number;
     t.step = t.steps = 0;
@@ -122,13 +126,13 @@ DEVICE void begin_unit(const Layer& l, const Pass& pass, Turn& t, u32 number) {
     t.part = reduce_part(t.elements, t.unit.parts);
     t.steps = reduce_steps(s, t.elements, t.unit.parts);
 }
-DEVICE void begin_turn(const Layer& l, const Pass& pass, Turn& t, const SumCursor& at) {
+DEVICE void begin_sum_step(const Layer& l, const Pass& pass, SumStep& t, const SumCursor& at) {
     begin_unit(l, pass, t, dev::load_relaxed(&at.unit));
     t.step = dev::load_relaxed(&at.step);
-    t.turns = dev::load_relaxed(&at.turns);
+    t.steps_before = dev::load_relaxed(&at.steps_before);
 }
-// A turn with its vector.
-struct VectorTurn : Turn {
+// A step with its vector.
+struct VectorStep : SumStep {
     ReduceVector vector;
 
     DEVICE void list(const Layer& l) {
@@ -136,78 +140,80 @@ struct VectorTurn : Turn {
     }
 };
 
-// A channel, for the block that works at it.
+// One channel, for the block that works on it.
 struct Reducer {
     const Layer& layer;
     ReduceShape r;
     u32 channel;
     u64 pass;
-    PassStats* stats;  // where what is put is counted
-    u64 area;    // elements of one PE's places
+    PassStats* stats;  // counts the puts
+    u64 area;    // elements of one PE's buffers
 
     DEVICE Reducer(const Layer& l, u64 of_pass, u32 of_channel, PassStats* counted)
         : layer(l), r(reduce_shape(l.shape)), channel(of_channel), pass(of_pass), stats(counted), area(reduce_area(l.shape) / 4) {}
 
-    // Where the piece of a holder's part begins in the vector, and its elements, 0 beyond the end.
-    DEVICE u64 begin(const Turn& t, u32 holder, u32 of_channel) const { return holder * t.part + (u64(t.step) * r.channels + of_channel) * r.piece; }
-    DEVICE u64 begin(const Turn& t, u32 holder) const { return begin(t, holder, channel); }
-    DEVICE u32 length(const Turn& t, u32 holder, u32 of_channel) const {
+    // First element and length of a holder's piece in the vector; length 0 past the end.
+    DEVICE u64 begin(const SumStep& t, u32 holder, u32 of_channel) const {
+        return holder * t.part + (u64(t.step) * r.channels + of_channel) * r.piece;
+    }
+    DEVICE u64 begin(const SumStep& t, u32 holder) const { return begin(t, holder, channel); }
+    DEVICE u32 length(const SumStep& t, u32 holder, u32 of_channel) const {
         const u64 part = (holder + 1) * t.part, end = part < t.elements ? part : t.elements, from = begin(t, holder, of_channel);
         if (from >= end) return 0;
         return end - from < r.piece ? u32(end - from) : r.piece;
     }
-    DEVICE u32 length(const Turn& t, u32 holder) const { return length(t, holder, channel); }
-    // The number of the step among those that this PE and a holder have with each other.
-    DEVICE u32 number(const Turn& t, u32 holder) const { return t.holders[holder].before + t.step; }
+    DEVICE u32 length(const SumStep& t, u32 holder) const { return length(t, holder, channel); }
+    // The step's number among the steps shared with a holder.
+    DEVICE u32 number(const SumStep& t, u32 holder) const { return t.holders[holder].before + t.step; }
     DEVICE float* at(u64 areas, u32 slot) const {
         return reinterpret_cast<float*>(layer.symmetric.all_reduce) + areas * area + (u64(channel) * REDUCE_SLOTS + slot % REDUCE_SLOTS) * r.piece;
     }
-    // Places in this PE's memory, of values (area 0), sums (1), outgoing values (2); `pe` is the other PE.
-    DEVICE float* place(u32 kind, u32 pe, u32 number) const { return at(u64(kind) * layer.shape.n_world + pe, number); }
-    // Sums to be put over the network, the same for all holders.
+    // Buffers in this PE's memory for values (kind 0), sums (1) and outgoing values (2); `pe` is the other PE.
+    DEVICE float* buffer(u32 kind, u32 pe, u32 number) const { return at(u64(kind) * layer.shape.n_world + pe, number); }
+    // Outgoing sums for the network, the same for all holders.
     DEVICE float* sums_out(u32 step) const { return at(u64(3) * layer.shape.n_world, step); }
-    // A word for each place, not for each pair: on a network the signals of two steps may overtake each other, and a word must
-    // not go backwards. Whoever sets it knows that its last value was seen, as it knows that the place is free.
+    // There is a word per buffer, not per pair of PEs: over a network the signals of two steps may arrive out of order, and a word must
+    // not decrease. The sender knows that the previous value was seen, since it knows that the buffer is free.
     DEVICE u64* signal(u32 kind, u32 pe, u32 number, u32 of_channel) const {
         u64* words = layer.symmetric.all_reduce_signal + ((u64(kind) * layer.shape.n_world + pe) * r.channels + of_channel) * REDUCE_SLOTS;
         return words + number % REDUCE_SLOTS;
     }
     DEVICE u64* signal(u32 kind, u32 pe, u32 number) const { return signal(kind, pe, number, channel); }
     DEVICE u64 stamp_of(u32 number) const { return (pass << STEP_BITS) + number + 1; }
-    // One thread: whether what a holder sends in a step has come.
-    DEVICE bool wait_for(const Turn& t, u32 kind, u32 holder) const {
+    // One thread. Waits for a holder's values or sums of a step.
+    DEVICE bool wait_for(const SumStep& t, u32 kind, u32 holder) const {
         const u32 pe = t.holders[holder].pe, of = number(t, holder);
         return wait_signal(layer, signal(kind, pe, of), {pe, WHAT_ALL_REDUCE, PHASE_ALL_REDUCE, stamp_of(of), u64(of) * r.channels + channel});
     }
-    // This PE's values of a step to every other holder, the next one first.
-    DEVICE void send(const VectorTurn& t) const {
+    // Sends this PE's values of a step to every other holder, starting with the next one.
+    DEVICE void send(const VectorStep& t) const {
         const u32 me = layer.shape.world_pe, parts = t.unit.parts;
         for (u32 i = 1; i < parts; i++) {
             const u32 holder = (t.unit.me + i) % parts, pe = t.holders[holder].pe, count = length(t, holder), of = number(t, holder);
             if (count == 0) continue;
             const bool direct = reaches(layer, pe);
-            float* to = direct ? at_world(layer, place(0, me, of), pe) : place(2, pe, of);
+            float* to = direct ? at_world(layer, buffer(0, me, of), pe) : buffer(2, pe, of);
             for (u32 e = dev::thread() * 4; e < count; e += dev::threads() * 4)
                 dev::store16(to + e, as_bits(read4(t.vector, begin(t, holder) + e)));
-            if (!direct) dev::fence_sys();  // the network card reads it
+            if (!direct) dev::fence_sys();  // for the network card
             dev::sync_block();
-            if (!direct) dev::put_block(place(0, me, of), to, u64(count) * 4, pe);
+            if (!direct) dev::put_block(buffer(0, me, of), to, u64(count) * 4, pe);
             else if (dev::thread() == 0) signal_world(layer, signal(0, me, of), stamp_of(of), pe);
             count_put(count, !direct);
         }
         signal_network(t, 0);
     }
 
-    // Sums a step of the own part and sends the sums. False: some holder's values did not come.
-    DEVICE bool reduce(const VectorTurn& t) const {
+    // Sums a step of this PE's part and sends the sums. False if a holder's values did not arrive.
+    DEVICE bool reduce(const VectorStep& t) const {
         const u32 me = layer.shape.world_pe, mine = t.unit.me, parts = t.unit.parts, count = length(t, mine);
         if (count == 0) return signal_network(t, 1), true;
         bool ok = true;
         for (u32 holder = dev::thread(); holder < parts && ok; holder += dev::threads())
             if (holder != mine) ok = wait_for(t, 0, holder);
         if (dev::sync_block_or(!ok)) return false;
-        see_network(layer);
-        // Sums of another unit may still be on their way to its holders, who have not answered.
+        acquire_network(layer);
+        // Sums of another unit may still be in flight to its holders, which have not acknowledged them.
         if (layer.shape.stage && t.step == 0) {
             if (dev::thread() == 0) dev::quiet_puts();
             dev::sync_block();
@@ -219,7 +225,7 @@ struct Reducer {
                 if (holder == mine) {
                     x = read4(t.vector, begin(t, mine) + e);
                 } else {
-                    const Vec16 bits = dev::load16(place(0, t.holders[holder].pe, number(t, holder)) + e);
+                    const Vec16 bits = dev::load16(buffer(0, t.holders[holder].pe, number(t, holder)) + e);
                     UNROLL
                     for (u32 i = 0; i < 4; i++) x.v[i] = bits_float(bits.w[i]);
                 }
@@ -229,7 +235,7 @@ struct Reducer {
             write4(t.vector, begin(t, mine) + e, sum);
             for (u32 i = 1; i < parts; i++) {
                 const u32 holder = (mine + i) % parts, pe = t.holders[holder].pe;
-                if (reaches(layer, pe)) dev::store16(at_world(layer, place(1, me, number(t, holder)), pe) + e, as_bits(sum));
+                if (reaches(layer, pe)) dev::store16(at_world(layer, buffer(1, me, number(t, holder)), pe) + e, as_bits(sum));
             }
             if (layer.shape.stage) dev::store16(sums_out(t.step) + e, as_bits(sum));
         }
@@ -241,25 +247,25 @@ struct Reducer {
         }
         for (u32 i = 1; i < parts; i++) {
             const u32 holder = (mine + i) % parts, pe = t.holders[holder].pe;
-            const bool far = !reaches(layer, pe);
-            if (far) dev::put_block(place(1, me, number(t, holder)), sums_out(t.step), u64(count) * 4, pe);
-            count_put(count, far);
+            const bool inter_node = !reaches(layer, pe);
+            if (inter_node) dev::put_block(buffer(1, me, number(t, holder)), sums_out(t.step), u64(count) * 4, pe);
+            count_put(count, inter_node);
         }
         signal_network(t, 1);
         return true;
     }
 
-    // The sums of a step of the others' parts to where they belong. False: some did not come.
-    DEVICE bool copy(const VectorTurn& t) const {
+    // Copies the sums of a step of the other parts to the gradients. False if some did not arrive.
+    DEVICE bool copy(const VectorStep& t) const {
         const u32 parts = t.unit.parts;
         bool ok = true;
         for (u32 holder = dev::thread(); holder < parts && ok; holder += dev::threads())
             if (holder != t.unit.me && length(t, holder) > 0) ok = wait_for(t, 1, holder);
         if (dev::sync_block_or(!ok)) return false;
-        see_network(layer);
+        acquire_network(layer);
         for (u32 i = 1; i < parts; i++) {
             const u32 holder = (t.unit.me + i) % parts, count = length(t, holder);
-            const float* from = place(1, t.holders[holder].pe, number(t, holder));
+            const float* from = buffer(1, t.holders[holder].pe, number(t, holder));
             for (u32 e = dev::thread() * 4; e < count; e += dev::threads() * 4) {
                 const Vec16 bits = dev::load16(from + e);
                 Vec4 x;
@@ -272,25 +278,25 @@ struct Reducer {
         return true;
     }
 
-    // One thread: whether a channel puts values (kind 0) or sums (1) of a step to a holder over the network.
-    DEVICE bool goes_far(const Turn& t, u32 kind, u32 holder, u32 of_channel) const {
+    // One thread. Whether a channel puts values (kind 0) or sums (1) of a step to a holder over the network.
+    DEVICE bool puts_inter_node(const SumStep& t, u32 kind, u32 holder, u32 of_channel) const {
         return !reaches(layer, t.holders[holder].pe) && length(t, kind == 0 ? holder : t.unit.me, of_channel) > 0;
     }
-    // Whether any does: channel 0 has the first of a step's pieces.
-    DEVICE bool any_far(const Turn& t, u32 kind) const {
+    // Whether any channel does; channel 0 has the first of a step's pieces.
+    DEVICE bool any_inter_node(const SumStep& t, u32 kind) const {
         bool any = false;
         ROLLED
-        for (u32 holder = 0; holder < t.unit.parts; holder++) any = any || goes_far(t, kind, holder, 0);
+        for (u32 holder = 0; holder < t.unit.parts; holder++) any = any || puts_inter_node(t, kind, holder, 0);
         return any;
     }
-    // All threads, after a channel's puts of a step, or where it has none: the last channel sends the signals of all that went over the network, after
-    // one fence. A step in which nothing did, of any channel, has none.
-    DEVICE void signal_network(const Turn& t, u32 kind) const {
+    // All threads, after a channel's puts of a step, also if it has none. The last channel sends the signals of all network puts after
+    // one fence. A step without network puts on any channel has no fence.
+    DEVICE void signal_network(const SumStep& t, u32 kind) const {
         if (!layer.shape.stage) return;
         dev::sync_block();
-        if (dev::thread() != 0 || !any_far(t, kind)) return;
-        u32* ended = layer.sum_waves + u64(kind) * sum_turns(layer.shape) + t.turns;
-        if (dev::fetch_add_acq_rel(ended, 1u) + 1 < r.channels && !ARISTOS_PLANTED(EARLY_WAVE)) return;
+        if (dev::thread() != 0 || !any_inter_node(t, kind)) return;
+        u32* ended = layer.channels_done + u64(kind) * max_sum_steps(layer.shape) + t.steps_before;
+        if (dev::fetch_add_acq_rel(ended, 1u) + 1 < r.channels && !ARISTOS_FAULT(EARLY_GROUP_SIGNAL)) return;
         dev::store_relaxed(ended, 0u);  // for the next pass
         dev::fence_puts();
         u32 sent = 0;
@@ -299,7 +305,7 @@ struct Reducer {
             ROLLED
             for (u32 i = 1; i < t.unit.parts; i++) {
                 const u32 holder = (t.unit.me + i) % t.unit.parts, of = number(t, holder);
-                if (!goes_far(t, kind, holder, c)) continue;
+                if (!puts_inter_node(t, kind, holder, c)) continue;
                 signal_world(layer, signal(kind, layer.shape.world_pe, of, c), stamp_of(of), t.holders[holder].pe);
                 sent++;
             }
@@ -308,12 +314,12 @@ struct Reducer {
         dev::fetch_add(&stats->signals, u64(sent));
     }
 
-    // The signal of what is not far goes with it.
-    DEVICE void count_put(u32 elements, bool far) const {
+    // Signals of direct stores are counted here, those of network puts in signal_network.
+    DEVICE void count_put(u32 elements, bool inter_node) const {
         if (dev::thread() != 0) return;
         dev::fetch_add(&stats->puts, u64(1));
         dev::fetch_add(&stats->all_reduce_bytes, u64(elements) * 4);
-        if (far) dev::fetch_add(&stats->network_bytes, u64(elements) * 4);
+        if (inter_node) dev::fetch_add(&stats->network_bytes, u64(elements) * 4);
         else dev::fetch_add(&stats->signals, u64(1));
     }
 };

@@ -1,4 +1,4 @@
-// Which item a block takes next: the first of which nothing is missing. One thread asks, between two items of its block.
+// Picks a block's next work item: the first whose dependencies are all met. One thread calls this between two items.
 #pragma once
 #include "relay.h"
 #include "sum_steps.h"
@@ -6,86 +6,90 @@
 namespace aristos {
 
 enum ItemKind : u32 {
-    ITEM_OWN = 0,      // the layout of the own slots
+    ITEM_OWN = 0,      // layout of the own slots
     ITEM_SEND = 1,     // (destination, chunk), or its header
-    ITEM_LAYOUT = 2,   // that of the others' slots
+    ITEM_LAYOUT = 2,   // layout of the other PEs' slots
     ITEM_RETURN = 3,   // (source, chunk)
     ITEM_ARRIVE = 4,   // (source, chunk)
     ITEM_SHARED = 5,   // the shared expert's rows
-    ITEM_TASKS = 6,    // of GEMMs, until there is another item
+    ITEM_TASKS = 6,    // GEMM tasks, until another item is available
     ITEM_PLAIN = 7,    // PlainItems
     ITEM_SUM = 8,      // SumPart of a channel, or SUM_LIST
-    ITEM_FINAL = 9,    // sums over PEs
-    ITEM_RELAY = 10,   // RelayItem for a source that this PE is home of
-    ITEM_NONE = 11,    // all are taken, or the PE aborts
+    ITEM_FINAL = 9,    // final sums over PEs
+    ITEM_RELAY = 10,   // RelayItem for a source that this PE relays
+    ITEM_NONE = 11,    // all items are claimed, or the PE aborts
 };
 template <class... Kinds> constexpr u32 items(Kinds... kinds) { return ((1u << kinds) | ...); }
 DEVICE bool has(u32 set, ItemKind kind) { return set >> kind & 1; }
 
-constexpr u32 SOURCES_AT_ONCE = 8;  // looked at in one call
+constexpr u32 SOURCES_PER_POLL = 8;  // sources checked per call
 
-// Takes number `number` of what `taken` counts.
-DEVICE bool take(u32* taken, u32 number) { return dev::compare_swap(taken, number, number + 1); }
-DEVICE bool give(Block& b, ItemKind kind, u32 index, u32 pe = 0) {
+// Claims ticket `number` if it is the next.
+DEVICE bool claim(u32* tickets, u32 number) { return dev::compare_swap(tickets, number, number + 1); }
+DEVICE bool set_item(Block& b, ItemKind kind, u32 index, u32 pe = 0) {
     b.state.item = {kind, index, pe};
     return true;
 }
-// The next of the items that `taken` counts up to `end`, of which nothing is missing.
-DEVICE bool give_next(Block& b, ItemKind kind, u32* taken, u32 end) {
-    if (dev::load_relaxed(taken) >= end) return false;
-    const u32 number = dev::fetch_add(taken, 1u);
-    return number < end && give(b, kind, number);
+// Claims the next of `end` items that have no dependencies.
+DEVICE bool claim_next(Block& b, ItemKind kind, u32* tickets, u32 end) {
+    if (dev::load_relaxed(tickets) >= end) return false;
+    const u32 number = dev::fetch_add(tickets, 1u);
+    return number < end && set_item(b, kind, number);
 }
 
-DEVICE bool headers_came(Block& b) {
+DEVICE bool headers_arrived(Block& b) {
     u32& seen = b.state.headers_seen;
-    while (seen < b.l.shape.n_pes && header_came(b, seen, Nobody())) seen++;
+    while (seen < b.l.shape.n_pes && header_arrived(b, seen, IgnoreMissing())) seen++;
     return seen == b.l.shape.n_pes;
 }
 
-// Results for `source`, the chunk of which is computed: the next item of it that is not taken. As with tasks (tasks.h) the number that the block gets may
-// be a later one, of a chunk that is not; then it keeps it. It keeps one at most.
+// Claims the next return item for `source` if its chunk is computed. As with tasks (tasks.h) the block may get a later ticket and hold it
+// until that chunk is ready; a block holds at most one.
 DEVICE bool find_results(Block& b, u32 source) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
-    if (b.state.taken_results != NONE) return false;
-    const bool near = !returns_far(l, source);
-    const u32 each = return_items(l), end = (near ? source_chunks(b, source) : *l.queue.most_results) * each, next = dev::load_relaxed(c.result + source);
-    // Over the network after this PE's own rows: others compute with these, and nobody with results before the end.
-    if (next >= end || !(near || dev::load_relaxed(c.send) >= send_items(l)) || lacks(b, source) || !return_ready(b, source, next / each, true)) return false;
-    // A block that follows another into the tasks could not look for what it keeps.
-    if (b.state.follows && !take(c.result + source, next)) return false;
-    const u32 number = b.state.follows ? next : dev::fetch_add(c.result + source, 1u);
+    if (b.state.held_results != NONE) return false;
+    const bool intra_node = !returns_inter_node(l, source);
+    const u32 each = return_items(l), end = (intra_node ? source_chunks(b, source) : *l.queue.most_results) * each;
+    const u32 next = dev::load_relaxed(c.result + source);
+    // Inter-node results go out after this PE's own rows: peers compute with the rows, but need results only at the end.
+    if (next >= end || !(intra_node || dev::load_relaxed(c.send) >= send_items(l)) || is_blocked(b, source) ||
+        !return_ready(b, source, next / each, true))
+        return false;
+    // The second block of a CTA pair follows the first into the tasks and would not poll a ticket that it holds.
+    if (b.state.is_second_cta && !claim(c.result + source, next)) return false;
+    const u32 number = b.state.is_second_cta ? next : dev::fetch_add(c.result + source, 1u);
     if (number >= end) return false;
     if (number / each != next / each && !return_ready(b, source, number / each, false)) {
-        b.state.taken_results = number;
+        b.state.held_results = number;
         b.state.results_source = source;
         return false;
     }
     dev::fetch_add(c.results, 1u);
-    return give(b, ITEM_RETURN, number, source);
+    return set_item(b, ITEM_RETURN, number, source);
 }
-DEVICE bool find_taken_results(Block& b) {
-    const u32 number = b.state.taken_results, source = b.state.results_source;
+DEVICE bool find_held_results(Block& b) {
+    const u32 number = b.state.held_results, source = b.state.results_source;
     if (number == NONE || !return_ready(b, source, number / return_items(b.l), false)) return false;
-    b.state.taken_results = NONE;
+    b.state.held_results = NONE;
     dev::fetch_add(b.counters().results, 1u);
-    return give(b, ITEM_RETURN, number, source);
+    return set_item(b, ITEM_RETURN, number, source);
 }
 
-// A chunk from `source` that has come. Own chunks are numbered on where they arrive a second time.
+// Claims an arrived chunk of `source`. Own chunks that arrive in two parts are numbered on for the second part.
 DEVICE bool find_chunk(Block& b, u32 source, bool layout) {
     const Counters& c = b.counters();
     u32 own = source == b.l.shape.my_pe;
     if (!own && !layout) return false;
     u32 chunks = source_chunks(b, source);
     u32 next = dev::load_relaxed(c.arrival + source), parts = own && layout && own_in_parts(b.step) ? 2 : 1;
-    if (next >= parts * chunks || !(own || chunk_came(b, source, next, Nobody())) || !take(c.arrival + source, next)) return false;
+    if (next >= parts * chunks || !(own || chunk_arrived(b, source, next, IgnoreMissing())) || !claim(c.arrival + source, next)) return false;
     dev::fetch_add(c.arrivals, 1u);
-    return give(b, ITEM_ARRIVE, next, source);
+    return set_item(b, ITEM_ARRIVE, next, source);
 }
 
-// One thread: a header or a chunk to pass on, or a chunk that all PEs of this host have emptied, of the next source that this PE is home of.
+// One thread. Claims, for the next source that this PE relays, a header or chunk to forward, or a chunk that all PEs of this host have
+// consumed.
 OUTLINE bool find_relay(Block& b) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
@@ -93,66 +97,68 @@ OUTLINE bool find_relay(Block& b) {
     if (served[0] == 0 || !b.step.receives) return false;
     const u32 source = served[1 + b.state.served];
     b.state.served = b.state.served + 1 == served[0] ? 0 : b.state.served + 1;
-    auto give_one = [&](RelayItem what, u32 index) {
+    auto set_relay_item = [&](RelayItem what, u32 index) {
         dev::fetch_add(c.relays, 1u);
-        return give(b, ITEM_RELAY, index << RELAY_BITS | what, source);
+        return set_item(b, ITEM_RELAY, index << RELAY_BITS | what, source);
     };
-    if (b.step.mode != MODE_GRADIENT && dev::load_relaxed(c.header_passed + source) == 0 && header_due(b, source) && header_came(b, source, Nobody()) &&
-        take(c.header_passed + source, 0))
-        return give_one(RELAY_HEADER, 0);
-    if (!came_local(c.layout, 1)) return false;
+    if (b.step.mode != MODE_GRADIENT && dev::load_relaxed(c.header_passed + source) == 0 && header_due(b, source) &&
+        header_arrived(b, source, IgnoreMissing()) && claim(c.header_passed + source, 0))
+        return set_relay_item(RELAY_HEADER, 0);
+    if (!counter_reached(c.layout, 1)) return false;
     const u32 chunks = source_chunks(b, source);
     u32 next = dev::load_relaxed(c.passed + source);
-    if (next < chunks && chunk_came(b, source, next, Nobody()) && take(c.passed + source, next)) return give_one(RELAY_CHUNK, next);
-    next = dev::load_relaxed(c.emptied + source);
-    return next < emptied_told(b, chunks) && chunk_emptied(b, source, next, Nobody()) && take(c.emptied + source, next) && give_one(RELAY_EMPTIED, next);
+    if (next < chunks && chunk_arrived(b, source, next, IgnoreMissing()) && claim(c.passed + source, next)) return set_relay_item(RELAY_CHUNK, next);
+    next = dev::load_relaxed(c.consumed + source);
+    return next < consumed_acks_expected(b, chunks) && chunk_consumed(b, source, next, IgnoreMissing()) &&
+           claim(c.consumed + source, next) && set_relay_item(RELAY_CONSUMED, next);
 }
 
-// An item of `set` that is no task, into State::item.
+// Finds an item of `set` other than a task and stores it in State::item.
 DEVICE bool find_item(Block& b, u32 set) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
     u32& known = b.state.known;
     if (has(set & ~known, ITEM_OWN)) {
-        if (dev::load_relaxed(c.own) == 0 && take(c.own, 0)) return give(b, ITEM_OWN, 0);
+        if (dev::load_relaxed(c.own) == 0 && claim(c.own, 0)) return set_item(b, ITEM_OWN, 0);
         known |= items(ITEM_OWN);
     }
     if (has(set & ~known, ITEM_SEND)) {
         const u32 next = dev::load_relaxed(c.send);
         if (next >= send_items(l)) known |= items(ITEM_SEND);
-        else if (send_ready(b, next, Nobody()) && take(c.send, next)) return give(b, ITEM_SEND, next);
+        else if (send_ready(b, next, IgnoreMissing()) && claim(c.send, next)) return set_item(b, ITEM_SEND, next);
     }
     if (has(set, ITEM_RELAY) && find_relay(b)) return true;
     if (has(set & ~known, ITEM_FINAL)) {
-        if (give_next(b, ITEM_FINAL, c.finals, *l.queue.finals)) return true;
+        if (claim_next(b, ITEM_FINAL, c.finals, *l.queue.finals)) return true;
         known |= items(ITEM_FINAL);
     }
     if (!knows(b, KNOWN_OWN, c.own_known)) return false;
     const bool layout = knows(b, KNOWN_LAYOUT, c.layout);
     if (has(set & ~known, ITEM_LAYOUT)) {
         if (dev::load_relaxed(c.headers_read) != 0) known |= items(ITEM_LAYOUT);
-        else if (headers_came(b) && take(c.headers_read, 0)) return give(b, ITEM_LAYOUT, 0);
+        else if (headers_arrived(b) && claim(c.headers_read, 0)) return set_item(b, ITEM_LAYOUT, 0);
     }
     if (layout) {
         if (has(set & ~known, ITEM_ARRIVE) && dev::load_relaxed(c.arrivals) >= *l.queue.arrivals) known |= items(ITEM_ARRIVE);
         if (has(set & ~known, ITEM_RETURN) && dev::load_relaxed(c.results) >= *l.queue.results) known |= items(ITEM_RETURN);
     }
     const bool arrivals = has(set & ~known, ITEM_ARRIVE), results = layout && has(set & ~known, ITEM_RETURN) && b.step.mode != MODE_RECOMPUTE;
-    if (results && find_taken_results(b)) return true;
-    for (u32 i = 0; (arrivals || results) && i < SOURCES_AT_ONCE && i < l.shape.n_pes; i++) {
+    if (results && find_held_results(b)) return true;
+    for (u32 i = 0; (arrivals || results) && i < SOURCES_PER_POLL && i < l.shape.n_pes; i++) {
         u32 source = b.state.source;
         b.state.source = source + 1 == l.shape.n_pes ? 0 : source + 1;
         if ((results && find_results(b, source)) || (arrivals && find_chunk(b, source, layout))) return true;
     }
     if (has(set & ~known, ITEM_SHARED)) {
-        if (give_next(b, ITEM_SHARED, c.shared, shared_items(b))) return true;
+        if (claim_next(b, ITEM_SHARED, c.shared, shared_items(b))) return true;
         known |= items(ITEM_SHARED);
     }
     return false;
 }
 
-// One thread. An item that nobody waits for, but that is better done before the gradients of weights, into State::item.
-OUTLINE bool find_rest(Block& b) {
+// One thread. Finds a background item (bias gradients, zeroing, gradient sums) that should run before the weight-gradient GEMMs and
+// stores it in State::item.
+OUTLINE bool find_background_item(Block& b) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
     if (!has(b.items, ITEM_PLAIN) || !knows(b, KNOWN_LAYOUT, c.layout)) return false;
@@ -161,7 +167,8 @@ OUTLINE bool find_rest(Block& b) {
         u32 next = dev::load_relaxed(c.plain);
         if (next < end[PLAIN_BIAS]) {
             const u32 batch = next < end[PLAIN_ZERO] ? NONE : bias_item(b, next - end[PLAIN_ZERO]).batch;
-            if ((batch == NONE || came_local(c.batch_done + batch, batch_tasks(l, batch))) && take(c.plain, next)) return give(b, ITEM_PLAIN, next);
+            const bool ready = batch == NONE || counter_reached(c.batch_done + batch, batch_tasks(l, batch));
+            if (ready && claim(c.plain, next)) return set_item(b, ITEM_PLAIN, next);
         } else {
             b.state.known |= items(ITEM_PLAIN);
         }
@@ -169,12 +176,12 @@ OUTLINE bool find_rest(Block& b) {
     if (!has(b.items, ITEM_SUM) || dev::load_relaxed(c.results) < *l.queue.results) return false;
     const u32 channels = reduce_shape(l.shape).channels, channel = b.state.channel;
     b.state.channel = channel + 1 == channels ? 0 : channel + 1;
-    u32 turn, part = ready_part(b, channel, turn);
-    return part != NONE && take(&l.sums[channel].turn, turn) && give(b, ITEM_SUM, part, channel);
+    u32 version, part = ready_part(b, channel, version);
+    return part != NONE && claim(&l.sums[channel].version, version) && set_item(b, ITEM_SUM, part, channel);
 }
 
-// Whether all items of `set` are taken, and done but for those of other blocks. Nobody takes all steps of the sums.
-DEVICE bool all_taken(const Block& b, u32 set) {
+// Whether all items of `set` are claimed; items that other blocks work on may be unfinished. Steps of the gradient sums do not count.
+DEVICE bool all_claimed(const Block& b, u32 set) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
     if (has(set, ITEM_FINAL) && dev::load_relaxed(c.finals) < *l.queue.finals) return false;
@@ -183,18 +190,18 @@ DEVICE bool all_taken(const Block& b, u32 set) {
     if (has(set, ITEM_LAYOUT) && dev::load_relaxed(c.headers_read) == 0) return false;
     if (has(set, ITEM_SHARED) && dev::load_relaxed(c.shared) < shared_items(b)) return false;
     if ((set & items(ITEM_ARRIVE, ITEM_RETURN, ITEM_TASKS, ITEM_PLAIN)) == 0) return true;
-    if (!came_local(c.layout, 1)) return false;
+    if (!counter_reached(c.layout, 1)) return false;
     if (has(set, ITEM_PLAIN) && dev::load_relaxed(c.plain) < l.queue.plain_end[PLAIN_BIAS]) return false;
     if (has(set, ITEM_ARRIVE) && dev::load_relaxed(c.arrivals) < *l.queue.arrivals) return false;
     if (has(set, ITEM_RELAY) && dev::load_relaxed(c.relays) < *l.queue.relays) return false;
     if (has(set, ITEM_RETURN) && dev::load_relaxed(c.results) < *l.queue.results) return false;
     for (u32 queue = 0; has(set, ITEM_TASKS) && queue < TASK_QUEUES; queue++)
-        if (b.state.taken[queue] != NONE || dev::load_relaxed(c.tasks + queue) < l.queue.tasks[queue][task_entries(l, queue)]) return false;
+        if (b.state.held_tasks[queue] != NONE || dev::load_relaxed(c.tasks + queue) < l.queue.tasks[queue][task_entries(l, queue)]) return false;
     return true;
 }
 
-// What has not come from a peer, of what some item of `set` needs: `missing(w, seen)` of the first. False: nothing.
-template <class Missing> DEVICE bool find_missing(const Block& b, u32 set, Missing missing) {
+// For timeout reports: calls `missing(w, seen)` for the first unmet remote dependency of any item in `set`. False if there is none.
+template <class Missing> DEVICE bool report_missing(const Block& b, u32 set, Missing missing) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
     bool any = false;
@@ -204,64 +211,64 @@ template <class Missing> DEVICE bool find_missing(const Block& b, u32 set, Missi
     };
     u32 next = dev::load_relaxed(c.send);
     if (has(set, ITEM_SEND) && next < send_items(l)) (void)send_ready(b, next, note);
-    // Of what comes by way of a home: where that has it, it has not passed it on.
+    // If the relay already has the data, report the relay: it did not forward it.
     u64* word = nullptr;
     auto note_sent = [&](Waiting w, u64 seen) {
-        if (relayed(l, w.pe) && dev::load_relaxed(incoming(l, w.pe, word)) >= w.expected) w.pe = home_of(l, w.pe);
+        if (relayed(l, w.pe) && dev::load_relaxed(incoming(l, w.pe, word)) >= w.expected) w.pe = relay_of(l, w.pe);
         note(w, seen);
     };
-    if (has(set, ITEM_LAYOUT) && came_local(c.own_known, 1) && dev::load_relaxed(c.headers_read) == 0) {
+    if (has(set, ITEM_LAYOUT) && counter_reached(c.own_known, 1) && dev::load_relaxed(c.headers_read) == 0) {
         for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) {
-            word = header_signal(l, header_place(b.pass, b.step.mode != MODE_FORWARD), pe);
-            (void)header_came(b, pe, note_sent);
+            word = header_signal(l, header_buffer(b.pass, b.step.mode != MODE_FORWARD), pe);
+            (void)header_arrived(b, pe, note_sent);
         }
     }
-    if (has(set, ITEM_ARRIVE) && came_local(c.layout, 1)) {
+    if (has(set, ITEM_ARRIVE) && counter_reached(c.layout, 1)) {
         for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) {
             next = dev::load_relaxed(c.arrival + pe);
             word = chunk_signal(l, pe, next);
-            if (pe != l.shape.my_pe && next < source_chunks(b, pe)) (void)chunk_came(b, pe, next, note_sent);
+            if (pe != l.shape.my_pe && next < source_chunks(b, pe)) (void)chunk_arrived(b, pe, next, note_sent);
         }
         for (u32 pe = 0; l.shape.relays && pe < l.shape.n_pes && !any; pe++) {
             if (!relayed(l, pe)) continue;
-            next = dev::load_relaxed(c.emptied + pe);
-            if (serves(l, pe) && next < emptied_told(b, source_chunks(b, pe))) (void)chunk_emptied(b, pe, next, note);
+            next = dev::load_relaxed(c.consumed + pe);
+            if (is_relay_of(l, pe) && next < consumed_acks_expected(b, source_chunks(b, pe))) (void)chunk_consumed(b, pe, next, note);
         }
     }
-    if (has(set, ITEM_RETURN) && l.shape.relays && b.step.mode != MODE_RECOMPUTE && came_local(c.layout, 1)) {
+    if (has(set, ITEM_RETURN) && l.shape.relays && b.step.mode != MODE_RECOMPUTE && counter_reached(c.layout, 1)) {
         for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) {
-            next = dev::load_relaxed(c.result + pe);  // chunks: with relays each is one item
-            if (relayed(l, pe) && next < source_chunks(b, pe)) (void)relayed_parts_came(b, pe, next, note);
+            next = dev::load_relaxed(c.result + pe);  // chunk index: with relays a chunk is one item
+            if (relayed(l, pe) && next < source_chunks(b, pe)) (void)relay_parts_arrived(b, pe, next, note);
         }
     }
     return any;
 }
 
-// ---- Waits for an item, with a limit: for the time in which none is taken on this PE.
-DEVICE u32 count_taken(const Block& b) {
+// ---- Waits for an item. The limit applies to the time in which no item is claimed on this PE.
+DEVICE u32 count_claimed(const Block& b) {
     const Counters& c = b.counters();
     u32 sum = dev::load_relaxed(c.own) + dev::load_relaxed(c.send) + dev::load_relaxed(c.headers_read) + dev::load_relaxed(c.shared);
     sum += dev::load_relaxed(c.arrivals) + dev::load_relaxed(c.results) + dev::load_relaxed(c.plain) + dev::load_relaxed(c.relays);
     for (u32 queue = 0; queue < TASK_QUEUES; queue++) sum += dev::load_relaxed(c.tasks + queue);
     return sum;
 }
-// One thread; State::patience begins a wait as zeros. False: the PE aborts, for something here or elsewhere.
+// One thread. State::watchdog must be zero when a wait begins. False if the PE aborts, because of this wait or another error.
 OUTLINE bool wait_for_item(Block& b, u32 set) {
     const Layer& l = b.l;
-    Patience& p = b.state.patience;
+    ProgressWatchdog& p = b.state.watchdog;
     dev::pause();
     if (aborted(l)) return false;
     u64 now = dev::nanoseconds();
-    if (now - p.asked < l.shape.wait_limit_ns / 16) return true;
-    u32 taken = count_taken(b);
-    if (p.asked == 0 || taken != p.taken) p.since = now;
-    p.asked = now;
-    p.taken = taken;
-    if (now - p.since <= l.shape.wait_limit_ns) return true;
-    bool peer = find_missing(b, set, [&](Waiting w, u64 seen) { record_error(l, ERROR_TIMEOUT, w, seen); });
+    if (now - p.last_check < l.shape.wait_limit_ns / 16) return true;
+    u32 claimed = count_claimed(b);
+    if (p.last_check == 0 || claimed != p.items_claimed) p.last_progress = now;
+    p.last_check = now;
+    p.items_claimed = claimed;
+    if (now - p.last_progress <= l.shape.wait_limit_ns) return true;
+    bool peer = report_missing(b, set, [&](Waiting w, u64 seen) { record_error(l, ERROR_TIMEOUT, w, seen); });
     if (peer) return false;
-    if (now - p.since <= LOCAL_LIMIT_FACTOR * l.shape.wait_limit_ns) return true;
-    record_error(l, ERROR_TIMEOUT, {l.shape.my_pe, WHAT_LOCAL, PHASE_WAITING, taken + 1, b.step.round}, taken);
+    if (now - p.last_progress <= LOCAL_LIMIT_FACTOR * l.shape.wait_limit_ns) return true;
+    record_error(l, ERROR_TIMEOUT, {l.shape.my_pe, WHAT_LOCAL, PHASE_WAITING, claimed + 1, b.step.round}, claimed);
     return false;
 }
 

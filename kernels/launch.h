@@ -1,18 +1,19 @@
-// How the kernels of a layer are launched.
+// Launch parameters of a layer's kernels.
 #pragma once
 #include "layer.h"
 
 namespace aristos {
 
-// The persistent kernels that there are: a row for each tile of a GEMM path, of those for a path the first is its usual one. Rust chooses among them
-// (src/moe/device/tiles.rs). A kernel's name is aristos_forward, `infix`, _bf16, and so on; layer_*.cu make them, and the paths assert their rows.
+// The persistent kernels: one row per tile of a GEMM path; the first row of a path is its default. Rust chooses among them
+// (src/moe/device/tiles.rs). Kernel names are aristos_forward, `infix`, _bf16 and so on; layer_*.cu define them, and the paths assert
+// their rows.
 enum Architecture : u32 { AMPERE = 0, HOPPER = 1 };
 struct TileLaunch {
     u32 architecture;
     u32 tile_m, tile_n;
     u32 threads, shared_bytes;  // dynamic
-    u32 blocks;                 // on a multiprocessor, which shared memory and registers leave room for
-    u32 cluster;                // blocks that have a tile together, a part of its rows each
+    u32 blocks;                 // per SM, as shared memory and registers allow
+    u32 cluster;                // blocks that share a tile by rows
     char infix[20];
 };
 constexpr TileLaunch TILES[] = {
@@ -50,7 +51,7 @@ inline void layer_launches(const Layer& l, Launch (&launches)[KERNELS]) {
     launches[KERNEL_ALL_REDUCE] = all_reduce_launch(s);
     launches[KERNEL_TAKE_ROUTING] = take_routing_launch(s);
     launches[KERNEL_SUM_LOSSES] = {1, ROUTE_THREADS, 0, 0};
-    launches[KERNEL_ACCUMULATE] = {1, ROUTE_THREADS, 0, 0};  // of as many blocks as the host finds that the gradients want
+    launches[KERNEL_ACCUMULATE] = {1, ROUTE_THREADS, 0, 0};  // the host chooses the grid by the number of gradients
 }
 
 }  // namespace aristos

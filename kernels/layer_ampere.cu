@@ -1,30 +1,11 @@
-// The persistent kernels by mma.sync: sm_80 and later.
-#define ARISTOS_PERSISTENT 1
-#include "pass.h"
+// Persistent kernels with mma.sync, for sm_80 and later.
+#include "layer_kernels.h"
 #include "path_ampere.h"
 
 namespace aristos {
 using namespace dev;
 
-// One for each direction and element type: a kernel then has only the code it can need, and the registers of the worst of that.
-KERNEL(aristos_forward_bf16, 256, 1)(const Layer* layer, Pass pass) {
-    run_pass<AmperePath<Bf16, AmpereTile<128, 256>, FORWARD_KINDS>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_forward_bf16)
-
-KERNEL(aristos_forward_f16, 256, 1)(const Layer* layer, Pass pass) {
-    run_pass<AmperePath<F16, AmpereTile<128, 256>, FORWARD_KINDS>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_forward_f16)
-
-KERNEL(aristos_backward_bf16, 256, 1)(const Layer* layer, Pass pass) {
-    run_pass<AmperePath<Bf16, AmpereTile<128, 256>, BACKWARD_KINDS>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_backward_bf16)
-
-KERNEL(aristos_backward_f16, 256, 1)(const Layer* layer, Pass pass) {
-    run_pass<AmperePath<F16, AmpereTile<128, 256>, BACKWARD_KINDS>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_backward_f16)
+template <class T, u32 KINDS> using Ampere128x256 = AmperePath<T, AmpereTile<128, 256>, KINDS>;
+LAYER_KERNELS(KERNEL, REGISTER_KERNEL, , Ampere128x256, 256, 1)
 
 }  // namespace aristos

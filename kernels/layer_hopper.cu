@@ -1,30 +1,11 @@
-// The persistent kernels by TMA and wgmma: sm_90a.
-#define ARISTOS_PERSISTENT 1
-#include "pass.h"
+// Persistent kernels with TMA and wgmma, for sm_90a.
+#include "layer_kernels.h"
 #include "path_hopper.h"
 
 namespace aristos {
 using namespace dev;
 
-// One for each direction and element type: a kernel then has only the code it can need, and the registers of the worst of that.
-KERNEL(aristos_forward_hopper_bf16, hopper::THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<HopperPath<Bf16, FORWARD_KINDS, 256>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_forward_hopper_bf16)
-
-KERNEL(aristos_forward_hopper_f16, hopper::THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<HopperPath<F16, FORWARD_KINDS, 256>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_forward_hopper_f16)
-
-KERNEL(aristos_backward_hopper_bf16, hopper::THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<HopperPath<Bf16, BACKWARD_KINDS, 256>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_backward_hopper_bf16)
-
-KERNEL(aristos_backward_hopper_f16, hopper::THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<HopperPath<F16, BACKWARD_KINDS, 256>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_backward_hopper_f16)
+template <class T, u32 KINDS> using Hopper128x256 = HopperPath<T, KINDS, 256>;
+LAYER_KERNELS(KERNEL, REGISTER_KERNEL, _hopper, Hopper128x256, hopper::THREADS, 1)
 
 }  // namespace aristos

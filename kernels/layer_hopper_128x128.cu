@@ -1,30 +1,11 @@
-// The persistent kernels by TMA and wgmma in narrow tiles: for sizes that leave much of a wide one empty, or problems that are too few of them.
-#define ARISTOS_PERSISTENT 1
-#include "pass.h"
+// Persistent kernels with TMA, wgmma and narrow tiles: for sizes that would leave much of a wide tile empty, or too few wide tiles.
+#include "layer_kernels.h"
 #include "path_hopper.h"
 
 namespace aristos {
 using namespace dev;
 
-// One for each direction and element type: a kernel then has only the code it can need, and the registers of the worst of that.
-KERNEL(aristos_forward_hopper_128x128_bf16, hopper::THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<HopperPath<Bf16, FORWARD_KINDS, 128>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_forward_hopper_128x128_bf16)
-
-KERNEL(aristos_forward_hopper_128x128_f16, hopper::THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<HopperPath<F16, FORWARD_KINDS, 128>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_forward_hopper_128x128_f16)
-
-KERNEL(aristos_backward_hopper_128x128_bf16, hopper::THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<HopperPath<Bf16, BACKWARD_KINDS, 128>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_backward_hopper_128x128_bf16)
-
-KERNEL(aristos_backward_hopper_128x128_f16, hopper::THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<HopperPath<F16, BACKWARD_KINDS, 128>>(*layer, pass);
-}
-REGISTER_KERNEL(aristos_backward_hopper_128x128_f16)
+template <class T, u32 KINDS> using Hopper128x128 = HopperPath<T, KINDS, 128>;
+LAYER_KERNELS(KERNEL, REGISTER_KERNEL, _hopper_128x128, Hopper128x128, hopper::THREADS, 1)
 
 }  // namespace aristos

@@ -1,36 +1,36 @@
-// Every slot's place: of those in tiles of this PE alone at once, of the others once the headers are in.
+// Assigns positions to all slots: to those in tiles of own slots alone at once, to the others once all headers are received.
 #pragma once
 #include "dispatch.h"
 
 namespace aristos {
 
-DEVICE const u32* header_words(const Layer& l, u32 place, u32 source) {
-    return reinterpret_cast<const u32*>(incoming(l, source, l.symmetric.header + header_offset(l, place, source)));
+DEVICE const u32* header_words(const Layer& l, u32 buffer, u32 source) {
+    return reinterpret_cast<const u32*>(incoming(l, source, l.symmetric.header + header_offset(l, buffer, source)));
 }
 
-// A header is untrusted: it is validated here, once, and trusted afterwards. One warp.
+// One warp. Validates an untrusted header, once.
 DEVICE bool read_header(Block& b, u32 source) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
     const Received& in = l.received;
     bool first = b.step.mode == MODE_FORWARD && b.step.round == 0;
     u32* counts = in.counts + u64(source) * s.n_local;
-    if (source == s.my_pe) return true;  // place_own_slots has what it would say
+    if (source == s.my_pe) return true;  // place_own_slots sets these values
     if (!header_due(b, source)) {
         for (u32 e = dev::lane(); e < s.n_local; e += 32) counts[e] = 0;
         if (dev::lane() == 0) in.first_chunk[source] = in.end_chunk[source] = 0;
         return true;
     }
-    u32 place = header_place(b.pass, b.step.mode != MODE_FORWARD);
-    const u32* words = header_words(l, place, source);
-    u64 slots = 0, here = 0;  // of all PEs that the header is for, and this one's
+    u32 buffer = header_buffer(b.pass, b.step.mode != MODE_FORWARD);
+    const u32* words = header_words(l, buffer, source);
+    u64 slots = 0, here = 0;  // of all PEs that the header is for, and of this one
     u32 most = 0;
     for (u32 number = dev::lane(); number < (relayed(l, source) ? s.max_local : s.n_local); number += 32) {
         u32 count = words[HEADER_WORDS + number], e = expert_here(l, source, number);
         slots += count;
         if (expert_member(l, source, number) != s.member) continue;
         if (e < s.n_local) counts[e] = count;
-        else if (count > 0) most = NONE;  // of an expert that is not there
+        else if (count > 0) most = NONE;  // for an expert that does not exist
         here += count;
         most = count > most ? count : most;
     }
@@ -55,7 +55,7 @@ DEVICE bool read_header(Block& b, u32 source) {
     if (!first) valid = valid && rounds == in.rounds[source] && rows == in.rows[source];
     dev::sync_warp();
     if (dev::lane() == 0) {
-        // Of the whole pair: as the first header had it.
+        // Totals of the source, as in its first header.
         if (first) {
             in.rounds[source] = rounds;
             in.rows[source] = rows;
@@ -68,19 +68,19 @@ DEVICE bool read_header(Block& b, u32 source) {
     return valid;
 }
 
-// One thread: whether the header of `source` has come, if one is due.
-template <class Missing> DEVICE bool header_came(const Block& b, u32 source, Missing missing) {
+// One thread. Whether the header of `source` has arrived, if one is due.
+template <class Missing> DEVICE bool header_arrived(const Block& b, u32 source, Missing missing) {
     if (!b.step.receives || b.step.mode == MODE_GRADIENT || !header_due(b, source)) return true;
-    const u64* word = header_signal(b.l, header_place(b.pass, b.step.mode != MODE_FORWARD), source);
-    return signal_came(word, {source, WHAT_COUNTS, PHASE_DISPATCH, stamp(b.pass, 2 * b.step.round), b.step.round}, missing);
+    const u64* word = header_signal(b.l, header_buffer(b.pass, b.step.mode != MODE_FORWARD), source);
+    return signal_arrived(word, {source, WHAT_COUNTS, PHASE_DISPATCH, stamp(b.pass, 2 * b.step.round), b.step.round}, missing);
 }
 
-// All threads, once the headers that are due have come: derives what follows from them.
+// All threads, after the headers that are due have arrived: reads them and derives the rounds and the loss sums.
 DEVICE bool read_headers(Block& b) {
     const Layer& l = b.l;
     const Received& in = l.received;
-    u32 n = l.shape.n_pes, place = header_place(b.pass, b.step.mode != MODE_FORWARD);
-    see_network(l);
+    u32 n = l.shape.n_pes, buffer = header_buffer(b.pass, b.step.mode != MODE_FORWARD);
+    acquire_network(l);
     bool ok = true;
     for (u32 pe = dev::warp(); pe < n; pe += dev::threads() / 32) ok = read_header(b, pe) && ok;
     if (dev::sync_block_or(!ok)) return false;
@@ -89,7 +89,7 @@ DEVICE bool read_headers(Block& b) {
     if (dev::warp() == 0) {
         u32 received = 0, mine = 0, world = 0;
         for (u32 pe = dev::lane(); pe < n; pe += 32) {
-            const u32* words = header_words(l, place, pe);
+            const u32* words = header_words(l, buffer, pe);
             received = in.rounds[pe] > received ? in.rounds[pe] : received;
             mine = l.plan.dest[pe].rounds > mine ? l.plan.dest[pe].rounds : mine;
             if (pe == l.shape.my_pe) continue;
@@ -105,7 +105,8 @@ DEVICE bool read_headers(Block& b) {
         }
         if (dev::lane() == 0) {
             world = world > mine ? world : mine;
-            // With relays one for all: a source asks one PE of a host, and all of them get what it sends again.
+            // With relays the flag is common to all PEs: a source asks one PE of a host, and all of them get the rows that it sends
+            // again.
             *in.overflow = (l.shape.relays ? world : received) > 1;
             *in.my_rounds = received > mine ? received : mine;
             *in.world_rounds = world;
@@ -116,7 +117,7 @@ DEVICE bool read_headers(Block& b) {
             double sum = 0;
             for (u32 pe = 0; pe < n; pe++)
                 sum += pe == l.shape.my_pe ? l.losses.mine[i]
-                                           : reinterpret_cast<const double*>(reinterpret_cast<const u8*>(header_words(l, place, pe)) +
+                                           : reinterpret_cast<const double*>(reinterpret_cast<const u8*>(header_words(l, buffer, pe)) +
                                                                              l.sizes.header_counts_bytes)[i];
             l.losses.all[i] = sum;
         }
@@ -125,7 +126,7 @@ DEVICE bool read_headers(Block& b) {
     return true;
 }
 
-// All threads: places of the own slots whose tiles hold no others, from this PE's counts alone.
+// All threads. Positions of the own slots in tiles without other PEs' slots, from this PE's counts alone.
 DEVICE void place_own_slots(Block& b) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -173,7 +174,7 @@ OUTLINE void make_own_layout(Block& b) {
     }
 }
 
-// All threads: places of all sources' slots in the batches, own ones first, then those of the next PEs in turn; and tiles.
+// All threads. Positions of all sources' slots in the batches, own slots first, then those of the following PEs; and the tiles.
 DEVICE void place_slots(Block& b) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -199,7 +200,8 @@ DEVICE void place_slots(Block& b) {
     scan_block(b, s.n_local, [&](u32 e) { return ceil_div(rest(e), s.tile_m); }, [&](u32 e, u32 sum) { batches.rest_tile[e] = tile + sum; });
 }
 
-// After how many of its source's rows the last of a tile's rows is there, about: all sources send at the same time, their rows by expert. One thread.
+// One thread. Estimates after how many rows of its source a tile's last row arrives. All sources send at the same time, their rows by
+// expert.
 DEVICE float tile_due(const Layer& l, u32 e, u32 tile) {
     const LayerShape& s = l.shape;
     const Received& in = l.received;
@@ -212,13 +214,14 @@ DEVICE float tile_due(const Layer& l, u32 e, u32 tile) {
         const u64 of_all = u64(pe) * s.n_local + s.n_local - 1;
         const u32 slots = in.before[of_all] + in.counts[of_all], left = in.rows[pe] - in.first_chunk[pe] * s.chunk_rows;
         const u32 round = (in.end_chunk[pe] - in.first_chunk[pe]) * s.chunk_rows, rows = left < round ? left : round;
-        const u32 ranks = lies_backwards(l, pe) ? in.counts[at] - (first > begin ? 0 : begin - first) : last - first;
+        const u32 ranks = is_reversed(l, pe) ? in.counts[at] - (first > begin ? 0 : begin - first) : last - first;
         const float there = float(in.before[at] + ranks) * float(rows) / float(slots);
         due = there > due ? there : due;
     }
     return due;
 }
-// All threads: the order in which tiles with rows of others are computed. Places are by source, but the first rows of every source come first.
+// All threads. The order in which tiles with other PEs' rows are computed. Positions are by source, but the first rows of all sources
+// arrive first.
 DEVICE void order_tiles(Block& b) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -247,12 +250,13 @@ DEVICE void order_tiles(Block& b) {
     dev::sync_block();
 }
 
-// The item. A step that receives nothing still has queues. Gradients use the places that the step before assigned.
+// The item. A step that receives no rows has queues as well. Gradients use the positions that the previous step assigned.
 OUTLINE bool make_layout(Block& b) {
     enter(b, PHASE_DISPATCH);
     if (b.step.receives && b.step.mode != MODE_GRADIENT) {
         if (!read_headers(b)) return false;
-        for (u32 i = dev::thread(); b.l.shape.relays && i < b.l.shape.n_pes * b.l.shape.round_chunks; i += dev::threads()) b.l.received.relay_need[i] = 0;
+        for (u32 i = dev::thread(); b.l.shape.relays && i < b.l.shape.n_pes * b.l.shape.round_chunks; i += dev::threads())
+            b.l.received.relay_need[i] = 0;
         place_slots(b);
         order_tiles(b);
     }

@@ -1,4 +1,4 @@
-// The memory of a layer, on the host: sizes, addresses, launches. No CUDA call, no memory touched but the caller's.
+// Memory of a layer, on the host: sizes, addresses, launches. No CUDA calls; dereferences only the caller's structs.
 #include "memory.h"
 
 #include <algorithm>
@@ -13,13 +13,13 @@ namespace {
 constexpr u64 ceil_div(u64 a, u64 b) { return (a + b - 1) / b; }
 constexpr u64 align(u64 a, u64 to) { return ceil_div(a, to) * to; }
 
-// The most a u32 offset or count in the tables may be.
+// Upper bound of u32 offsets and counts in the tables.
 constexpr u64 LIMIT = 1u << 31;
 
 }  // namespace
 
 int check_shape(const LayerShape& s) {
-    // In the order of the fields, so that the number is the field's. A field is checked against those before it.
+    // In field order, so that the number identifies the field. A field is checked against earlier ones.
     int field = 0;
     auto bad = [&](bool wrong) {
         ++field;
@@ -93,17 +93,17 @@ Sizes layer_sizes(const LayerShape& s, bool hopper) {
     z.header_counts_bytes = static_cast<u32>(align((HEADER_WORDS + u64{s.max_local}) * 4, 8));
     u64 loss_bytes = z.has_losses ? (2 + 2 * u64{s.n_experts}) * 8 : 0;
     z.header_bytes = static_cast<u32>(align(z.header_counts_bytes + loss_bytes, 16));
-    // Rows, then a word of each row, then (word, weight) of each slot.
+    // Rows, then a word per row, then (word, weight) per slot.
     z.chunk_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 + 8 * z.max_slots), 16));
     z.return_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 * z.max_slots), 16));
-    // A PE's rows are at most tokens * targets, and each destination's last chunk may be short.
+    // A PE sends at most tokens * targets rows, and each destination's last chunk may be partial.
     u64 targets = std::min<u64>(s.top_k, s.hosts);
     z.return_chunks = static_cast<u32>(
         std::min<u64>(u64{s.hosts} * z.max_chunks, u64{s.max_tokens} * targets / s.chunk_rows + s.hosts));
     u64 slots = u64{s.n_pes} * s.round_slots;
     u64 shared_tiles = s.shared_intermediate ? ceil_div(s.max_tokens, s.tile_m) : 0;
     z.max_tiles = static_cast<u32>(slots / s.tile_m + s.n_local + shared_tiles + 1);
-    z.waves = s.stage ? static_cast<u32>(ceil_div(u64{s.n_pes} * s.round_chunks, s.window_chunks)) : 0;
+    z.send_groups = s.stage ? static_cast<u32>(ceil_div(u64{s.n_pes} * s.round_chunks, s.window_chunks)) : 0;
     z.hopper = hopper;
     return z;
 }
@@ -116,19 +116,19 @@ void place_store(SlotStore& store, Bump& local, const LayerShape& s, const Sizes
     store.intermediate = static_cast<u32>(intermediate);
     store.d_weight_stride = static_cast<u32>(ceil_div(intermediate, s.tile_n));
     u64 wide = capacity * intermediate * z.elem_bytes;
-    local.take(store.weight, capacity);
-    local.take(store.gu, s.training ? (gated ? 2 : 1) * wide : 0);
-    local.take(store.h, wide);
-    local.take(store.y, capacity * z.row_bytes);
-    local.take(store.d_weight, s.training ? capacity * store.d_weight_stride : 0);
-    local.take(store.slot_maps, SLOT_MAPS * SLOT_MAP_BYTES);
+    local.allocate(store.weight, capacity);
+    local.allocate(store.gate_up, s.training ? (gated ? 2 : 1) * wide : 0);
+    local.allocate(store.h, wide);
+    local.allocate(store.y, capacity * z.row_bytes);
+    local.allocate(store.d_weight, s.training ? capacity * store.d_weight_stride : 0);
+    local.allocate(store.slot_maps, SLOT_MAPS * SLOT_MAP_BYTES);
     if (!z.hopper || !capacity || s.lane_stores) store.slot_maps = nullptr;
 }
 
-// What the maps are of that a store wants.
+// Lists the arrays for which a store needs maps.
 void list_slot_arrays(const SlotStore& store, const LayerShape& s, const Sizes& z, bool gated, SlotArray* to) {
     if (!store.slot_maps) return;
-    const u64 at = reinterpret_cast<u64>(store.slot_maps), gu = reinterpret_cast<u64>(store.gu);
+    const u64 at = reinterpret_cast<u64>(store.slot_maps), gate_up = reinterpret_cast<u64>(store.gate_up);
     const u64 half = u64{store.intermediate} * z.elem_bytes, wide = gated ? 2 * half : half;
     auto list = [&](SlotMap map, u32 box_rows, u64 base, u64 row_stride_bytes, u32 cols) {
         to[map] = {at + map * SLOT_MAP_BYTES, base, row_stride_bytes, store.capacity, cols, box_rows, 0};
@@ -137,8 +137,8 @@ void list_slot_arrays(const SlotStore& store, const LayerShape& s, const Sizes& 
         list(result, RESULT_BOX_ROWS, base, row_stride_bytes, store.intermediate);
         list(operand, OPERAND_BOX_ROWS, base, row_stride_bytes, store.intermediate);
     };
-    if (s.training && gated) list_both(RESULT_GATE, OPERAND_GATE, gu, wide);
-    if (s.training) list_both(RESULT_UP, OPERAND_UP, gated ? gu + half : gu, wide);
+    if (s.training && gated) list_both(RESULT_GATE, OPERAND_GATE, gate_up, wide);
+    if (s.training) list_both(RESULT_UP, OPERAND_UP, gated ? gate_up + half : gate_up, wide);
     list_both(RESULT_H, OPERAND_H, reinterpret_cast<u64>(store.h), half);
     list(RESULT_Y, RESULT_BOX_ROWS, reinterpret_cast<u64>(store.y), z.row_bytes, s.hidden);
 }
@@ -152,156 +152,156 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     u64 round_rows = u64{s.round_chunks} * s.chunk_rows;
     l.symmetric_base = symmetric.base;
 
-    local.take(l.control, 1);
+    local.allocate(l.control, 1);
     l.error = reinterpret_cast<ErrorRecord*>(l.control);
     for (int set = 0; set < 2; ++set) {
         Counters& c = l.counters[set];
         u64 begin = local.used;
         for (u32** word : {&c.own, &c.send, &c.headers_read, &c.shared, &c.plain, &c.finals, &c.arrivals, &c.results, &c.own_known, &c.layout, &c.headers})
-            local.take(*word, 1);
-        local.take(c.tasks, TASK_QUEUES);
-        local.take(c.relays, 1);
-        for (u32** words : {&c.header_passed, &c.passed, &c.emptied}) local.take(*words, s.relays ? pes : 0);
-        for (u32** words : {&c.arrival, &c.result, &c.returnable}) local.take(*words, pes);
-        local.take(c.sent, z.waves);
-        local.take(c.returned, z.waves);
-        local.take(c.lack, pes);
-        local.take(c.return_done, pes * s.round_chunks);
-        local.take(c.placed, pes * s.round_chunks);
-        local.take(c.numbered, pes * ceil_div(round_rows, 32));
-        local.take(c.arrived, z.max_tiles);
-        local.take(c.first_done, z.max_tiles);
-        local.take(c.second_done, z.max_tiles);
-        local.take(c.batch_done, batches);
-        local.take(c.gradients_done, batches);
+            local.allocate(*word, 1);
+        local.allocate(c.tasks, TASK_QUEUES);
+        local.allocate(c.relays, 1);
+        for (u32** words : {&c.header_passed, &c.passed, &c.consumed}) local.allocate(*words, s.relays ? pes : 0);
+        for (u32** words : {&c.arrival, &c.result, &c.returnable}) local.allocate(*words, pes);
+        local.allocate(c.sent, z.send_groups);
+        local.allocate(c.returned, z.send_groups);
+        local.allocate(c.blocked_on, pes);
+        local.allocate(c.return_done, pes * s.round_chunks);
+        local.allocate(c.placed, pes * s.round_chunks);
+        local.allocate(c.numbered, pes * ceil_div(round_rows, 32));
+        local.allocate(c.arrived, z.max_tiles);
+        local.allocate(c.first_done, z.max_tiles);
+        local.allocate(c.second_done, z.max_tiles);
+        local.allocate(c.batch_done, batches);
+        local.allocate(c.gradients_done, batches);
         l.counters_begin[set] = c.own;
         l.counters_words = static_cast<u32>((local.used - begin) / 4);
     }
-    // So that a slot that a faulty peer never fills leads nowhere harmful.
+    // Zeroed, so that a slot that a faulty peer never fills has a null row.
     u64 slots = pes * s.round_slots;
-    local.take(l.batches.routed.x_row, slots);
-    local.take(l.batches.routed.grad_row, slots);
-    local.take(l.batches.shared.x_row, s.shared_intermediate ? tokens : 0);
-    local.take(l.batches.shared.grad_row, s.shared_intermediate ? tokens : 0);
+    local.allocate(l.batches.routed.x_row, slots);
+    local.allocate(l.batches.routed.grad_row, slots);
+    local.allocate(l.batches.shared.x_row, s.shared_intermediate ? tokens : 0);
+    local.allocate(l.batches.shared.grad_row, s.shared_intermediate ? tokens : 0);
     Routing& r = l.routing;
-    local.take(r.done, route_blocks(s));
-    local.take(l.sums, s.training ? reduce_shape(s).channels : 0);
-    local.take(l.sum_waits, s.training && s.summed ? u64{reduce_shape(s).channels} * 2 * s.n_world : 0);
-    local.take(l.sum_waves, s.training && s.stage && s.n_world > 1 ? 2 * sum_turns(s) : 0);
+    local.allocate(r.done, route_blocks(s));
+    local.allocate(l.sums, s.training ? reduce_shape(s).channels : 0);
+    local.allocate(l.sum_waits, s.training && s.summed ? u64{reduce_shape(s).channels} * 2 * s.n_world : 0);
+    local.allocate(l.channels_done, s.training && s.stage && s.n_world > 1 ? 2 * max_sum_steps(s) : 0);
     zero_bytes = local.used;
 
-    local.take(r.logits, tokens * s.n_experts);
-    local.take(r.lse, tokens);
-    local.take(r.chosen, tokens * k);
-    local.take(r.routing_weights, tokens * k);
-    local.take(r.columns, tokens * k);
-    local.take(r.shared_weight, tokens);
-    local.take(r.d_weights, s.training ? tokens * k : 0);
-    local.take(r.d_logits, s.training ? tokens * s.n_experts : 0);
-    local.take(r.d_shared_weight, s.training ? tokens : 0);
+    local.allocate(r.logits, tokens * s.n_experts);
+    local.allocate(r.lse, tokens);
+    local.allocate(r.chosen, tokens * k);
+    local.allocate(r.routing_weights, tokens * k);
+    local.allocate(r.columns, tokens * k);
+    local.allocate(r.shared_weight, tokens);
+    local.allocate(r.d_weights, s.training ? tokens * k : 0);
+    local.allocate(r.d_logits, s.training ? tokens * s.n_experts : 0);
+    local.allocate(r.d_shared_weight, s.training ? tokens : 0);
 
     Plan& p = l.plan;
-    local.take(p.dest, pes);
-    local.take(p.row_token, pes * tokens);
-    local.take(p.token_row, pes * tokens);
-    local.take(p.row_slot, pes * (tokens + 1));
-    local.take(p.round_chunk, pes * (z.max_chunks + 1));
-    local.take(p.row_return, pes * tokens);
-    local.take(p.return_slot, s.training ? pes * tokens : 0);
-    local.take(p.slot_word, tokens * k);
-    local.take(p.slot_weight, tokens * k);
-    local.take(p.slot_choice, tokens * k);
-    local.take(p.scratch, plan_scratch_bytes(s));
-    local.take(l.route_scratch, route_scratch_bytes(s));
+    local.allocate(p.dest, pes);
+    local.allocate(p.row_token, pes * tokens);
+    local.allocate(p.token_row, pes * tokens);
+    local.allocate(p.row_slot, pes * (tokens + 1));
+    local.allocate(p.round_chunk, pes * (z.max_chunks + 1));
+    local.allocate(p.row_return, pes * tokens);
+    local.allocate(p.return_slot, s.training ? pes * tokens : 0);
+    local.allocate(p.slot_word, tokens * k);
+    local.allocate(p.slot_weight, tokens * k);
+    local.allocate(p.slot_choice, tokens * k);
+    local.allocate(p.scratch, plan_scratch_bytes(s));
+    local.allocate(l.route_scratch, route_scratch_bytes(s));
 
     u64 sums = z.has_losses ? 2 + 2 * u64{s.n_experts} : 0;
-    local.take(l.losses.mine, sums);
-    local.take(l.losses.all, sums);
+    local.allocate(l.losses.mine, sums);
+    local.allocate(l.losses.all, sums);
 
     Received& in = l.received;
-    local.take(in.overflow, 1);
-    local.take(in.world_rounds, 1);
-    local.take(in.my_rounds, 1);
-    local.take(in.rounds, pes);
-    local.take(in.rows, pes);
-    local.take(in.first_chunk, pes);
-    local.take(in.end_chunk, pes);
-    local.take(in.return_chunk, pes);
-    local.take(in.counts, pes * s.n_local);
-    local.take(in.first, pes * s.n_local);
-    local.take(in.before, pes * s.n_local);
-    local.take(in.row_start, pes * s.round_chunks * (s.chunk_rows + 1));
-    local.take(in.return_row, pes * round_rows);
-    local.take(in.return_slot, s.training ? pes * round_rows : 0);
-    local.take(in.place, pes * round_rows * z.max_slots);
-    local.take(in.expert, pes * round_rows * z.max_slots);
-    local.take(in.peer_overflow, pes);
-    local.take(in.relay_start, s.relays ? pes * s.round_chunks * (s.chunk_rows + 1) : 0);
-    local.take(in.relay_member, s.relays ? pes * round_rows * z.max_slots : 0);
-    local.take(in.relay_need, s.relays ? pes * s.round_chunks : 0);
-    local.take(in.x, keeps_rows(s) ? pes * round_rows * z.row_bytes : 0);
-    local.take(in.grad, s.training ? pes * round_rows * z.row_bytes : 0);
+    local.allocate(in.overflow, 1);
+    local.allocate(in.world_rounds, 1);
+    local.allocate(in.my_rounds, 1);
+    local.allocate(in.rounds, pes);
+    local.allocate(in.rows, pes);
+    local.allocate(in.first_chunk, pes);
+    local.allocate(in.end_chunk, pes);
+    local.allocate(in.return_chunk, pes);
+    local.allocate(in.counts, pes * s.n_local);
+    local.allocate(in.first, pes * s.n_local);
+    local.allocate(in.before, pes * s.n_local);
+    local.allocate(in.row_start, pes * s.round_chunks * (s.chunk_rows + 1));
+    local.allocate(in.return_row, pes * round_rows);
+    local.allocate(in.return_slot, s.training ? pes * round_rows : 0);
+    local.allocate(in.position, pes * round_rows * z.max_slots);
+    local.allocate(in.expert, pes * round_rows * z.max_slots);
+    local.allocate(in.peer_overflow, pes);
+    local.allocate(in.relay_start, s.relays ? pes * s.round_chunks * (s.chunk_rows + 1) : 0);
+    local.allocate(in.relay_member, s.relays ? pes * round_rows * z.max_slots : 0);
+    local.allocate(in.relay_need, s.relays ? pes * s.round_chunks : 0);
+    local.allocate(in.x, keeps_rows(s) ? pes * round_rows * z.row_bytes : 0);
+    local.allocate(in.grad, s.training ? pes * round_rows * z.row_bytes : 0);
 
     Batches& b = l.batches;
-    local.take(b.total, batches);
-    local.take(b.own, batches);
-    local.take(b.own_base, batches);
-    local.take(b.own_tile, batches);
-    local.take(b.rest_base, s.n_local);
-    local.take(b.rest_tile, s.n_local);
-    local.take(b.rest_order, z.max_tiles);
-    local.take(b.rest_due, z.max_tiles);
-    local.take(b.expert_rows, s.n_local);
+    local.allocate(b.total, batches);
+    local.allocate(b.own, batches);
+    local.allocate(b.own_base, batches);
+    local.allocate(b.own_tile, batches);
+    local.allocate(b.rest_base, s.n_local);
+    local.allocate(b.rest_tile, s.n_local);
+    local.allocate(b.rest_order, z.max_tiles);
+    local.allocate(b.rest_due, z.max_tiles);
+    local.allocate(b.expert_rows, s.n_local);
     place_store(b.routed, local, s, z, slots, s.intermediate, s.gated);
     place_store(b.shared, local, s, z, s.shared_intermediate ? tokens : 0, s.shared_intermediate, s.shared_gated);
 
     Queue& q = l.queue;
-    for (u32** tasks : {&q.tasks[OWN_FIRST], &q.tasks[OWN_SECOND]}) local.take(*tasks, batches + 1);
-    for (u32** tasks : {&q.tasks[REST_FIRST], &q.tasks[REST_SECOND]}) local.take(*tasks, batches);
-    local.take(q.tasks[GRADIENT_TASKS], GRADIENTS * batches + 1);
-    for (u32** word : {&q.arrivals, &q.results, &q.most_results, &q.relays}) local.take(*word, 1);
-    local.take(q.plain_end, PLAIN_ITEMS);
-    local.take(q.finals, 1);
-    local.take(q.empty, batches);
+    for (u32** tasks : {&q.tasks[OWN_FIRST], &q.tasks[OWN_SECOND]}) local.allocate(*tasks, batches + 1);
+    for (u32** tasks : {&q.tasks[REST_FIRST], &q.tasks[REST_SECOND]}) local.allocate(*tasks, batches);
+    local.allocate(q.tasks[GRADIENT_TASKS], GRADIENTS * batches + 1);
+    for (u32** word : {&q.arrivals, &q.results, &q.most_results, &q.relays}) local.allocate(*word, 1);
+    local.allocate(q.plain_end, PLAIN_ITEMS);
+    local.allocate(q.finals, 1);
+    local.allocate(q.empty, batches);
 
-    local.take(l.stats, 1);
-    local.take(l.block_stats, s.blocks);
-    local.take(l.spans, MAX_SPANS);
+    local.allocate(l.stats, 1);
+    local.allocate(l.block_stats, s.blocks);
+    local.allocate(l.spans, MAX_SPANS);
 
     Symmetric& y = l.symmetric;
     const u64 world = s.n_world;
-    symmetric.take(y.all_reduce, all_reduce_bytes(s));
-    symmetric.take(y.capacity, s.capacity_factor > 0 ? 2 * world * s.n_experts : 0);
-    symmetric.take(y.losses, gathers_losses(s) ? 2 * world * sums : 0);
+    symmetric.allocate(y.all_reduce, all_reduce_bytes(s));
+    symmetric.allocate(y.capacity, s.capacity_factor > 0 ? 2 * world * s.n_experts : 0);
+    symmetric.allocate(y.losses, gathers_losses(s) ? 2 * world * sums : 0);
     signals = symmetric.used;
-    symmetric.take(y.all_reduce_signal, all_reduce_signal_words(s));
-    symmetric.take(y.capacity_signal, world);
-    symmetric.take(y.losses_signal, world);
-    symmetric.take(y.header_signal, 3 * pes);
-    symmetric.take(y.chunk_signal, pes * s.round_chunks);
-    symmetric.take(y.credit_signal, pes * s.round_chunks);
-    symmetric.take(y.result_signal, pes * z.max_chunks);
-    symmetric.take(y.barrier_signal, 3 * pes);
-    symmetric.take(y.emptied_signal, s.relays ? u64{s.most_members} * pes * s.round_chunks : 0);
-    symmetric.take(y.part_signal, s.relays ? u64{s.most_members} * pes * s.round_chunks : 0);
-    symmetric.take(y.part_credit, s.relays ? pes * s.round_chunks : 0);
-    symmetric.take(y.passes, 2);
+    symmetric.allocate(y.all_reduce_signal, all_reduce_signal_words(s));
+    symmetric.allocate(y.capacity_signal, world);
+    symmetric.allocate(y.losses_signal, world);
+    symmetric.allocate(y.header_signal, 3 * pes);
+    symmetric.allocate(y.chunk_signal, pes * s.round_chunks);
+    symmetric.allocate(y.credit_signal, pes * s.round_chunks);
+    symmetric.allocate(y.result_signal, pes * z.max_chunks);
+    symmetric.allocate(y.barrier_signal, 3 * pes);
+    symmetric.allocate(y.consumed_signal, s.relays ? u64{s.most_members} * pes * s.round_chunks : 0);
+    symmetric.allocate(y.part_signal, s.relays ? u64{s.most_members} * pes * s.round_chunks : 0);
+    symmetric.allocate(y.part_credit, s.relays ? pes * s.round_chunks : 0);
+    symmetric.allocate(y.passes, 2);
     signal_bytes = symmetric.used - signals;
-    symmetric.take(y.header, 3 * pes * z.header_bytes);
-    symmetric.take(y.window, u64{s.relays ? s.windows : s.n_pes - 1} * s.window_chunks * z.chunk_pitch);
-    symmetric.take(y.returns, u64{z.return_chunks} * z.return_pitch);
-    symmetric.take(y.parts, s.relays ? u64{s.most_members - 1} * s.served * PART_PLACES * z.return_pitch : 0);
-    symmetric.take(y.header_stage, s.stage ? 3 * pes * z.header_bytes : 0);
-    symmetric.take(y.chunk_stage, s.stage ? u64{STAGE_WAVES} * s.window_chunks * z.chunk_pitch : 0);
-    symmetric.take(y.result_stage, s.stage ? u64{STAGE_WAVES} * s.window_chunks * z.return_pitch : 0);
+    symmetric.allocate(y.header, 3 * pes * z.header_bytes);
+    symmetric.allocate(y.window, u64{s.relays ? s.windows : s.n_pes - 1} * s.window_chunks * z.chunk_pitch);
+    symmetric.allocate(y.returns, u64{z.return_chunks} * z.return_pitch);
+    symmetric.allocate(y.parts, s.relays ? u64{s.most_members - 1} * s.served * PART_BUFFERS * z.return_pitch : 0);
+    symmetric.allocate(y.header_stage, s.stage ? 3 * pes * z.header_bytes : 0);
+    symmetric.allocate(y.chunk_stage, s.stage ? u64{STAGE_GROUPS} * s.window_chunks * z.chunk_pitch : 0);
+    symmetric.allocate(y.result_stage, s.stage ? u64{STAGE_GROUPS} * s.window_chunks * z.return_pitch : 0);
 }
 
 }  // namespace aristos
 
 extern "C" {
-// The persistent kernels that there are, for the host: row `i` of launch.h's table, null after the last.
+// For the host: row `i` of launch.h's table of persistent kernels, null past the end.
 const aristos::TileLaunch* aristos_tile(aristos::u32 i) { return i < aristos::N_TILES ? aristos::TILES + i : nullptr; }
-// Dynamic shared memory of a block of the persistent kernels that every device runs, bytes.
+// Dynamic shared memory per block of the default Ampere kernels, bytes.
 extern const aristos::u32 aristos_ampere_shared_bytes = aristos::TILES[0].shared_bytes;
 }
 

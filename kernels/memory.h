@@ -1,4 +1,4 @@
-// Where everything of a layer lies: one walk over a shape gives the sizes (with bases of 0) and the addresses.
+// Memory layout of a layer: one walk over the shape computes sizes (with zero bases) or addresses.
 #pragma once
 #include <type_traits>
 
@@ -6,13 +6,14 @@
 
 namespace aristos {
 
-// Hands out addresses from `base` up. Kernels copy by 16 bytes, TMA wants 128, and 256 keeps unrelated words in different lines.
+// Hands out ascending addresses from `base`. Kernels copy 16 bytes, TMA needs 128, and 256 keeps unrelated words in different cache
+// lines.
 struct Bump {
     u64 base;
     u64 used = 0;
 
     template <typename T>
-    void take(T*& pointer, u64 count) {
+    void allocate(T*& pointer, u64 count) {
         pointer = reinterpret_cast<T*>(base + used);
         u64 bytes = 1;
         if constexpr (!std::is_void_v<T>) bytes = sizeof(T);
@@ -20,11 +21,11 @@ struct Bump {
     }
 };
 
-// 0, or the number (from 1) of the invalid field of LayerShape.
+// Returns 0, or the 1-based number of the invalid field of LayerShape.
 int check_shape(const LayerShape& shape);
 Sizes layer_sizes(const LayerShape& shape, bool hopper);
-// Fills the pointers of `layer`, whose shape, tables and sizes are set. `local` and `symmetric` begin at their bases.
-// Local words that must start as zero come first: `zero_bytes` of them. Symmetric ones are `signal_bytes` from byte `signals` on.
+// Sets the pointers of `layer`; its shape, tables and sizes must be set. `local` and `symmetric` begin at their bases. Local memory
+// starts with `zero_bytes` that must be zeroed; in symmetric memory these are `signal_bytes` at offset `signals`.
 void place_layer(Layer& layer, Bump& local, Bump& symmetric, u64& zero_bytes, u64& signals, u64& signal_bytes);
 
 }  // namespace aristos

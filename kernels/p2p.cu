@@ -1,10 +1,9 @@
-// Point-to-point microbenchmarks between two PEs: latency and bandwidth of put, get, put_nbi and put with signal, by the
-// method of NVSHMEM's perftest (block scope for bandwidth, one block for latency, ping-pong for put with signal), but with
-// the time of every iteration kept, so that medians and tails can be reported, not only the mean.
+// Point-to-point microbenchmarks between two PEs: latency and bandwidth of put, get, put_nbi and put with signal. The method is that of
+// NVSHMEM's perftest (block scope for bandwidth, one block for latency, ping-pong for put with signal), but every iteration is timed, so
+// that medians and tails can be reported.
 //
-// A module of its own, for a GPU only: what is measured is NVSHMEM itself, so there is nothing to run on the host.
-// Times are clock cycles of the multiprocessor, which are cheap to read; each kernel also says how many nanoseconds of the global
-// timer and how many cycles its whole loop took, which gives the rate.
+// A separate module for GPUs only, since it measures NVSHMEM itself. Times are SM clock cycles, which are cheap to read; each kernel also
+// reports the nanoseconds of the global timer and the cycles of its whole loop, which give the clock rate.
 #include "platform.h"
 
 namespace {
@@ -16,13 +15,13 @@ enum Op : u32 { PUT = 0, PUT_NBI = 1, GET = 2 };
 enum Scope : u32 { THREAD = 0, WARP = 1, BLOCK = 2 };
 
 struct Loop {
-    char* remote;       // this PE's address of the symmetric place at the peer
-    char* local;        // symmetric too
+    char* remote;       // this PE's address of the peer's symmetric buffer
+    char* local;        // also symmetric
     uint64_t* signal;   // symmetric: put with signal
-    u64* cycles;        // [iterations]: of each iteration, by thread 0 of block 0
-    u64* issue_cycles;  // [iterations]: of each, until the call returned, before quiet
-    u64* total;         // [2]: nanoseconds, cycles of the whole loop after the warm-up
-    u32* arrived;       // [1], zero: the blocks' barrier
+    u64* cycles;        // [iterations]: per iteration, by thread 0 of block 0
+    u64* issue_cycles;  // [iterations]: until the call returned, before quiet
+    u64* total;         // [2]: nanoseconds and cycles of the loop after the warm-up
+    u32* arrived;       // [1], zero: grid barrier
     u64 bytes;
     u32 iterations, warmup;
     u32 op, scope;
@@ -35,7 +34,7 @@ __device__ u64 global_ns() {
     return t;
 }
 
-// All threads of the scope's group call this; `bytes` by the whole group.
+// Called by all threads of the scope's group, which transfers `bytes` together.
 __device__ void transfer(const Loop& l, char* remote, char* local, u64 bytes) {
     if (l.scope == BLOCK) {
         if (l.op == PUT) nvshmemx_putmem_block(remote, local, bytes, l.peer);
@@ -56,7 +55,7 @@ __device__ bool in_group(u32 scope) { return scope == BLOCK || (scope == WARP &&
 
 }  // namespace
 
-// One block; each iteration is the transfer and, for puts, quiet: at its end the bytes are at the peer.
+// One block. An iteration is the transfer and, for puts, a quiet, after which the bytes are at the peer.
 extern "C" __global__ void __launch_bounds__(1024, 1) p2p_latency(Loop l) {
     u64 start_ns = 0, start = 0;
     for (u32 i = 0; i < l.iterations + l.warmup; ++i) {
@@ -73,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) p2p_latency(Loop l) {
     if (threadIdx.x == 0) l.total[0] = global_ns() - start_ns, l.total[1] = clock64() - start;
 }
 
-// Many blocks, each its own part of the bytes; a barrier of all blocks after each iteration, quiet at the end of each.
+// Many blocks, each with its own part of the bytes. Every iteration ends with a quiet and a barrier of all blocks.
 extern "C" __global__ void __launch_bounds__(1024, 1) p2p_bandwidth(Loop l) {
     const u64 part = (l.bytes / gridDim.x) & ~u64(15);
     const u64 from = part * blockIdx.x;
@@ -98,24 +97,24 @@ extern "C" __global__ void __launch_bounds__(1024, 1) p2p_bandwidth(Loop l) {
     if (blockIdx.x == 0 && threadIdx.x == 0) l.total[0] = global_ns() - start_ns, l.total[1] = clock64() - start;
 }
 
-// Two PEs, one block each: PE 0 puts with a signal, PE 1 waits and puts back. An iteration is the whole round trip.
+// Two PEs, one block each: PE 0 puts with a signal, PE 1 waits and puts back. An iteration is the round trip.
 extern "C" __global__ void __launch_bounds__(1024, 1) p2p_ping_pong(Loop l) {
     u64 start_ns = 0, start = 0;
     for (u32 i = 0; i < l.iterations + l.warmup; ++i) {
         if (i == l.warmup) start_ns = global_ns(), start = clock64();
         const u64 t0 = clock64();
-        const uint64_t turn = i + 1;
+        const uint64_t value = i + 1;
         if (l.me != 0) {
-            if (threadIdx.x == 0) nvshmem_uint64_wait_until(l.signal, NVSHMEM_CMP_GE, turn);
+            if (threadIdx.x == 0) nvshmem_uint64_wait_until(l.signal, NVSHMEM_CMP_GE, value);
             __syncthreads();
         }
-        if (l.scope == BLOCK) nvshmemx_putmem_signal_block(l.remote, l.local, l.bytes, l.signal, turn, NVSHMEM_SIGNAL_SET, l.peer);
+        if (l.scope == BLOCK) nvshmemx_putmem_signal_block(l.remote, l.local, l.bytes, l.signal, value, NVSHMEM_SIGNAL_SET, l.peer);
         if (l.scope == WARP && threadIdx.x < 32)
-            nvshmemx_putmem_signal_warp(l.remote, l.local, l.bytes, l.signal, turn, NVSHMEM_SIGNAL_SET, l.peer);
+            nvshmemx_putmem_signal_warp(l.remote, l.local, l.bytes, l.signal, value, NVSHMEM_SIGNAL_SET, l.peer);
         if (l.scope == THREAD && threadIdx.x == 0)
-            nvshmem_putmem_signal(l.remote, l.local, l.bytes, l.signal, turn, NVSHMEM_SIGNAL_SET, l.peer);
+            nvshmem_putmem_signal(l.remote, l.local, l.bytes, l.signal, value, NVSHMEM_SIGNAL_SET, l.peer);
         if (l.me == 0) {
-            if (threadIdx.x == 0) nvshmem_uint64_wait_until(l.signal, NVSHMEM_CMP_GE, turn);
+            if (threadIdx.x == 0) nvshmem_uint64_wait_until(l.signal, NVSHMEM_CMP_GE, value);
             __syncthreads();
         }
         if (threadIdx.x == 0 && i >= l.warmup) l.cycles[i - l.warmup] = clock64() - t0;

@@ -1,4 +1,4 @@
-// Sizes and field offsets of params.h as this compiler lays them out, for the test of its mirror in Rust.
+// Sizes and field offsets of params.h from the C++ compiler, for the test of its mirror in Rust.
 #include <cstddef>
 
 #include "params.h"
@@ -34,7 +34,7 @@ extern const u64 aristos_params_layout[] = {
     F(Tables, router), F(Tables, router_f32), F(Tables, router_bias), F(Tables, shared_gate), F(Tables, first_place),
     F(Tables, place_pe), F(Tables, first_holder), F(Tables, holder_place), F(Tables, holder_until), F(Tables, weights), F(Tables, gradients), F(Tables, grad_router),
     F(Tables, grad_shared_gate), F(Tables, sum_units), F(Tables, sum_holders), F(Tables, peer),
-    F(Tables, world), F(Tables, world_peer), F(Tables, far), F(Tables, far_back), F(Tables, relay), F(Tables, tensor_maps),
+    F(Tables, world), F(Tables, world_peer), F(Tables, inter_node), F(Tables, inter_node_returns), F(Tables, relay), F(Tables, tensor_maps),
     sizeof(Pass),
     F(Pass, pass), F(Pass, forward), F(Pass, tokens), F(Pass, trace), F(Pass, x), F(Pass, grad_output),
     F(Pass, output), F(Pass, ids), F(Pass, weights), F(Pass, grad_weights),

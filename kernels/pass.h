@@ -1,4 +1,4 @@
-// A pass of a persistent kernel: its steps, and how a block goes through one.
+// A pass of a persistent kernel: its steps, and the path of a block through one step.
 #pragma once
 #include "tasks.h"
 #include <new>
@@ -40,37 +40,38 @@ template <class T> DEVICE bool run_item(Block& b, const Item& item) {
     }
 }
 
-// One thread: the next item; ITEM_TASKS where all others must wait, and where tasks are among them.
+// One thread. The next item; ITEM_TASKS if tasks are allowed and no other item is ready.
 OUTLINE void next_item(Block& b) {
     enter_now(b.l, b.pass, b.state, PHASE_WAITING);
-    b.state.patience = {};
+    b.state.watchdog = {};
     while (!find_item(b, b.items)) {
-        if (has(b.items, ITEM_TASKS)) return (void)give(b, ITEM_TASKS, 0);  // where the rest is looked for
-        if (find_rest(b)) return;
-        if (all_taken(b, b.items) || !wait_for_item(b, b.items)) return (void)give(b, ITEM_NONE, 0);
+        if (has(b.items, ITEM_TASKS)) return (void)set_item(b, ITEM_TASKS, 0);  // the task loop looks for background items
+        if (find_background_item(b)) return;
+        if (all_claimed(b, b.items) || !wait_for_item(b, b.items)) return (void)set_item(b, ITEM_NONE, 0);
     }
 }
 
 template <class Path> DEVICE void next_item(Block& b) {
-    if constexpr (Path::PAIR) {
-        if (has(b.items, ITEM_TASKS) && Path::Pair::is_second()) return Path::Pair::next_item(b);
+    if constexpr (Path::CTA_PAIR) {
+        if (has(b.items, ITEM_TASKS) && Path::CtaPair::is_second()) return Path::CtaPair::next_item(b);
     }
     next_item(b);
 }
 
-// All threads. Of a pair of blocks (pair.h): whether both are `ok`, so that both go on or neither does.
-template <class Path> DEVICE bool together(Block& b, bool ok) {
-    if constexpr (Path::PAIR) return Path::Pair::agree(b, ok);
+// All threads. In a CTA pair (cta_pair.h): whether `ok` holds in both blocks, so that both continue or neither does.
+template <class Path> DEVICE bool agree_across_pair(Block& b, bool ok) {
+    if constexpr (Path::CTA_PAIR) return Path::CtaPair::agree(b, ok);
     return ok;
 }
 
-// Whether a block that fails goes on: of a pair the other would wait for it at the next task, where both leave, as the PE aborts.
-template <class Path> DEVICE bool leaves_with_tasks(const Block& b) {
-    if constexpr (Path::PAIR) return has(b.items, ITEM_TASKS) && !(ARISTOS_PLANTED(FAILS_ALONE) && Path::Pair::is_second());
+// Whether a block that fails continues until its CTA pair leaves the task loop: the other block would wait for it at the next task, where
+// both leave because the PE aborts.
+template <class Path> DEVICE bool keeps_running_after_error(const Block& b) {
+    if constexpr (Path::CTA_PAIR) return has(b.items, ITEM_TASKS) && !(ARISTOS_FAULT(CTA_FAILS_ALONE) && Path::CtaPair::is_second());
     return false;
 }
 
-// All threads: items of `set`, until none is left to take.
+// All threads. Runs items of `set` until none is left to claim.
 template <class Path> DEVICE bool run_items(Block& b, u32 set) {
     dev::sync_block();
     if (dev::thread() == 0) b.items = set;
@@ -80,30 +81,30 @@ template <class Path> DEVICE bool run_items(Block& b, u32 set) {
         dev::sync_block();
         Item item = b.state.item;
         if (item.kind == ITEM_TASKS) {
-            dev::sync_block();  // before another item is there
+            dev::sync_block();  // before the next item is written
             if (dev::thread() == 0) b.phase = PHASE_EXPERT;
             Path::run(b);
             dev::sync_block();
             item = b.state.item;
-            if constexpr (Path::PAIR) {
-                if (item.kind == ITEM_TASKS) continue;  // the first block has another
+            if constexpr (Path::CTA_PAIR) {
+                if (item.kind == ITEM_TASKS) continue;  // the first block has found an item
             }
         }
         if (item.kind == ITEM_NONE) return !dev::sync_block_or(dev::thread() == 0 && aborted(b.l));
-        if (!run_item<typename Path::Element>(b, item) && !leaves_with_tasks<Path>(b)) return false;
+        if (!run_item<typename Path::Element>(b, item) && !keeps_running_after_error<Path>(b)) return false;
     }
 }
 
-// The set of the next step: nobody uses it before the barrier or the end of the kernel.
+// Clears the counters of the next step, which no block uses before the barrier or the end of the kernel.
 DEVICE void clear_next_counters(Block& b) {
     u32* words = b.l.counters_begin[b.set ^ 1];
     for (u32 i = dev::block() * dev::threads() + dev::thread(); i < b.l.counters_words; i += dev::blocks() * dev::threads())
         words[i] = 0;
 }
 
-// How a block goes through a step: everything at once, and then the final sums, or, in the bulk-synchronous baseline, dispatch, the products and the
-// results one after another, each finished everywhere before the next begins. Dispatch there is all its kinds at once, as a place in a window
-// that is used again is free only once its chunk has been copied.
+// Actions of a step. Normally: all items, then the final sums. In bulk mode: dispatch, GEMMs and results, each finished on all PEs before
+// the next begins. Dispatch includes sends and arrivals together, because a chunk buffer is free for reuse only once its chunk has been
+// copied.
 constexpr u32 PE_BARRIER = 1u << 16, BARRIER_NUMBER = 17;
 DEVICE u32 step_action(const Layer& l, u32 number) {
     const u32 dispatch = items(ITEM_OWN, ITEM_SEND, ITEM_LAYOUT, ITEM_ARRIVE, ITEM_SHARED) | (l.shape.relays ? items(ITEM_RELAY) : 0);
@@ -132,30 +133,30 @@ template <class Path> DEVICE bool run_step(Block& b) {
         u32 action = step_action(b.l, b.actions);
         if (action == 0) return true;
         dev::sync_block();
-        if (dev::thread() == 0) b.actions++;  // every action has a barrier, so that this is seen after it
+        if (dev::thread() == 0) b.actions++;  // seen after the action's barrier
         bool ok;
         if (action & PE_BARRIER) ok = pe_barrier(b.l, b.pass, action >> BARRIER_NUMBER, stamp_step(b.step.round, b.step.mode, true));
         else ok = run_items<Path>(b, action | (has(action, ITEM_PLAIN) && sums_gradients(b) ? items(ITEM_SUM) : 0));
-        if (!together<Path>(b, ok)) return false;
+        if (!agree_across_pair<Path>(b, ok)) return false;
     }
 }
 
 // ---- Steps.
 
-// Does any destination of round `round`, or this PE, need recomputation? All threads.
+// All threads. Whether this PE, or a destination of round `round`, needs recomputation.
 DEVICE bool recomputes(const Block& b, u32 round) {
     const Received& in = b.l.received;
-    if (b.l.shape.bulk) return *in.world_rounds > 1;  // all PEs pass the same barriers
+    if (b.l.shape.bulk) return *in.world_rounds > 1;  // all PEs take part in the same barriers
     bool any = *in.overflow;
     for (u32 pe = dev::thread(); pe < b.l.shape.n_pes && !any; pe += dev::threads())
         any = b.l.plan.dest[pe].rounds > round && in.peer_overflow[pe];
     return dev::sync_block_or(any);
 }
 
-// Sets up the step; all threads.
+// All threads. Sets up the step.
 DEVICE void begin_step(Block& b, u32 round, u32 mode) {
     const Layer& l = b.l;
-    // The first step of a forward pass receives from everyone, and so learns whether anyone overflows.
+    // The first step of a forward pass receives from all PEs, and so learns who overflows.
     bool overflow = (mode != MODE_FORWARD || round > 0) && *l.received.overflow;
     bool receives = mode == MODE_RECOMPUTE ? overflow : round == 0 || overflow;
     bool with_shared = mode != MODE_RECOMPUTE && round == 0 && has_shared(l, b.pass);
@@ -170,8 +171,8 @@ DEVICE void begin_step(Block& b, u32 round, u32 mode) {
         b.state.served = 0;
         b.state.channel = dev::block() % reduce_shape(l.shape).channels;
         for (u32& entry : b.state.entry) entry = 0;
-        for (u32& taken : b.state.taken) taken = NONE;
-        b.state.taken_results = NONE;
+        for (u32& held : b.state.held_tasks) held = NONE;
+        b.state.held_results = NONE;
         b.state.known = 0;
     }
     dev::sync_block();
@@ -184,20 +185,20 @@ DEVICE void begin_round(Block& b, u32 round, bool backward) {
 template <class Path> DEVICE void run_steps(Block& b) {
     begin_round(b, 0, Path::BACKWARD);
     while (run_step<Path>(b)) {
-        bool again = b.step.mode == MODE_RECOMPUTE;  // the gradients of the same round
-        // Forward knows the number of rounds only once its first step is over.
+        bool again = b.step.mode == MODE_RECOMPUTE;  // then the gradients of the same round
+        // In forward the number of rounds is known only after the first step.
         if (!again && b.step.round + 1 >= pass_rounds(b.l)) return;
-        if (!together<Path>(b, grid_barrier(b.l))) return;
+        if (!agree_across_pair<Path>(b, grid_barrier(b.l))) return;
         if (b.l.shape.stage) {
             if (dev::block() == 0 && dev::thread() == 0) end_stages(b.l);
-            if (!together<Path>(b, grid_barrier(b.l))) return;
+            if (!agree_across_pair<Path>(b, grid_barrier(b.l))) return;
         }
         if (again) begin_step(b, b.step.round, MODE_GRADIENT);
         else begin_round(b, b.step.round + 1, Path::BACKWARD);
     }
 }
 
-// All blocks of the kernel end here, after an error too; the last one adds up what they counted.
+// Exit of all blocks, also after an error; the last one sums the statistics.
 OUTLINE void leave(Block& b, bool backward) {
     const Layer& l = b.l;
     constexpr u32 WORDS = sizeof(PassStats) / sizeof(u64);
@@ -214,7 +215,7 @@ OUTLINE void leave(Block& b, bool backward) {
     if (!dev::sync_block_or(last)) return;
     u64* to = reinterpret_cast<u64*>(l.stats);
     for (u32 i = dev::thread(); i < WORDS; i += dev::threads()) {
-        // Forward's begin with what routing counted; this is the first kernel of a backward.
+        // A forward pass adds to the counts of routing; in backward this is the first kernel.
         u64 sum = backward ? 0 : to[i];
         for (u32 block = 0; block < dev::blocks(); block++)
             sum += reinterpret_cast<const u64*>(&l.block_stats[block].stats)[i];
@@ -238,15 +239,15 @@ template <class Path> DEVICE void run_pass(const Layer& l, const Pass& given) {
         for (u32 i = 0; i < PHASES; i++) state.phase_ns[i] = 0;
         state.stats = {};
         state.phase = PHASE_IDLE;
-        state.follows = 0;
+        state.is_second_cta = 0;
         state.since = dev::nanoseconds();
         new (&b) Block{l, numbered(l, given, Path::BACKWARD), state, dev::shared(), l.control->steps};
-        if constexpr (Path::PAIR) Path::Pair::begin(b);
+        if constexpr (Path::CTA_PAIR) Path::CtaPair::begin(b);
     }
     dev::sync_block();
-    if (together<Path>(b, !dev::sync_block_or(aborted(l)))) run_steps<Path>(b);
+    if (agree_across_pair<Path>(b, !dev::sync_block_or(aborted(l)))) run_steps<Path>(b);
     leave(b, Path::BACKWARD);
-    if constexpr (Path::PAIR) Path::Pair::end(b);
+    if constexpr (Path::CTA_PAIR) Path::CtaPair::end(b);
 }
 
 }  // namespace aristos

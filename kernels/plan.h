@@ -1,36 +1,37 @@
-// aristos_plan: derives from the chosen experts what goes where: the capacity limit, each PE's rows, slots, ranks, chunks and rounds.
-// The meaning is that of `routes` (src/moe/cpu/router.rs) and `apply_capacity` (src/moe/cpu/layer.rs).
+// aristos_plan: computes from the chosen experts the capacity limit and each destination's rows, slots, ranks, chunks and rounds. The
+// results are those of `routes` (src/moe/cpu/router.rs) and `apply_capacity` (src/moe/cpu/layer.rs).
 //
-// Rows to a PE are in the order of (first of their experts there, token), results of a round in that of (last of these experts, row), as in
-// src/moe/cpu/engine. Tokens are cut into segments of PLAN_TOKENS, one thread per token, and the rows of a PE's round into segments of as many.
-// Places follow from counts of the segments before, so they are in these orders whichever block comes first:
-//   count    pairs of each expert in each segment, and each pair's rank in its segment: where someone asks
-//   limit    with a capacity factor: PEs of the world exchange their counts; what is kept
-//   places   of each pair that is carried out the expert on a PE that computes it: where an expert has replicas, by the pair's rank
-//   heads    of each place in each segment: rows that it is the first expert of, and their slots
-//   rows     every row to its place; one round where the windows hold everything, else chunks are cut into rounds
-//   slots    every slot to its place; of each local expert in each segment of rows: slots, and rows that it is the last expert of
-//   order    each slot's rank, each row's number in the order of return
+// Rows to a PE are ordered by (first of their experts there, token), results of a round by (last of these experts, row), as in
+// src/moe/cpu/engine. Tokens are divided into segments of PLAN_TOKENS, one thread per token, and the rows of a PE's round into segments
+// of the same size. Positions follow from the counts of earlier segments, so they do not depend on the order of blocks. A pair is a
+// (token, expert) choice.
+//   count    pairs of each expert in each segment, and each pair's rank in its segment, where needed
+//   limit    with a capacity factor: PEs of the world exchange their counts to find the pairs that are kept
+//   assign   each kept pair's physical expert; with replicas, by the pair's rank
+//   heads    per physical expert and segment: the rows whose first expert it is, and their slots
+//   rows     position of every row; one round if the windows hold everything, otherwise chunks are divided into rounds
+//   slots    position of every slot; per local expert and row segment: slots, and the rows whose last expert it is
+//   order    each slot's rank, each row's number in return order
 #pragma once
 #include "route_math.h"
 #include "world.h"
 
 namespace aristos {
 
-// The kernel's state: shared memory, scratch, and what of the arguments is used everywhere.
+// The kernel's state: shared memory, scratch memory, and frequently used arguments.
 struct Planner {
     const Layer& layer;
     const LayerShape& s;
     u32 tokens, segments;
     u32 *work;                      // masks of tokens or rows, or sums by local expert
-    const u32* first_place;         // [n_pes + 1]: places of the PEs before
-    u32 *first_row;                 // [n_pes]: rows of the PEs before
-    u32 *rows, *slots;              // [n_pes]: of all segments
-    u32 *slot_base, *chunk_base;    // [n_pes]: of the PEs before
-    u32 *experts_before;            // [held]: by expert, pairs of the segments before this one; later by place, rows before
-    u32 *allowed;                   // [held]: by expert, pairs of this PE that are carried out; later by place, slots before
-    u32 *total;                     // [2]: pairs of all PEs, in two words of 20 bits and the rest; [8]: sums of warps
-    u32 *histogram, *heads, *pair_place, *pair_slots, *pair_before, *row_slots, *tails, *chunk_slots;
+    const u32* first_place;         // [n_pes + 1]: first physical expert of each PE
+    u32 *first_row;                 // [n_pes]: rows of lower PEs
+    u32 *rows, *slots;              // [n_pes]: over all segments
+    u32 *slot_base, *chunk_base;    // [n_pes]: of lower PEs
+    u32 *experts_before;            // [held]: by expert, pairs of earlier segments; later by physical expert, rows of lower ones
+    u32 *allowed;                   // [held]: by expert, pairs of this PE that are kept; later by physical expert, slots of lower ones
+    u32 *total;                     // [2]: pairs of all PEs, the low 20 bits and the rest; [8]: sums of warps
+    u32 *histogram, *heads, *pair_physical, *pair_slots, *pair_before, *row_slots, *tails, *chunk_slots;
     u64 *barrier;
 
     DEVICE Planner(const Layer& l, const Pass& pass) : layer(l), s(l.shape), tokens(pass.tokens) {
@@ -50,7 +51,7 @@ struct Planner {
         auto words = [&](u64 offset) { return reinterpret_cast<u32*>(scratch + offset); };
         histogram = words(at.histogram);
         heads = words(at.heads);
-        pair_place = words(at.pair_place);
+        pair_physical = words(at.pair_physical);
         pair_slots = words(at.pair_slots);
         pair_before = words(at.pair_before);
         row_slots = words(at.row_slots);
@@ -61,13 +62,13 @@ struct Planner {
     DEVICE bool limited() const { return s.capacity_factor > 0.0; }
     // Whether ranks among all of this PE's pairs of an expert are needed.
     DEVICE bool ranked() const { return limited() || has_replicas(s); }
-    // The PE that carries out a choice; NONE where it is not carried out.
-    DEVICE u32 pe_of(u64 pair) const { return pair_place[pair] == NONE ? NONE : layer.tables.place_pe[pair_place[pair]]; }
+    // The PE that computes a pair, or NONE if it is dropped.
+    DEVICE u32 pe_of(u64 pair) const { return pair_physical[pair] == NONE ? NONE : layer.tables.place_pe[pair_physical[pair]]; }
     DEVICE u32 grid_thread() const { return dev::block() * PLAN_TOKENS + dev::thread(); }
     DEVICE u32 grid_threads() const { return dev::blocks() * PLAN_TOKENS; }
 };
 
-// All blocks meet. False: aborted.
+// Barrier of all blocks. False if aborted.
 DEVICE bool plan_barrier(const Planner& p) {
     dev::sync_block();
     bool ok = true;
@@ -85,7 +86,7 @@ DEVICE bool plan_barrier(const Planner& p) {
     return !dev::sync_block_or(!ok);
 }
 
-// ---- Masks: a bit for each token or row of a segment, in the mask of each of some experts.
+// ---- Masks: one bit per token or row of a segment, one mask per expert.
 DEVICE void clear_masks(const Planner& p, u32 n) {
     for (u32 i = dev::thread(); i < n * PLAN_MASK_STRIDE; i += PLAN_TOKENS) p.work[i] = 0;
     dev::sync_block();
@@ -93,7 +94,7 @@ DEVICE void clear_masks(const Planner& p, u32 n) {
 DEVICE void mark(const Planner& p, u32 e) {
     dev::shared_add(&p.work[e * PLAN_MASK_STRIDE + dev::thread() / 32], 1u << dev::thread() % 32);
 }
-// The bits of word `w` that are below this thread's.
+// The bits of word `w` below this thread's.
 DEVICE u32 below(const Planner& p, u32 e, u32 w) {
     const u32 bits = p.work[e * PLAN_MASK_STRIDE + w], mine = dev::thread() / 32;
     return w < mine ? bits : w == mine ? bits & ((1u << dev::thread() % 32) - 1) : 0;
@@ -108,17 +109,17 @@ DEVICE u32 count_all(const Planner& p, u32 e) {
     for (u32 w = 0; w < PLAN_TOKENS / 32; w++) count += count_bits(p.work[e * PLAN_MASK_STRIDE + w]);
     return count;
 }
-// The sum of `value(i)` over the bits below this thread's.
+// The sum of `value(i)` over the set bits below this thread's.
 template <class Value> DEVICE u32 sum_below(const Planner& p, u32 e, Value value) {
     u32 sum = 0;
     for (u32 w = 0; w <= dev::thread() / 32; w++)
         for (u32 bits = below(p, e, w); bits; bits &= bits - 1) sum += value(w * 32 + count_bits((bits & (0 - bits)) - 1));
     return sum;
 }
-// Whether this thread's bit is the last.
+// Whether this thread's bit is the last one set.
 DEVICE bool is_last(const Planner& p, u32 e) { return count_below(p, e) + 1 == count_all(p, e); }
 
-// All threads: exclusive prefix sums in place; the total.
+// All threads: in-place exclusive prefix sums; returns the total.
 DEVICE u32 scan_words(const Planner& p, u32* words, u32 n) {
     u32* sums = p.total + 2;
     u32 total = 0;
@@ -152,26 +153,26 @@ DEVICE void count_experts(const Planner& p, u32 segment) {
     const u32 token = segment * PLAN_TOKENS + dev::thread();
     const u32* chosen = p.layer.routing.chosen + u64(token) * k;
     for (u32 e0 = 0; e0 < experts; e0 += PLAN_EXPERTS) {
-        const u32 n = least(experts - e0, PLAN_EXPERTS);
+        const u32 n = min_of(experts - e0, PLAN_EXPERTS);
         clear_masks(p, n);
         for (u32 j = 0; j < k && token < p.tokens; j++)
             if (chosen[j] - e0 < n) mark(p, chosen[j] - e0);
         dev::sync_block();
         for (u32 j = 0; j < k && token < p.tokens; j++) {
-            if (chosen[j] == NONE) p.pair_place[u64(token) * k + j] = NONE;
-            if (chosen[j] - e0 < n) p.pair_place[u64(token) * k + j] = count_below(p, chosen[j] - e0);
+            if (chosen[j] == NONE) p.pair_physical[u64(token) * k + j] = NONE;
+            if (chosen[j] - e0 < n) p.pair_physical[u64(token) * k + j] = count_below(p, chosen[j] - e0);
         }
         for (u32 e = dev::thread(); e < n; e += PLAN_TOKENS) p.histogram[u64(segment) * experts + e0 + e] = count_all(p, e);
         dev::sync_block();
     }
 }
 
-// The rows that each place is the first of, in a segment, and their slots, as slots << 16 | rows. Of each pair: the slots of the row that it is
-// the first of, or 0; and the same counts of the tokens before it.
+// Per physical expert: the rows of a segment whose first expert it is, and their slots, as slots << 16 | rows. Per pair: the slots of the
+// row that it begins, or 0; and the same counts over the earlier tokens.
 DEVICE void count_heads(const Planner& p, u32 segment) {
     const u32 held = p.s.held, k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     const u64 pairs = u64(token) * k;
-    const u32* place = p.pair_place;
+    const u32* physical = p.pair_physical;
     for (u32 j = 0; j < k && token < p.tokens; j++) {
         u32 slots = 0;
         const u32 d = p.pe_of(pairs + j);
@@ -180,24 +181,24 @@ DEVICE void count_heads(const Planner& p, u32 segment) {
             for (u32 i = 0; i < k; i++) {
                 if (p.pe_of(pairs + i) != d) continue;
                 slots++;
-                first = first && place[pairs + i] >= place[pairs + j];
+                first = first && physical[pairs + i] >= physical[pairs + j];
             }
             if (!first) slots = 0;
         }
         p.pair_slots[pairs + j] = slots;
     }
     for (u32 e0 = 0; e0 < held; e0 += PLAN_EXPERTS) {
-        const u32 n = least(held - e0, PLAN_EXPERTS);
+        const u32 n = min_of(held - e0, PLAN_EXPERTS);
         clear_masks(p, n);
         for (u32 j = 0; j < k && token < p.tokens; j++)
-            if (p.pair_slots[pairs + j] && place[pairs + j] - e0 < n) mark(p, place[pairs + j] - e0);
+            if (p.pair_slots[pairs + j] && physical[pairs + j] - e0 < n) mark(p, physical[pairs + j] - e0);
         dev::sync_block();
         for (u32 j = 0; j < k && token < p.tokens; j++) {
-            const u32 e = place[pairs + j], slots = p.pair_slots[pairs + j];
+            const u32 e = physical[pairs + j], slots = p.pair_slots[pairs + j];
             if (slots == 0 || e - e0 >= n) continue;
             const u32 before = sum_below(p, e - e0, [&](u32 other) {
                 u64 pair = u64(segment * PLAN_TOKENS + other) * k;
-                while (place[pair] != e) pair++;
+                while (physical[pair] != e) pair++;
                 return p.pair_slots[pair];
             });
             const u32 rank = count_below(p, e - e0);
@@ -210,7 +211,7 @@ DEVICE void count_heads(const Planner& p, u32 segment) {
     }
 }
 
-// Pairs of each expert in the segments before this one.
+// Pairs of each expert in earlier segments.
 DEVICE void sum_experts(const Planner& p, u32 segment, u32* sums) {
     for (u32 e = dev::thread(); e < p.s.n_experts; e += PLAN_TOKENS) {
         u32 sum = 0;
@@ -220,8 +221,8 @@ DEVICE void sum_experts(const Planner& p, u32 segment, u32* sums) {
     dev::sync_block();
 }
 
-// How many pairs of each expert this PE keeps, of those that it has: at most capacity(e) less those of the PEs before. False: a PE's counts did
-// not come, or are invalid.
+// Number of pairs of each expert that this PE keeps: at most capacity(e) less those of lower PEs. False if a PE's counts did not arrive
+// or are invalid.
 DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     const u32 experts = p.s.n_experts, me = p.s.world_pe, n = p.s.n_world;
     const Gathered counts{reinterpret_cast<u8*>(p.layer.symmetric.capacity), p.layer.symmetric.capacity_signal, experts * 4, WHAT_CAPACITY};
@@ -244,7 +245,7 @@ DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
             if (pe < me) before += count;
             pairs += count;
         }
-        p.experts_before[e] = before;  // of the PEs before, for now
+        p.experts_before[e] = before;  // of lower PEs, temporarily
     }
     dev::shared_add(&p.total[0], u32(pairs & 0xfffff));
     dev::shared_add(&p.total[1], u32(pairs >> 20));
@@ -252,16 +253,16 @@ DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     const u64 all_tokens = ((u64(p.total[1]) << 20) + p.total[0]) / p.s.top_k;
     const double capacity = ceil(p.s.capacity_factor * double(p.s.top_k) * double(all_tokens) / double(experts));
     for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
-        // Capped at what a word holds, which no count of pairs exceeds.
+        // Clamped to u32, which no count of pairs exceeds.
         const u32 limit = capacity < 4294967295.0 ? u32(capacity) : ~0u, before = p.experts_before[e];
-        p.allowed[e] = least(p.allowed[e], limit > before ? limit - before : 0);
+        p.allowed[e] = min_of(p.allowed[e], limit > before ? limit - before : 0);
     }
     dev::sync_block();
     return true;
 }
 
-// The place of a pair with rank `rank` among this PE's `pairs` with the expert (`Deal::next`, src/moe/spec/placement.rs).
-DEVICE u32 deal(const Planner& p, u32 e, u32 rank, u32 pairs) {
+// The physical expert of the pair with rank `rank` among this PE's `pairs` with the expert (as in src/moe/spec/placement.rs).
+DEVICE u32 assign_holder(const Planner& p, u32 e, u32 rank, u32 pairs) {
     constexpr u32 GOLDEN = 0x9E3779B9u;
     const u64 offset = u32((p.s.my_pe + e) * GOLDEN);
     u32 at = p.layer.tables.first_holder[e], last = p.layer.tables.first_holder[e + 1] - 1;
@@ -269,35 +270,35 @@ DEVICE u32 deal(const Planner& p, u32 e, u32 rank, u32 pairs) {
     return p.layer.tables.holder_place[at];
 }
 
-// The place of each pair of a segment; NONE of those beyond the limit, and of choices without an expert.
-DEVICE void place_pairs(const Planner& p, u32 segment) {
+// The physical expert of each pair of a segment; NONE for pairs beyond the limit and for choices without an expert.
+DEVICE void assign_pairs(const Planner& p, u32 segment) {
     const u32 k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     if (p.ranked()) sum_experts(p, segment, p.experts_before);
     for (u32 j = 0; j < k && token < p.tokens; j++) {
         const u64 pair = u64(token) * k + j;
         const u32 e = p.layer.routing.chosen[pair];
-        u32 place = NONE;
+        u32 physical = NONE;
         if (e != NONE && !p.ranked()) {
-            place = p.layer.tables.holder_place[p.layer.tables.first_holder[e]];
+            physical = p.layer.tables.holder_place[p.layer.tables.first_holder[e]];
         } else if (e != NONE) {
-            const u32 rank = p.experts_before[e] + p.pair_place[pair];
-            if (rank < p.allowed[e]) place = deal(p, e, rank, p.allowed[e]);
+            const u32 rank = p.experts_before[e] + p.pair_physical[pair];
+            if (rank < p.allowed[e]) physical = assign_holder(p, e, rank, p.allowed[e]);
         }
-        p.pair_place[pair] = place;
+        p.pair_physical[pair] = physical;
     }
     dev::sync_block();
 }
 
-// Rows and slots of each PE over all segments, and where they begin; rows and slots before those of each place as the first.
+// Rows and slots of each PE over all segments and where they begin; per physical expert, the rows and slots before the first it begins.
 DEVICE void sum_heads(const Planner& p) {
     const u32 n = p.s.n_pes, held = p.s.held;
-    for (u32 place = dev::thread(); place < held; place += PLAN_TOKENS) {
+    for (u32 physical = dev::thread(); physical < held; physical += PLAN_TOKENS) {
         u32 rows = 0, slots = 0;
         for (u32 i = 0; i < p.segments; i++) {
-            const u32 both = p.heads[u64(i) * held + place];
+            const u32 both = p.heads[u64(i) * held + physical];
             rows += both & 0xffff, slots += both >> 16;
         }
-        p.experts_before[place] = rows, p.allowed[place] = slots;
+        p.experts_before[physical] = rows, p.allowed[physical] = slots;
     }
     const u32 all_rows = scan_words(p, p.experts_before, held), all_slots = scan_words(p, p.allowed, held);
     for (u32 d = dev::thread(); d < n; d += PLAN_TOKENS) {
@@ -311,7 +312,7 @@ DEVICE void sum_heads(const Planner& p) {
     scan_words(p, p.chunk_base, n);
 }
 
-// Every row of a segment's tokens to its place.
+// Writes every row of a segment's tokens to its position.
 DEVICE void write_rows(const Planner& p, u32 segment) {
     const Plan& plan = p.layer.plan;
     const u32 k = p.s.top_k, max = p.s.max_tokens, token = segment * PLAN_TOKENS + dev::thread();
@@ -319,11 +320,11 @@ DEVICE void write_rows(const Planner& p, u32 segment) {
     for (u32 d = 0; d < p.s.n_pes; d++) plan.token_row[u64(d) * max + token] = NONE;
     for (u64 pair = u64(token) * k; pair < u64(token + 1) * k; pair++) {
         if (p.pair_slots[pair] == 0) continue;
-        const u32 place = p.pair_place[pair], d = p.layer.tables.place_pe[place];
-        u32 row = p.experts_before[place] - p.first_row[d] + (p.pair_before[pair] & 0xffff);
-        u32 slot = p.allowed[place] - p.slot_base[d] + (p.pair_before[pair] >> 16);
+        const u32 physical = p.pair_physical[pair], d = p.layer.tables.place_pe[physical];
+        u32 row = p.experts_before[physical] - p.first_row[d] + (p.pair_before[pair] & 0xffff);
+        u32 slot = p.allowed[physical] - p.slot_base[d] + (p.pair_before[pair] >> 16);
         for (u32 i = 0; i < segment; i++) {
-            const u32 both = p.heads[u64(i) * p.s.held + place];
+            const u32 both = p.heads[u64(i) * p.s.held + physical];
             row += both & 0xffff, slot += both >> 16;
         }
         plan.row_token[u64(d) * max + row] = token;
@@ -332,7 +333,7 @@ DEVICE void write_rows(const Planner& p, u32 segment) {
     }
 }
 
-// By block 0: what is known of each PE before the rounds are made; it stands where one round is enough.
+// Block 0: each destination's plan before rounds are split; it is final if one round suffices.
 DEVICE void write_dests(const Planner& p) {
     const u32 max = p.s.max_tokens;
     for (u32 d = dev::thread(); d < p.s.n_pes; d += PLAN_TOKENS) {
@@ -345,8 +346,8 @@ DEVICE void write_dests(const Planner& p) {
     }
 }
 
-// By a warp: the rounds of a PE. A round takes chunks until its window or its slots are full; one chunk always fits.
-DEVICE void cut_rounds(const Planner& p, u32 d) {
+// One warp: splits a PE's chunks into rounds. A round takes chunks until its window or its slots are full; one chunk always fits.
+DEVICE void split_rounds(const Planner& p, u32 d) {
     DestPlan& dest = p.layer.plan.dest[d];
     const u32 rows = dest.rows, chunks = dest.chunks, chunk_rows = p.s.chunk_rows;
     const u32* row_slot = p.layer.plan.row_slot + u64(d) * (p.s.max_tokens + 1);
@@ -354,12 +355,12 @@ DEVICE void cut_rounds(const Planner& p, u32 d) {
     u32 rounds = 0;
     for (u32 first = 0; first < chunks; rounds++) {
         const u32 first_slot = row_slot[u64(first) * chunk_rows];
-        const u32 last = least(chunks, first + p.s.round_chunks);
+        const u32 last = min_of(chunks, first + p.s.round_chunks);
         u32 end = first + 1;
         for (bool more = true; more && end < last;) {
             const u32 candidate = end + 1 + dev::lane();
             const bool fits = candidate <= last &&
-                              row_slot[least(candidate * chunk_rows, rows)] - first_slot <= p.s.round_slots;
+                              row_slot[min_of(candidate * chunk_rows, rows)] - first_slot <= p.s.round_slots;
             const u32 fitting = count_bits(dev::ballot(fits));
             end += fitting, more = fitting == 32;
         }
@@ -370,20 +371,21 @@ DEVICE void cut_rounds(const Planner& p, u32 d) {
     if (dev::lane() == 0) round_chunk[rounds] = chunks, dest.rounds = rounds;
 }
 
-// With relays: of each chunk for a host, the slots of each of its PEs. By a warp.
+// One warp, with relays: for a chunk to a host, the slots of each of its PEs.
 DEVICE void count_chunk(const Planner& p, u32 d, u32 chunk) {
-    const u32 k = p.s.top_k, split = relay_entry(p.layer, RELAY_SPLIT, d), end = least((chunk + 1) * p.s.chunk_rows, p.rows[d]);
+    const u32 k = p.s.top_k, split = relay_entry(p.layer, RELAY_SPLIT, d), end = min_of((chunk + 1) * p.s.chunk_rows, p.rows[d]);
     u32* counts = p.chunk_slots + (u64(d) * p.layer.sizes.max_chunks + chunk) * p.s.most_members;
     if (dev::lane() < p.s.most_members) counts[dev::lane()] = 0;
     dev::sync_warp();
     for (u32 row = chunk * p.s.chunk_rows + dev::lane(); row < end; row += 32) {
         const u64 pairs = u64(p.layer.plan.row_token[u64(d) * p.s.max_tokens + row]) * k;
         for (u64 pair = pairs; pair < pairs + k; pair++)
-            if (p.pe_of(pair) == d) dev::fetch_add(counts + (p.pair_place[pair] - p.first_place[d]) % split, 1u);
+            if (p.pe_of(pair) == d) dev::fetch_add(counts + (p.pair_physical[pair] - p.first_place[d]) % split, 1u);
     }
 }
-// By a warp, a lane for each PE of a host: the rounds, each as long as its chunks fit the window and no PE has too many slots.
-DEVICE void cut_host_rounds(const Planner& p, u32 d) {
+// One warp, one lane per PE of a host: splits the chunks into rounds, each as long as its chunks fit the window and every PE has room for
+// its slots.
+DEVICE void split_host_rounds(const Planner& p, u32 d) {
     DestPlan& dest = p.layer.plan.dest[d];
     u32* round_chunk = p.layer.plan.round_chunk + u64(d) * (p.layer.sizes.max_chunks + 1);
     const u32* counts = p.chunk_slots + u64(d) * p.layer.sizes.max_chunks * p.s.most_members;
@@ -403,35 +405,35 @@ DEVICE void cut_host_rounds(const Planner& p, u32 d) {
 
 // ---- Rows.
 
-// Rows of one round of one PE: item `number` of all, of which the round's begin at `first_item`.
+// Rows of one round of one PE; segments are numbered over all rounds, the round's own from `first_item`.
 struct RowSegment {
     u32 d, round_row, first, rows;
     u32 number, first_item, end_item;
 };
-// Calls `work` with the segments that are this block's.
+// Calls `work` for the segments of this block.
 template <class Work> DEVICE void each_row_segment(const Planner& p, Work work) {
     u32 item = 0;
     for (u32 d = 0; d < p.s.n_pes; d++) {
         const u32* round_chunk = p.layer.plan.round_chunk + u64(d) * (p.layer.sizes.max_chunks + 1);
         for (u32 round = 0; round < p.layer.plan.dest[d].rounds; round++) {
             const u32 begin = round_chunk[round] * p.s.chunk_rows;
-            const u32 end = least(round_chunk[round + 1] * p.s.chunk_rows, p.rows[d]);
+            const u32 end = min_of(round_chunk[round + 1] * p.s.chunk_rows, p.rows[d]);
             const u32 first_item = item, end_item = item + div_up(end - begin, PLAN_TOKENS);
             for (u32 row = begin; row < end; row += PLAN_TOKENS, item++)
-                if (item % dev::blocks() == dev::block()) work({d, begin, row, least(end - row, PLAN_TOKENS), item, first_item, end_item});
+                if (item % dev::blocks() == dev::block()) work({d, begin, row, min_of(end - row, PLAN_TOKENS), item, first_item, end_item});
         }
     }
 }
 
-// Of a row's slots, which are in the order of experts; the numbers of several PEs' are not (expert_member).
+// A row's slots are in the order of experts; numbers that cover several PEs are not (expert_member).
 DEVICE u32 last_expert(const u32* words, u32 begin, u32 end) {
     u32 last = 0;
     for (u32 i = begin; i < end; i++) last = slot_expert(words[i]) > last ? slot_expert(words[i]) : last;
     return last;
 }
 
-// Every slot of a segment to its place, its rank among those of its expert in the segment; and of each local expert its slots, and the rows
-// that it is the last expert of, as slots << 16 | rows. A row's return number is, so far, the same of the rows before it.
+// Writes every slot of a segment to its position, with its rank among those of its expert in the segment. Per local expert: its slots,
+// and the rows whose last expert it is, as slots << 16 | rows. A row's return number temporarily holds the same counts over earlier rows.
 DEVICE void count_slots(const Planner& p, const RowSegment& g) {
     const Plan& plan = p.layer.plan;
     const u32 k = p.s.top_k, row = g.first + dev::thread();
@@ -442,14 +444,14 @@ DEVICE void count_slots(const Planner& p, const RowSegment& g) {
     u32 at = begin;
     for (u64 pair = pairs; mine && pair < pairs + k; pair++) {
         if (p.pe_of(pair) != g.d) continue;
-        plan.slot_word[at] = (p.pair_place[pair] - p.first_place[g.d]) << RANK_BITS;
+        plan.slot_word[at] = (p.pair_physical[pair] - p.first_place[g.d]) << RANK_BITS;
         plan.slot_weight[at] = p.layer.routing.routing_weights[pair];
         plan.slot_choice[at++] = u32(pair);
     }
     const u32 last = mine ? last_expert(plan.slot_word, begin, end) : 0;
     const u64 counts = u64(g.number) * p.s.max_local;
     for (u32 e0 = 0; e0 < p.s.max_local; e0 += PLAN_EXPERTS) {
-        const u32 n = least(p.s.max_local - e0, PLAN_EXPERTS);
+        const u32 n = min_of(p.s.max_local - e0, PLAN_EXPERTS);
         auto in = [&](u32 e) { return e - e0 < n; };
         clear_masks(p, n);
         for (u32 i = begin; i < end; i++)
@@ -475,7 +477,7 @@ DEVICE void count_slots(const Planner& p, const RowSegment& g) {
     }
 }
 
-// Ranks and return numbers in the round, from those in the segment.
+// Turns ranks and return numbers within segments into those within the round.
 DEVICE void order_rows(const Planner& p, const RowSegment& g) {
     const Plan& plan = p.layer.plan;
     const u32 experts = p.s.max_local, row = g.first + dev::thread();
@@ -496,19 +498,19 @@ DEVICE void order_rows(const Planner& p, const RowSegment& g) {
         for (u32 i = base + starts[row]; i < end; i++) plan.slot_word[i] += before[slot_expert(plan.slot_word[i])];
         const u32 last = last_expert(plan.slot_word, base + starts[row], end);
         u32& number = plan.row_return[u64(g.d) * p.s.max_tokens + row];
-        u32 place = rows[last] + (number & 0xffff), slot = slots[last] + (number >> 16);
+        u32 row_number = rows[last] + (number & 0xffff), slot = slots[last] + (number >> 16);
         for (u32 i = g.first_item; i < g.number; i++) {
             const u32 both = p.tails[u64(i) * experts + last];
-            place += both & 0xffff, slot += both >> 16;
+            row_number += both & 0xffff, slot += both >> 16;
         }
-        number = g.round_row + place;
+        number = g.round_row + row_number;
         if (p.s.training) plan.return_slot[u64(g.d) * p.s.max_tokens + number] = slot;
     }
     dev::sync_block();
 }
 
-// This PE's sums for the losses: those of the router's blocks in their order, and pairs of each expert before any drop. With a
-// caller's routing, the tokens alone: the losses are those of the layer's router.
+// This PE's loss sums: those of the router's blocks, in order, and the pairs of each expert before any are dropped. With a caller's
+// routing only the tokens, because the losses belong to the layer's router.
 DEVICE void sum_losses(const Planner& p, bool by_caller) {
     const u32 experts = p.s.n_experts, blocks = div_up(p.tokens, ROUTE_TOKENS);
     const double* parts = reinterpret_cast<const double*>(p.layer.plan.scratch + plan_scratch(p.s).loss_parts);
@@ -537,7 +539,7 @@ KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
     if (p.ranked()) sum_experts(p, p.segments, p.allowed);
     if (p.limited() && !limit_experts(p, pass)) return;
     for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) {
-        place_pairs(p, i);
+        assign_pairs(p, i);
         count_heads(p, i);
     }
     if (!plan_barrier(p)) return;
@@ -548,7 +550,7 @@ KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
     bool split = false;
     for (u32 d = dev::thread(); d < p.s.n_pes; d += PLAN_TOKENS)
         split |= div_up(p.rows[d], p.s.chunk_rows) > p.s.round_chunks || p.slots[d] > p.s.round_slots;
-    // Every block has the same sums, so either all of them cut or none.
+    // All blocks have the same sums, so either all of them split rounds or none does.
     if (dev::sync_block_or(split)) {
         const u32 warps = PLAN_TOKENS / 32, first = dev::block() * warps + dev::warp(), all = dev::blocks() * warps;
         if (p.s.relays) {
@@ -559,8 +561,8 @@ KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
             if (!plan_barrier(p)) return;
         }
         for (u32 d = first; d < p.s.n_pes; d += all) {
-            if (p.s.relays) cut_host_rounds(p, d);
-            else cut_rounds(p, d);
+            if (p.s.relays) split_host_rounds(p, d);
+            else split_rounds(p, d);
         }
         if (!plan_barrier(p)) return;
     }

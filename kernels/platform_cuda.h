@@ -1,12 +1,12 @@
-// platform.h on a GPU: PTX and NVSHMEM. Instruction names and operand layouts are those of the PTX ISA.
+// platform.h on a GPU, with PTX and NVSHMEM. Instruction names and operand layouts follow the PTX ISA.
 //
-// Compile with nvcc -std=c++17 --expt-relaxed-constexpr, for sm_80 and sm_90, or for sm_90a with -DARISTOS_HOPPER=1.
-// With -DARISTOS_NVSHMEM (one translation unit per module, -I of NVSHMEM's headers) puts go over the network.
+// Compile with nvcc -std=c++17 --expt-relaxed-constexpr, for sm_80 and sm_90, or for sm_90a with -DARISTOS_HOPPER=1. With
+// -DARISTOS_NVSHMEM (one translation unit per module, -I of NVSHMEM's headers) puts go over the network.
 #pragma once
 
 #ifdef ARISTOS_NVSHMEM
-// NVSHMEM from headers alone: a device library needs -rdc, which costs setmaxnreg and asynchronous wgmma. Leaving IBGDA
-// out makes the headers complete; the NUMBA switch defines the two symbols that nvshmemx_cumodule_init looks for.
+// NVSHMEM from headers only: its device library needs -rdc, which rules out setmaxnreg and asynchronous wgmma. Without IBGDA the headers
+// are self-contained; the NUMBA switch defines the two symbols that nvshmemx_cumodule_init looks for.
 #include "non_abi/nvshmem_build_options.h"
 #undef NVSHMEM_IBGDA_SUPPORT
 #undef NVSHMEM_GPUNETIO_SUPPORT
@@ -25,10 +25,10 @@
 #define REGISTER_KERNEL(name)
 #define REGISTER_CLUSTER_KERNEL(name)
 #define UNROLL _Pragma("unroll")
-// A loop beside others that need the registers more.
+// For loops next to others that need the registers more.
 #define ROLLED _Pragma("unroll 1")
-// A function of its own, so that its registers are not those of its caller's loops. Not beside setmaxnreg: with several calls in
-// such a kernel ptxas (13.0) finds no registers for it ("C7600 Register allocation failed"), and serialises its wgmma.
+// A separate function, so that its registers do not add to those of the caller's loops. Not with setmaxnreg: several calls in such a
+// kernel make ptxas 13.0 fail ("C7600 Register allocation failed") and serialise wgmma.
 #if ARISTOS_HOPPER
 #define OUTLINE DEVICE
 #else
@@ -42,8 +42,8 @@ template <> constexpr bool is_bf16<Bf16> = true;
 
 // ---- thread and block numbers
 
-// With ARISTOS_PERSISTENT, read anew at each use. Otherwise the compiler hoists whatever depends on the number out of all loops, to the
-// beginning of a kernel, and keeps it in registers from there on; the persistent kernels have none to spare.
+// With ARISTOS_PERSISTENT the register is read anew at each use. Otherwise the compiler hoists everything that depends on the thread
+// number to the start of the kernel and keeps it in registers, of which the persistent kernels have none to spare.
 DEVICE u32 thread() {
 #ifdef ARISTOS_PERSISTENT
     u32 number;
@@ -58,7 +58,7 @@ DEVICE u32 block() { return blockIdx.x; }
 DEVICE u32 blocks() { return gridDim.x; }
 DEVICE u32 lane() { return thread() % 32; }
 DEVICE u32 warp() { return thread() / 32; }
-// The block's dynamic shared memory, the only one there is.
+// The block's dynamic shared memory; kernels use no other.
 DEVICE char* shared() {
     extern __shared__ __align__(1024) char aristos_shared[];
     return aristos_shared;
@@ -94,8 +94,8 @@ DEVICE float exp_(float x) { return expf(x); }
 DEVICE float log_(float x) { return logf(x); }
 DEVICE float tanh_(float x) { return tanhf(x); }
 DEVICE float erf_(float x) { return erff(x); }
-// 2^x to two units in the last place and 1 / x to one, in one instruction each; expf takes ten, and a division ten and a
-// branch. Results too small for a normal number are 0.
+// 2^x to 2 ulp and 1 / x to 1 ulp, in one instruction each; expf takes ten, and a division ten and a branch. Denormal results are flushed
+// to 0.
 DEVICE float exp2_(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -111,7 +111,7 @@ DEVICE float inverse_(float x) {
 
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE u32 sync_block_or(bool v) { return __syncthreads_or(v); }
-// A barrier among `count` threads, whole warps, by barrier `id`, 1 to 15.
+// A barrier among `count` threads (whole warps); `id` is 1 to 15.
 DEVICE void named_barrier(u32 id, u32 count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 shfl(u32 v, int from) { return __shfl_sync(~0u, v, from); }
@@ -127,13 +127,13 @@ DEVICE u32 ballot(bool v) { return __ballot_sync(~0u, v); }
 
 // ---- memory
 
-// Global memory only: the compiler is told so and need not order these with accesses to shared memory.
+// For global memory only: the compiler is told so and need not order these accesses with those to shared memory.
 DEVICE Vec16 load16(const void* p) {
     __builtin_assume(__isGlobal(p));
     const uint4 v = *static_cast<const uint4*>(p);
     return {{v.x, v.y, v.z, v.w}};
 }
-// Read once: leaves no line in L1.
+// For data that is read once: does not allocate in L1.
 DEVICE Vec16 load16_stream(const void* p) {
     Vec16 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -146,12 +146,12 @@ DEVICE void store16(void* p, Vec16 v) {
     __builtin_assume(__isGlobal(p));
     *static_cast<uint4*>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
 }
-// The same, as what the caches may lose first.
+// Evict-first in the caches.
 DEVICE void store16_stream(void* p, Vec16 v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
-// A hint: brings the line of 128 bytes into L2.
+// Prefetches the 128-byte line into L2.
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p))); }
 
 DEVICE u32 load_acquire(const u32* p) {
@@ -192,7 +192,7 @@ DEVICE u32 fetch_add_acq_rel(u32* p, u32 v) {
     return old;
 }
 DEVICE u32 fetch_max(u32* p, u32 v) { return atomicMax(p, v); }
-// Acquires and releases; true when `*p` was `expected` and is now `v`.
+// Acquires and releases. True if `*p` was `expected` and is now `v`.
 DEVICE bool compare_swap(u32* p, u32 expected, u32 v) {
     u32 old;
     asm volatile("atom.acq_rel.gpu.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "l"(p), "r"(expected), "r"(v) : "memory");
@@ -200,7 +200,7 @@ DEVICE bool compare_swap(u32* p, u32 expected, u32 v) {
 }
 DEVICE void fence_gpu() { __threadfence(); }
 DEVICE void fence_sys() { __threadfence_system(); }
-// In shared memory, relaxed; they return the previous value.
+// In shared memory, relaxed; returns the previous value.
 DEVICE u32 shared_add(u32* p, u32 v) { return atomicAdd(p, v); }
 DEVICE u64 shared_add(u64* p, u64 v) { return atomicAdd(reinterpret_cast<unsigned long long*>(p), (unsigned long long)v); }
 DEVICE float shared_add(float* p, float v) { return atomicAdd(p, v); }
@@ -216,7 +216,7 @@ DEVICE u64 nanoseconds() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
     return t;
 }
-// Of the multiprocessor: where the global timer's steps are too long. How long they are, a kernel tells by both.
+// SM clock, for intervals that the global timer cannot resolve; kernels report both to calibrate it.
 DEVICE u64 cycles() { return u64(clock64()); }
 DEVICE void pause() { __nanosleep(32); }
 
@@ -228,11 +228,11 @@ DEVICE void cp_async16(void* smem, const void* global, bool valid) {
                  : "memory");
 }
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most the last N groups of this thread are in flight. For other threads' copies: a barrier after their waits.
+// Waits until at most the last N groups of this thread are in flight. To see other threads' copies, a barrier must follow their waits.
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Four 8x8 matrices of 16-bit elements: lane 8 i + j gives the address of row j of matrix i (16 bytes). r[i] of lane l is
-// matrix i's row l / 4, columns 2 (l % 4) and the next; with _trans, of the transposed matrix.
+// Four 8x8 matrices of 16-bit elements: lane 8 i + j gives the address of row j of matrix i (16 bytes). r[i] of lane l holds row l / 4,
+// columns 2 (l % 4) and the next of matrix i; with _trans, of the transposed matrix.
 DEVICE void ldmatrix_x4(u32 (&r)[4], const void* smem_row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -262,35 +262,35 @@ template <class T> DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32 (
     }
 }
 
-// ---- one-sided, to a PE whose memory cannot be stored to directly. A put sends what the block's threads wrote and, with fence_sys(),
-// released; its source is to be left alone until quiet_puts(), or until the peer has answered. A put and its signal in one call would
-// cost a fence each.
+// ---- One-sided operations, for PEs whose memory cannot be stored to directly. A put sends data that the block's threads have written
+// and released with fence_sys(). The source must not change until quiet_puts(), or until the peer has answered. Put-with-signal calls
+// would cost a fence each.
 
 #ifdef ARISTOS_NVSHMEM
 DEVICE void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
     __syncthreads();
     nvshmemx_putmem_nbi_block(dst_mine, src, bytes, int(pe));
 }
-// One thread: every signal that it sets later comes after the data of every put that it knows of.
+// One thread: orders all puts that it has observed before every signal that it sets later.
 DEVICE void fence_puts() { nvshmem_fence(); }
 // One thread.
 DEVICE void signal_set(u64* signal_mine, u64 value, u32 pe) {
     nvshmemx_signal_op(signal_mine, value, NVSHMEM_SIGNAL_SET, int(pe));
 }
-// One thread: every put that it knows of is done.
+// One thread: completes all puts that it has observed.
 DEVICE void quiet_puts() { nvshmem_quiet(); }
-// One thread that has seen a signal over the network: the data that came before it are what this PE reads from now on. Some network
-// cards deliver to a GPU out of order, and only NVSHMEM's own test and waits force the data (on a word that passes at once).
-DEVICE void see_puts(const u64* word_mine) { (void)nvshmem_uint64_test(const_cast<u64*>(word_mine), NVSHMEM_CMP_GE, 0); }
+// One thread that has observed a signal over the network: makes the data sent before the signal visible to this PE. Some network cards
+// deliver to a GPU out of order, and only NVSHMEM's own test and wait calls enforce the order; this test succeeds at once.
+DEVICE void acquire_puts(const u64* word_mine) { (void)nvshmem_uint64_test(const_cast<u64*>(word_mine), NVSHMEM_CMP_GE, 0); }
 DEVICE u32 my_pe() { return u32(nvshmem_my_pe()); }
 DEVICE u32 n_pes() { return u32(nvshmem_n_pes()); }
 #else
-// A module without a network is only loaded where every peer's memory is mapped; getting here is a bug in the host code.
+// Without NVSHMEM a module is loaded only if every peer's memory is mapped; reaching these functions is a bug in the host code.
 DEVICE void put_block(void*, const void*, u64, u32) { __trap(); }
 DEVICE void fence_puts() { __trap(); }
 DEVICE void signal_set(u64*, u64, u32) { __trap(); }
 DEVICE void quiet_puts() { __trap(); }
-DEVICE void see_puts(const u64*) { __trap(); }
+DEVICE void acquire_puts(const u64*) { __trap(); }
 #endif
 
 }  // namespace aristos::dev

@@ -1,10 +1,10 @@
-// The wgmma instructions: m64nNk16, both operands in shared memory, f32 accumulators. PTX ISA, "Asynchronous
-// warpgroup-level matrix instructions". Included by platform_cuda.h alone. Only the operand lists differ with N.
+// The wgmma instructions: m64nNk16, both operands in shared memory, f32 accumulators (PTX ISA, "Asynchronous warpgroup-level matrix
+// instructions"). Included only by platform_cuda.h. The operand lists alone differ with N.
 #pragma once
 
 namespace aristos::dev {
 
-// `N / 2` registers "+f"(acc[i]) from acc[base].
+// `N / 2` operands "+f"(acc[i]) starting at acc[base].
 #define ARISTOS_ACC4(b) "+f"(acc[b]), "+f"(acc[b + 1]), "+f"(acc[b + 2]), "+f"(acc[b + 3])
 #define ARISTOS_ACC16(b) ARISTOS_ACC4(b), ARISTOS_ACC4(b + 4), ARISTOS_ACC4(b + 8), ARISTOS_ACC4(b + 12)
 #define ARISTOS_ACC32(b) ARISTOS_ACC16(b), ARISTOS_ACC16(b + 16)

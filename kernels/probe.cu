@@ -1,10 +1,10 @@
-// What a message from one PE's device to another's takes: the kernels of `aristos probe` on devices (src/run/probe/links.rs; what is measured,
-// docs/planner.md, "Probe"). Not those of p2p.cu: here the receiver takes the data, as a layer does, any two of many PEs are a pair, and all can send at
-// once.
+// Kernels of `aristos probe` on devices: the time of a message from one PE's device to another's (src/run/probe/links.rs;
+// docs/planner.md, "Probe"). Unlike in p2p.cu, the receiver reads the data as a layer does, any two of many PEs can be measured, and all
+// can send at once.
 //
-// A message is cut into a part for each block of the grid, which is as large at both ends; block b of the receiver takes part b out of its symmetric
-// memory and answers block b. Every word of `messages`, `answers` and `meetings` has one writer and never goes backwards. Times are of one clock, that
-// of the PE that sends, from before the first byte to the last answer.
+// A message is split into one part per block of the grid, which has the same size at both ends. Block b of the receiver copies part b out
+// of its symmetric memory and answers block b. Every word of `messages`, `answers` and `meetings` has one writer and never decreases. All
+// times are from the sender's clock, from before the first byte to the last answer.
 #include "platform.h"
 
 namespace aristos {
@@ -12,31 +12,31 @@ using namespace dev;
 
 enum ProbeWhat : u32 { PROBE_NOTHING = 0, PROBE_MESSAGE = 1, PROBE_ANSWER = 2, PROBE_MEETING = 3, PROBE_OWN_BLOCK = 4 };
 
-// This PE's own memory. All but the numbers is zero at a launch.
+// This PE's own memory. All of it except `numbers` is zeroed before a launch.
 struct ProbeControl {
-    u64 go;      // the turn that block 0 has begun, and in the lowest bit whether it is the last
-    u32 done;    // blocks that have done theirs, over all turns
-    u32 failed;  // 1 once a wait has come to its limit: all blocks leave
+    u64 go;      // current iteration, set by block 0; lowest bit: it is the last
+    u32 done;    // blocks that have finished, over all iterations
+    u32 failed;  // 1 after a timeout: all blocks leave
     u32 what, pe;
     u64 expected, seen;
-    u64 count;       // turns that were timed
-    u64 ns, cycles;  // of all of the kernel's turns: the rate of the clock
+    u64 count;       // timed iterations
+    u64 ns, cycles;  // of all iterations of the kernel: gives the clock rate
 };
 
 struct ProbeArea {
     // Symmetric.
-    u64* messages;  // [n_pes][blocks], by sender and block: the number of its last message, and in the lowest bit whether no other follows
-    u64* answers;   // [n_pes][blocks], by receiver and block: the number of the last message that it has taken
-    u64* meetings;  // [n_pes]: the last meeting that a PE has come to
+    u64* messages;  // [n_pes][blocks], by sender and block: number of its last message; lowest bit: no other follows
+    u64* answers;   // [n_pes][blocks], by receiver and block: number of the last message that it has copied
+    u64* meetings;  // [n_pes]: last barrier that each PE has entered
     u8* sent;
     u8* received;
-    // This PE's own.
+    // Local to this PE.
     u8* taken;
-    u64* numbers;  // [2][n_pes][blocks]: of the last message sent to, and taken from, a PE
+    u64* numbers;  // [2][n_pes][blocks]: number of the last message sent to, and received from, a PE
     u64* cycles;   // [repetitions]
     ProbeControl* control;
     u64 limit_ns, budget_ns;
-    u64 meeting;  // of the launch's first turn
+    u64 meeting;  // of the launch's first iteration
     u32 me, n_pes, blocks;
     u32 warmup, least, repetitions;
 };
@@ -46,9 +46,9 @@ namespace {
 DEVICE u64 load_of(const u64* word) { return load_acquire_sys(word); }
 DEVICE u64 load_of(const u32* word) { return load_acquire(word); }
 
-// One thread: waits until a word is at least `value`. False: it never was, or another block's was not.
+// One thread. Waits until a word is at least `value`. False after a timeout of this or another block.
 template <class Word> DEVICE bool probe_wait(const ProbeArea& a, const Word* word, u64 value, u32 what, u32 pe) {
-    // Another block waits too, for a peer perhaps: it is to say so first.
+    // Another block may itself wait for a peer, and should report its timeout first.
     const u64 start = nanoseconds(), limit = what == PROBE_OWN_BLOCK ? 2 * a.limit_ns : a.limit_ns;
     for (;;) {
         const u64 seen = load_of(word);
@@ -67,7 +67,7 @@ template <class Word> DEVICE bool probe_wait(const ProbeArea& a, const Word* wor
     }
 }
 
-// The part of this block.
+// This block's part.
 struct ProbePart { u64 from, bytes; };
 DEVICE ProbePart part_of(u64 bytes) {
     const u64 each = ((bytes + blocks() - 1) / blocks() + 15) / 16 * 16, from = each * block();
@@ -75,12 +75,12 @@ DEVICE ProbePart part_of(u64 bytes) {
     return {from, bytes - from < each ? bytes - from : each};
 }
 
-// All threads: this block's part of message `number` to `to`, `place` bytes into what that receives.
-DEVICE void send_part(const ProbeArea& a, u32 to, u64 place, u64 bytes, u64 number, bool last) {
+// All threads. Sends this block's part of message `number` to `to`, at `offset` in its receive buffer.
+DEVICE void send_part(const ProbeArea& a, u32 to, u64 offset, u64 bytes, u64 number, bool last) {
     const ProbePart part = part_of(bytes);
     fence_sys();
     sync_block();
-    if (part.bytes) put_block(a.received + place + part.from, a.sent + part.from, part.bytes, to);
+    if (part.bytes) put_block(a.received + offset + part.from, a.sent + part.from, part.bytes, to);
     sync_block();
     if (thread() != 0) return;
     if (part.bytes) fence_puts();
@@ -88,20 +88,20 @@ DEVICE void send_part(const ProbeArea& a, u32 to, u64 place, u64 bytes, u64 numb
     signal_set(a.messages + a.me * a.blocks + block(), number << 1 | (last ? 1 : 0), to);
 }
 
-// All threads: waits for this block's part of message `number` of `from`, takes it, and says so. False: it did not come.
-DEVICE bool take_part(const ProbeArea& a, u32 from, u64 place, u64 bytes, u64 number, bool& last) {
+// All threads. Waits for this block's part of message `number` of `from`, copies it, and answers. False if it did not arrive.
+DEVICE bool receive_part(const ProbeArea& a, u32 from, u64 offset, u64 bytes, u64 number, bool& last) {
     const u64* word = a.messages + from * a.blocks + block();
-    bool came = true, ends = false;
+    bool arrived = true, ends = false;
     if (thread() == 0) {
-        came = probe_wait(a, word, number << 1, PROBE_MESSAGE, from);
+        arrived = probe_wait(a, word, number << 1, PROBE_MESSAGE, from);
         ends = load_acquire_sys(word) & 1;
-        see_puts(word);
+        acquire_puts(word);
     }
-    if (sync_block_or(!came)) return false;
+    if (sync_block_or(!arrived)) return false;
     last = sync_block_or(ends);
     const ProbePart part = part_of(bytes);
-    const u8* source = a.received + place + part.from;
-    u8* to = a.taken + place + part.from;
+    const u8* source = a.received + offset + part.from;
+    u8* to = a.taken + offset + part.from;
     const u64 whole = part.bytes / 16;
     for (u64 i = thread(); i < whole; i += threads()) store16(to + 16 * i, load16(source + 16 * i));
     for (u64 i = 16 * whole + thread(); i < part.bytes; i += threads()) to[i] = source[i];
@@ -114,15 +114,15 @@ DEVICE bool take_part(const ProbeArea& a, u32 from, u64 place, u64 bytes, u64 nu
     return true;
 }
 
-// One thread: waits for the answer to this block's part.
+// One thread. Waits for the answer to this block's part.
 DEVICE bool answered(const ProbeArea& a, u32 to, u64 number) {
     return probe_wait(a, a.answers + to * a.blocks + block(), number, PROBE_ANSWER, to);
 }
 
 DEVICE u64* sent_number(const ProbeArea& a, u32 to) { return a.numbers + to * a.blocks + block(); }
-DEVICE u64* taken_number(const ProbeArea& a, u32 from) { return a.numbers + (a.n_pes + from) * a.blocks + block(); }
+DEVICE u64* received_number(const ProbeArea& a, u32 from) { return a.numbers + (a.n_pes + from) * a.blocks + block(); }
 
-// One thread of block 0, at a kernel's end.
+// One thread of block 0, at the end of a kernel.
 DEVICE void note_rate(const ProbeArea& a, u64 count, u64 ns, u64 first) {
     a.control->count = count;
     a.control->ns = nanoseconds() - ns;
@@ -131,13 +131,14 @@ DEVICE void note_rate(const ProbeArea& a, u64 count, u64 ns, u64 first) {
 
 }  // namespace
 
-// The pair's sender: messages of `bytes` to `to` until there are `repetitions` after the warm-up, or `least` and the budget is used up.
+// Sender of a pair: sends messages of `bytes` to `to` until `repetitions` are done after the warm-up, or `least` of them and the time
+// budget is used up.
 KERNEL(aristos_probe_send, 1024, 1)(ProbeArea a, u32 to, u64 bytes) {
     const u64 ns = nanoseconds(), first = cycles();
     u64 number = *sent_number(a, to);
     sync_block();
-    for (u32 turn = 1;; turn++) {
-        const u32 before = turn - 1;
+    for (u32 iteration = 1;; iteration++) {
+        const u32 before = iteration - 1;
         u64 begun = 0;
         bool ok = true, ends = false;
         if (thread() == 0) {
@@ -145,9 +146,9 @@ KERNEL(aristos_probe_send, 1024, 1)(ProbeArea a, u32 to, u64 bytes) {
                 const bool enough = before >= a.warmup + a.least && nanoseconds() - ns > a.budget_ns;
                 const bool last = enough || before >= a.warmup + a.repetitions;
                 begun = cycles();
-                store_release(&a.control->go, u64(turn) << 1 | (last ? 1 : 0));
+                store_release(&a.control->go, u64(iteration) << 1 | (last ? 1 : 0));
             }
-            ok = probe_wait(a, &a.control->go, u64(turn) << 1, PROBE_OWN_BLOCK, a.me);
+            ok = probe_wait(a, &a.control->go, u64(iteration) << 1, PROBE_OWN_BLOCK, a.me);
             ends = load_acquire(&a.control->go) & 1;
         }
         if (sync_block_or(!ok)) return;
@@ -158,7 +159,7 @@ KERNEL(aristos_probe_send, 1024, 1)(ProbeArea a, u32 to, u64 bytes) {
             ok = answered(a, to, number);
             if (ok) fetch_add_acq_rel(&a.control->done, 1);
             if (ok && block() == 0) {
-                ok = probe_wait(a, &a.control->done, u64(turn) * blocks(), PROBE_OWN_BLOCK, a.me);
+                ok = probe_wait(a, &a.control->done, u64(iteration) * blocks(), PROBE_OWN_BLOCK, a.me);
                 if (!last && before >= a.warmup) a.cycles[before - a.warmup] = cycles() - begun;
                 if (last) note_rate(a, before > a.warmup ? before - a.warmup : 0, ns, first);
             }
@@ -172,33 +173,33 @@ KERNEL(aristos_probe_send, 1024, 1)(ProbeArea a, u32 to, u64 bytes) {
 }
 REGISTER_KERNEL(aristos_probe_send)
 
-// The pair's receiver.
+// Receiver of a pair.
 KERNEL(aristos_probe_answer, 1024, 1)(ProbeArea a, u32 from, u64 bytes) {
-    u64 number = *taken_number(a, from);
+    u64 number = *received_number(a, from);
     sync_block();
     for (bool last = false; !last;) {
         number++;
-        if (!take_part(a, from, 0, bytes, number, last)) return;
+        if (!receive_part(a, from, 0, bytes, number, last)) return;
     }
     if (thread() != 0) return;
-    *taken_number(a, from) = number;
+    *received_number(a, from) = number;
     quiet_puts();
 }
 REGISTER_KERNEL(aristos_probe_answer)
 
-// All PEs at once, `repetitions` times after a warm-up: each sends to the PEs `begin` to `end` - 1 further on, and takes from those as far back. They
-// begin each time together, as far as a signal from everyone to everyone goes.
+// All PEs at once, `repetitions` times after a warm-up: each sends to the PEs `begin` to `end` - 1 positions further on, and receives
+// from those as far back. Iterations start together, as far as signals between all PEs achieve that.
 KERNEL(aristos_probe_together, 1024, 1)(ProbeArea a, u32 begin, u32 end, u64 bytes) {
-    const u64 ns = nanoseconds(), first = cycles(), place = (bytes + 63) / 64 * 64;
-    const u32 me = a.me, n = a.n_pes, turns = a.warmup + a.repetitions;
-    for (u32 turn = 1; turn <= turns; turn++) {
+    const u64 ns = nanoseconds(), first = cycles(), offset = (bytes + 63) / 64 * 64;
+    const u32 me = a.me, n = a.n_pes, iterations = a.warmup + a.repetitions;
+    for (u32 iteration = 1; iteration <= iterations; iteration++) {
         u64 begun = 0;
         bool ok = true, ends = false;
         if (block() == 0) {
-            const u64 meeting = a.meeting + turn - 1;
+            const u64 meeting = a.meeting + iteration - 1;
             sync_block();
             if (thread() == 0) {
-                fence_puts();  // the last meeting's signals come before: not all that they went to need have been waited for
+                fence_puts();  // orders the previous barrier's signals: not all of their receivers have been waited for
                 fence_sys();
                 for (u32 k = 1; k < n; k++) signal_set(a.meetings + me, meeting, (me + k) % n);
             }
@@ -209,31 +210,31 @@ KERNEL(aristos_probe_together, 1024, 1)(ProbeArea a, u32 begin, u32 end, u64 byt
             if (sync_block_or(!ok)) return;
             if (thread() == 0) {
                 begun = cycles();
-                store_release(&a.control->go, turn);
+                store_release(&a.control->go, iteration);
             }
         }
-        if (thread() == 0) ok = probe_wait(a, &a.control->go, turn, PROBE_OWN_BLOCK, me);
+        if (thread() == 0) ok = probe_wait(a, &a.control->go, iteration, PROBE_OWN_BLOCK, me);
         if (sync_block_or(!ok)) return;
         for (u32 k = begin; k < end; k++) {
             const u32 to = (me + k) % n;
-            send_part(a, to, me * place, bytes, *sent_number(a, to) + 1, false);
+            send_part(a, to, me * offset, bytes, *sent_number(a, to) + 1, false);
         }
         for (u32 k = begin; k < end; k++) {
             const u32 from = (me + n - k) % n;
-            if (!take_part(a, from, from * place, bytes, *taken_number(a, from) + 1, ends)) return;
+            if (!receive_part(a, from, from * offset, bytes, *received_number(a, from) + 1, ends)) return;
         }
         if (thread() == 0) {
             for (u32 k = begin; k < end && ok; k++) {
                 const u32 to = (me + k) % n, from = (me + n - k) % n;
                 ok = answered(a, to, *sent_number(a, to) + 1);
                 *sent_number(a, to) += 1;
-                *taken_number(a, from) += 1;
+                *received_number(a, from) += 1;
             }
             if (ok) fetch_add_acq_rel(&a.control->done, 1);
             if (ok && block() == 0) {
-                ok = probe_wait(a, &a.control->done, u64(turn) * blocks(), PROBE_OWN_BLOCK, me);
-                if (turn > a.warmup) a.cycles[turn - a.warmup - 1] = cycles() - begun;
-                if (turn == turns) note_rate(a, a.repetitions, ns, first);
+                ok = probe_wait(a, &a.control->done, u64(iteration) * blocks(), PROBE_OWN_BLOCK, me);
+                if (iteration > a.warmup) a.cycles[iteration - a.warmup - 1] = cycles() - begun;
+                if (iteration == iterations) note_rate(a, a.repetitions, ns, first);
             }
         }
         if (sync_block_or(!ok)) return;
@@ -242,7 +243,7 @@ KERNEL(aristos_probe_together, 1024, 1)(ProbeArea a, u32 begin, u32 end, u64 byt
 }
 REGISTER_KERNEL(aristos_probe_together)
 
-// One block: `bytes` of every PE, which lie at their place in `taken`, to that place of all.
+// One block. Gathers `bytes` of every PE: from each PE's position in `taken` to the same position on all PEs.
 KERNEL(aristos_probe_gather, 1024, 1)(ProbeArea a, u64 bytes) {
     const u32 me = a.me, n = a.n_pes;
     bool ok = true;
@@ -261,7 +262,7 @@ KERNEL(aristos_probe_gather, 1024, 1)(ProbeArea a, u64 bytes) {
         ok = probe_wait(a, a.meetings + pe, a.meeting, PROBE_MEETING, pe);
     }
     sync_block();
-    if (thread() == 0) see_puts(a.meetings);
+    if (thread() == 0) acquire_puts(a.meetings);
     sync_block();
     for (u64 i = thread(); i < n * bytes; i += threads())
         if (i / bytes != me) a.taken[i] = a.received[i];

@@ -1,62 +1,63 @@
-// What PEs exchange: places, stamps, signals, and waits with a limit. docs/protocol.md and docs/kernels.md, "Rounds".
+// The exchange between PEs: header buffers, stamps, signals, and waits with a time limit. See docs/protocol.md and docs/kernels.md,
+// "Rounds".
 #pragma once
 #include "layer.h"
 #include "platform.h"
 
 namespace aristos {
 
-// ---- Words of a header, before the counts of the destination's local experts; then, at header_counts_bytes, the sums for the
-// losses as f64.
+// ---- Words of a header. The counts of the destination's local experts follow, then, at header_counts_bytes, the loss sums as f64.
 enum HeaderWord : u32 {
-    HEADER_ROUNDS = 0,        // of the pair, 0: no rows
-    HEADER_WORLD_ROUNDS = 1,  // the most of any pair of this source
-    HEADER_ROWS = 2,          // of the pair, in all rounds
-    HEADER_SLOTS = 3,         // of this round
-    HEADER_RETURN_CHUNK = 4,  // where in the source's return area the results of the pair's chunk 0 go
-    HEADER_TOKENS = 5,        // of the source
-    HEADER_FIRST_CHUNK = 6,   // of this round
+    HEADER_ROUNDS = 0,        // rounds for this destination; 0: no rows
+    HEADER_WORLD_ROUNDS = 1,  // maximum number of rounds of this source for any destination
+    HEADER_ROWS = 2,          // rows for this destination in all rounds
+    HEADER_SLOTS = 3,         // slots in this round
+    HEADER_RETURN_CHUNK = 4,  // first chunk buffer in the source's return area for the results of chunk 0
+    HEADER_TOKENS = 5,        // tokens of the source
+    HEADER_FIRST_CHUNK = 6,   // first chunk of this round
     HEADER_END_CHUNK = 7,
 };
 static_assert(HEADER_END_CHUNK + 1 == HEADER_WORDS, "counts follow the words");
 
-// Which of a pair's three places a header goes to. Those of forward passes are protocol.md's two. A header in backward is
-// followed by rows and so by results, which its source waits for: it is read before the next one is written, so one place is enough.
-DEVICE u32 header_place(const Pass& pass, bool backward) {
-    if (ARISTOS_PLANTED(ONE_PLACE)) return backward ? 2 : 0;
+// Index of the header buffer at the destination, of three. Forward passes alternate between two (docs/protocol.md). Backward needs one:
+// its headers are followed by rows, and the source awaits their results before it sends the next header.
+DEVICE u32 header_buffer(const Pass& pass, bool backward) {
+    if (ARISTOS_FAULT(ONE_HEADER_BUFFER)) return backward ? 2 : 0;
     return backward ? 2 : u32(pass.forward & 1);
 }
 
-DEVICE u64 header_offset(const Layer& l, u32 place, u32 source) {
-    return (u64(place) * l.shape.n_pes + source) * l.sizes.header_bytes;
+DEVICE u64 header_offset(const Layer& l, u32 buffer, u32 source) {
+    return (u64(buffer) * l.shape.n_pes + source) * l.sizes.header_bytes;
 }
-DEVICE u64* header_signal(const Layer& l, u32 place, u32 source) {
-    return l.symmetric.header_signal + place * l.shape.n_pes + source;
+DEVICE u64* header_signal(const Layer& l, u32 buffer, u32 source) {
+    return l.symmetric.header_signal + buffer * l.shape.n_pes + source;
 }
-// ---- Rows once per host: who stands for whom (relay.h). Without relays every PE stands for itself.
+// ---- One row per host: relays (relay.h). Without relays every PE represents only itself.
 DEVICE u32 relay_entry(const Layer& l, RelayTable table, u32 pe) { return l.tables.relay[table * l.shape.n_pes + pe]; }
-// Whether rows of `source` come by way of a home, which is on this host.
-DEVICE bool relayed(const Layer& l, u32 source) { return l.shape.relays && relay_entry(l, RELAY_HOME, source) != NONE; }
-DEVICE u32 home_of(const Layer& l, u32 source) { return relayed(l, source) ? relay_entry(l, RELAY_HOME, source) : l.shape.my_pe; }
-// Whether this PE is the home of `source`.
-DEVICE bool serves(const Layer& l, u32 source) { return relayed(l, source) && home_of(l, source) == l.shape.my_pe; }
-DEVICE bool sends_to(const Layer& l, u32 dest) { return !l.shape.relays || relay_entry(l, RELAY_TO, dest) != NONE; }
+// Whether rows of `source` arrive through a relay on this host.
+DEVICE bool relayed(const Layer& l, u32 source) { return l.shape.relays && relay_entry(l, RELAY_OF_SOURCE, source) != NONE; }
+DEVICE u32 relay_of(const Layer& l, u32 source) { return relayed(l, source) ? relay_entry(l, RELAY_OF_SOURCE, source) : l.shape.my_pe; }
+// Whether this PE is the relay of `source`.
+DEVICE bool is_relay_of(const Layer& l, u32 source) { return relayed(l, source) && relay_of(l, source) == l.shape.my_pe; }
+DEVICE bool sends_to(const Layer& l, u32 dest) { return !l.shape.relays || relay_entry(l, RELAY_WINDOW_TO, dest) != NONE; }
 DEVICE u32 member_pe(const Layer& l, u32 member) { return l.tables.relay[RELAY_TABLES * l.shape.n_pes + member]; }
 DEVICE const u32* served_sources(const Layer& l) { return l.tables.relay + RELAY_TABLES * l.shape.n_pes + l.shape.members; }
-// A source on another host numbers the experts of this host by their number at their PE, then by PE: so rows in that order are in each PE's, too.
+// An inter-node source numbers the experts of this host by their number on their PE, then by PE. Rows in that order are ordered by expert
+// on each PE, too.
 DEVICE u32 expert_member(const Layer& l, u32 source, u32 number) { return relayed(l, source) ? number % l.shape.members : l.shape.member; }
 DEVICE u32 expert_here(const Layer& l, u32 source, u32 number) { return relayed(l, source) ? number / l.shape.members : number; }
 
-// Of chunk `index` of a round in the windows of `dest`, which has none for itself. One of the two is this PE; with relays, for a source on another
-// host, or the two are that and its home here.
+// Offset of chunk `index` of a round in the windows of `dest`; a PE has no window for itself. One of the two PEs is this one, or, with
+// relays and an inter-node source, they are the source and its relay here.
 DEVICE u64 chunk_offset(const Layer& l, u32 source, u32 dest, u32 index) {
     u32 window = source < dest ? source : source - 1;
-    if (l.shape.relays) window = source == l.shape.my_pe ? relay_entry(l, RELAY_TO, dest) : relay_entry(l, RELAY_FROM, source);
+    if (l.shape.relays) window = source == l.shape.my_pe ? relay_entry(l, RELAY_WINDOW_TO, dest) : relay_entry(l, RELAY_WINDOW_FROM, source);
     return (u64(window) * l.shape.window_chunks + index % l.shape.window_chunks) * l.sizes.chunk_pitch;
 }
 DEVICE u64* chunk_signal(const Layer& l, u32 source, u32 index) {
     return l.symmetric.chunk_signal + u64(source) * l.shape.round_chunks + index;
 }
-// At a source: that the place of chunk `index` of the round at `dest` is free again.
+// At a source: the buffer of chunk `index` of the round at `dest` is free again.
 DEVICE u64* credit_signal(const Layer& l, u32 dest, u32 index) {
     return l.symmetric.credit_signal + u64(dest) * l.shape.round_chunks + index;
 }
@@ -64,38 +65,38 @@ DEVICE u64* result_signal(const Layer& l, u32 dest, u32 chunk) {
     return l.symmetric.result_signal + u64(dest) * l.sizes.max_chunks + chunk;
 }
 
-// At the home of `source`: that the PE with number `member` on its host has emptied a chunk, and that its part of a chunk of results is there.
-DEVICE u64* emptied_signal(const Layer& l, u32 member, u32 source, u32 index) {
-    return l.symmetric.emptied_signal + (u64(member) * l.shape.n_pes + source) * l.shape.round_chunks + index;
+// At the relay of `source`: member `member` has consumed a chunk; its partial results of a chunk have arrived.
+DEVICE u64* consumed_signal(const Layer& l, u32 member, u32 source, u32 index) {
+    return l.symmetric.consumed_signal + (u64(member) * l.shape.n_pes + source) * l.shape.round_chunks + index;
 }
 DEVICE u64* part_signal(const Layer& l, u32 member, u32 source, u32 index) {
     return l.symmetric.part_signal + (u64(member) * l.shape.n_pes + source) * l.shape.round_chunks + index;
 }
-// At a PE: that the place of its part is free again.
+// At a PE: the buffer for its partial results is free again.
 DEVICE u64* part_credit(const Layer& l, u32 source, u32 index) {
     return l.symmetric.part_credit + u64(source) * l.shape.round_chunks + index;
 }
-// At the home, which itself needs none.
-DEVICE u8* part_place(const Layer& l, u32 member, u32 source, u32 index) {
-    const u32 other = member_pe(l, member) < home_of(l, source) ? member : member - 1;
+// At the relay, which has no buffer for itself.
+DEVICE u8* part_buffer(const Layer& l, u32 member, u32 source, u32 index) {
+    const u32 other = member_pe(l, member) < relay_of(l, source) ? member : member - 1;
     const u64 number = u64(other) * l.shape.served + relay_entry(l, RELAY_NUMBER, source);
-    return l.symmetric.parts + (number * PART_PLACES + index % PART_PLACES) * l.sizes.return_pitch;
+    return l.symmetric.parts + (number * PART_BUFFERS + index % PART_BUFFERS) * l.sizes.return_pitch;
 }
 
-// ---- Stamps. Every word is SET by one PE, to ever greater values.
+// ---- Stamps. Every signal word is set by one PE, to increasing values.
 constexpr u32 STEP_BITS = 24;
 DEVICE u64 stamp(const Pass& pass, u32 step) {
-    if (ARISTOS_PLANTED(NO_PASS)) return step + 1;
+    if (ARISTOS_FAULT(STAMP_WITHOUT_PASS)) return step + 1;
     return (pass.pass << STEP_BITS) + step + 1;
 }
 DEVICE u64 result_stamp(u64 stamp, bool overflow) { return stamp << 1 | (overflow ? 1 : 0); }
 
-// ---- Whose routing it is: with a caller's, neither the router nor the shared expert takes part in the pass.
+// ---- With a caller's routing, neither the router nor the shared expert takes part in the pass.
 DEVICE bool routed_by_caller(const Pass& pass) { return pass.ids != nullptr || pass.grad_weights != nullptr; }
 DEVICE bool has_shared(const Layer& l, const Pass& pass) { return l.shape.shared_intermediate && !routed_by_caller(pass); }
 
-// ---- Numbers of passes.
-// The pass with its numbers, for kernels up to the persistent one, whose last block counts it (`count_pass`).
+// ---- Pass numbers. Fills in the numbers of the pass, for kernels up to the persistent one. The last block of that kernel increments the
+// counters (`count_pass`).
 DEVICE Pass numbered(const Layer& l, Pass pass, bool backward) {
     if (pass.pass == 0) {
         pass.pass = l.symmetric.passes[0] + 1;
@@ -103,7 +104,7 @@ DEVICE Pass numbered(const Layer& l, Pass pass, bool backward) {
     }
     return pass;
 }
-// The number of the pass for kernels after the persistent one.
+// Number of the pass, for kernels after the persistent one.
 DEVICE u64 counted(const Layer& l, const Pass& pass) { return pass.pass == 0 ? l.symmetric.passes[0] : pass.pass; }
 DEVICE void count_pass(const Layer& l, const Pass& pass, bool backward) {
     l.symmetric.passes[0] = pass.pass;
@@ -115,42 +116,43 @@ DEVICE void count_pass(const Layer& l, const Pass& pass, bool backward) {
 // ---- Peers.
 DEVICE bool reachable(const Layer& l, u32 pe) { return pe == l.shape.my_pe || l.tables.peer[pe] != 0; }
 
-// The same place at `pe`, which is reachable.
+// The address at `pe`, which must be reachable, that corresponds to `mine`.
 template <class P> DEVICE P* at_peer(const Layer& l, P* mine, u32 pe) {
     if (pe == l.shape.my_pe) return mine;
     return reinterpret_cast<P*>(l.tables.peer[pe] + (reinterpret_cast<u64>(mine) - l.symmetric_base));
 }
 
-// Where the results of `source` go from here: to itself, or to its home on this host, which adds up those of all its PEs.
-DEVICE u32 returns_to(const Layer& l, u32 source) { return relayed(l, source) && !serves(l, source) ? home_of(l, source) : source; }
-DEVICE bool returns_far(const Layer& l, u32 source) { return !reachable(l, returns_to(l, source)); }
+// Destination of the results of `source`: the source, or its relay on this host, which adds the partial results of all its PEs.
+DEVICE u32 returns_to(const Layer& l, u32 source) { return relayed(l, source) && !is_relay_of(l, source) ? relay_of(l, source) : source; }
+DEVICE bool returns_inter_node(const Layer& l, u32 source) { return !reachable(l, returns_to(l, source)); }
 
-// Where what `source` sends to this PE's place is: here, or at its home.
-template <class P> DEVICE P* incoming(const Layer& l, u32 source, P* mine) { return at_peer(l, mine, home_of(l, source)); }
+// Address of data received from `source`: on this PE, or on its relay.
+template <class P> DEVICE P* incoming(const Layer& l, u32 source, P* mine) { return at_peer(l, mine, relay_of(l, source)); }
 
 DEVICE void store_signal(u64* to, u64 value) {
-    if (ARISTOS_PLANTED(NO_RELEASE)) dev::fetch_add(to, value - dev::load_relaxed(to));
+    if (ARISTOS_FAULT(NO_RELEASE)) dev::fetch_add(to, value - dev::load_relaxed(to));
     else dev::store_release_sys(to, value);
 }
-// Not inlined, as network_put: the persistent kernels have no registers to spare for what few blocks do.
+// Not inlined, like network_put: the persistent kernels have no registers to spare for code that few blocks run.
 OUTLINE void network_signal(u64* mine, u64 value, const u32* world) {
-    if (!ARISTOS_PLANTED(NO_FENCE_SYS)) dev::fence_sys();
+    if (!ARISTOS_FAULT(NO_FENCE_SYS)) dev::fence_sys();
     dev::signal_set(mine, value, *world);
 }
-// Where the number in the world is of a PE of the group, which the network wants.
-DEVICE const u32* world_number(const Layer& l, u32 pe) { return l.tables.world + (ARISTOS_PLANTED(FIRST_OF_GROUP) ? 0 : pe); }
-// All threads: as dev::put_block, to a PE by where its number in the world is.
+// Address of a PE's number in the world, which NVSHMEM needs.
+DEVICE const u32* world_number(const Layer& l, u32 pe) { return l.tables.world + (ARISTOS_FAULT(WRONG_WORLD_NUMBER) ? 0 : pe); }
+// All threads. Like dev::put_block, with the address of the PE's number in the world.
 OUTLINE void network_put(void* mine, const void* from, u64 bytes, const u32* world) { dev::put_block(mine, from, bytes, *world); }
 
-// One thread. What the block stored before its last barrier is seen by whoever sees the signal: a release is cumulative. Over the network
-// that is so of what it read, too: who sees the signal may overwrite it. It may overtake puts that no fence_puts() came after.
+// One thread. An observer of the signal sees everything that the block stored before its last barrier, because release is cumulative.
+// Over the network this includes completed reads, so that the observer may overwrite the data. The signal may overtake puts that no
+// fence_puts() follows.
 DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
     if (reachable(l, pe)) return store_signal(at_peer(l, mine, pe), value);
     network_signal(mine, value, world_number(l, pe));
 }
 
 // ---- Errors and waits.
-// The limit of a wait within a PE is this many times that of a wait for a peer, so that the error that is reported names the peer at fault.
+// Waits within a PE have this multiple of the limit for peers, so that the reported error names the peer at fault.
 constexpr u32 LOCAL_LIMIT_FACTOR = 4;
 
 struct Waiting {
@@ -161,7 +163,7 @@ struct Waiting {
     u64 index;
 };
 
-// A PE keeps its first error; `kind` is written last, since it is what stops the other blocks.
+// A PE keeps its first error. `kind` is written last because it stops the other blocks.
 DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
     if (!dev::compare_swap(&l.control->error_claimed, 0, 1)) return;
     ErrorRecord* e = l.error;
@@ -177,7 +179,7 @@ DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
 
 DEVICE bool aborted(const Layer& l) { return dev::load_relaxed(&l.error->kind) != ERROR_NONE; }
 
-// One thread. `poll(seen)` returns whether what is waited for has come, and sets `seen` to what it read.
+// One thread. `poll(seen)` returns whether the condition holds, and sets `seen` to the value that it read.
 template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, Poll poll, u32 limit_factor = 1) {
     u64 seen = 0;
     if (poll(seen)) return true;
@@ -193,54 +195,54 @@ template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, P
     }
 }
 
-// One thread. A word that a peer sets; `shift` drops flag bits. Polls are relaxed, and one load at the end acquires: each that does drops what
-// the multiprocessor has cached.
+// One thread. Waits for a word that a peer sets; `shift` drops flag bits. Polls are relaxed and one acquire load follows, because every
+// acquire load invalidates the SM's L1 cache.
 DEVICE bool wait_signal(const Layer& l, const u64* word, const Waiting& w, u32 shift = 0) {
-    bool came = wait_until(l, w, [&](u64& seen) {
+    bool arrived = wait_until(l, w, [&](u64& seen) {
         seen = dev::load_relaxed(word) >> shift;
         return seen >= w.expected;
     });
-    if (came && !ARISTOS_PLANTED(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
-    return came;
+    if (arrived && !ARISTOS_FAULT(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
+    return arrived;
 }
 
-struct Nobody { DEVICE void operator()(Waiting, u64) const {} };
-// One thread: whether such a word has come, without a wait. Where it has not, `missing(w, seen)`.
-template <class Missing> DEVICE bool signal_came(const u64* word, Waiting w, Missing missing, u32 shift = 0) {
+struct IgnoreMissing { DEVICE void operator()(Waiting, u64) const {} };
+// One thread. Whether such a signal has arrived, without waiting. If not, calls `missing(w, seen)`.
+template <class Missing> DEVICE bool signal_arrived(const u64* word, Waiting w, Missing missing, u32 shift = 0) {
     u64 seen = dev::load_relaxed(word) >> shift;
     if (seen < w.expected) {
         missing(w, seen);
         return false;
     }
-    if (!ARISTOS_PLANTED(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
+    if (!ARISTOS_FAULT(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
     return true;
 }
-DEVICE bool came_local(const u32* word, u32 expected) {
+DEVICE bool counter_reached(const u32* word, u32 expected) {
     if (dev::load_relaxed(word) < expected) return false;
-    if (!ARISTOS_PLANTED(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
+    if (!ARISTOS_FAULT(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
     return true;
 }
 
-// All threads, after waits for signals: what came before those that came over the network is read from now on. Whose did is not asked: a
-// PE knows whom it reaches, not who reaches it.
-DEVICE void see_network(const Layer& l) {
-    if (!l.shape.stage || ARISTOS_PLANTED(NO_SEE)) return;
-    if (dev::thread() == 0) dev::see_puts(l.symmetric.passes);
+// All threads, after waits for signals: makes the data visible that arrived over the network before those signals. The call does not
+// depend on the sender, because a PE knows which peers it reaches but not which peers reach it.
+DEVICE void acquire_network(const Layer& l) {
+    if (!l.shape.stage || ARISTOS_FAULT(NO_ACQUIRE_PUTS)) return;
+    if (dev::thread() == 0) dev::acquire_puts(l.symmetric.passes);
     dev::sync_block();
 }
 
-// One thread. A word that another block of this PE counts up.
+// One thread. Waits for a word that other blocks of this PE count up.
 DEVICE bool wait_local(const Layer& l, const u32* word, u32 expected, u32 phase, u64 index) {
     Waiting w{l.shape.my_pe, WHAT_LOCAL, phase, expected, index};
-    bool came = wait_until(l, w, [&](u64& seen) {
+    bool arrived = wait_until(l, w, [&](u64& seen) {
         seen = dev::load_relaxed(word);
         return seen >= expected;
     }, LOCAL_LIMIT_FACTOR);
-    if (came && !ARISTOS_PLANTED(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
-    return came;
+    if (arrived && !ARISTOS_FAULT(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
+    return arrived;
 }
 
-// All threads of all blocks. False: aborted; other blocks may have got true.
+// All threads of all blocks. False if aborted; other blocks may have returned true.
 OUTLINE bool grid_barrier(const Layer& l) {
     dev::sync_block();
     bool ok = true;
@@ -258,8 +260,8 @@ OUTLINE bool grid_barrier(const Layer& l) {
     return !dev::sync_block_or(!ok);
 }
 
-// All threads of all blocks of all PEs; bulk mode only. One word for each of a step's three barriers: between two uses of a
-// word every PE passes another barrier, so its first value has arrived before the second is set.
+// All threads of all blocks of all PEs; bulk mode only. Each of a step's three barriers has its own word: between two uses of a word
+// every PE passes another barrier, so the first value has arrived before the second is set.
 OUTLINE bool pe_barrier(const Layer& l, const Pass& pass, u32 which, u32 step) {
     if (!grid_barrier(l)) return false;
     bool ok = true;

@@ -1,6 +1,6 @@
-// aristos_route: logits by tensor cores, scores, selection of experts, routing weights, sums for the losses, and the shared
-// expert's gate. A block handles ROUTE_TOKENS tokens; of few tokens several blocks compute the logits (route_cut), and the one that is done last
-// goes on with them. src/moe/cpu/router.rs defines the results.
+// aristos_route: logits on tensor cores, scores, expert selection, routing weights, loss sums, and the shared expert's gate. A block
+// handles ROUTE_TOKENS tokens. For few tokens several blocks share the logits (route_split), and the last of them to finish does the
+// rest. src/moe/cpu/router.rs defines the results.
 #pragma once
 #include "route_math.h"
 #include "small_gemm.h"
@@ -9,28 +9,28 @@ namespace aristos {
 
 // The tokens of a block, and its share of their logits.
 struct RouteItem {
-    RouteCut cut;
+    RouteSplit split;
     u32 number, token0, tile, range;
 
-    DEVICE RouteItem(const LayerShape& s, u32 tokens) : cut(route_cut(s, tokens)) {
-        number = dev::block() / cut.blocks(), token0 = number * ROUTE_TOKENS;
-        tile = dev::block() % cut.tiles, range = dev::block() % cut.blocks() / cut.tiles;
+    DEVICE RouteItem(const LayerShape& s, u32 tokens) : split(route_split(s, tokens)) {
+        number = dev::block() / split.blocks(), token0 = number * ROUTE_TOKENS;
+        tile = dev::block() % split.tiles, range = dev::block() % split.blocks() / split.tiles;
     }
 };
 
 DEVICE float* logit_partials(const Layer& layer) { return reinterpret_cast<float*>(layer.plan.scratch + plan_scratch(layer.shape).partials); }
 
-// The block's share of the logits, to memory. `PARTS` planes of the layer's dtype add up to the f32 weights.
+// Writes the block's share of the logits to memory. `PARTS` planes of the layer's dtype add up to the f32 weights.
 template <class T, u32 PARTS>
 DEVICE void route_logits(const Layer& layer, const Pass& pass, const RouteItem& item) {
     const LayerShape& s = layer.shape;
     const SmallOperand x{pass.x, 0, s.hidden, pass.tokens, s.hidden};
     const SmallOperand w{layer.tables.router, u64(s.n_experts) * s.hidden, s.hidden, s.n_experts, s.hidden};
-    const u32 tokens = pass.tokens, experts = s.n_experts, begin = item.range * item.cut.range;
-    float* logits = item.cut.ranges == 1 ? layer.routing.logits : logit_partials(layer) + u64(item.range) * tokens * experts;
+    const u32 tokens = pass.tokens, experts = s.n_experts, begin = item.range * item.split.range;
+    float* logits = item.split.ranges == 1 ? layer.routing.logits : logit_partials(layer) + u64(item.range) * tokens * experts;
     SmallGemm<T, ROUTE_TOKENS, false, false, 1, PARTS> gemm;
-    for (u32 e0 = item.tile * SMALL_TILE_N; e0 < experts; e0 += item.cut.tiles * SMALL_TILE_N) {
-        gemm.run(x, w, item.token0, e0, tokens, experts, begin, least(begin + item.cut.range, s.hidden), [](u32) { return 1.0f; });
+    for (u32 e0 = item.tile * SMALL_TILE_N; e0 < experts; e0 += item.split.tiles * SMALL_TILE_N) {
+        gemm.run(x, w, item.token0, e0, tokens, experts, begin, min_of(begin + item.split.range, s.hidden), [](u32) { return 1.0f; });
         gemm.each(item.token0, e0, [&](u32 t, u32 e, float v0, float v1) {
             if (t >= tokens) return;
             float* to = logits + u64(t) * experts + e;
@@ -40,10 +40,10 @@ DEVICE void route_logits(const Layer& layer, const Pass& pass, const RouteItem& 
     }
 }
 
-// Whether this block is the last of those that have computed the logits, which then are in memory.
+// Whether this block is the last one to finish the logits; if so, they are complete in memory.
 DEVICE bool complete_logits(const Layer& layer, const RouteItem& item, u32 tokens) {
-    const u32 blocks = item.cut.blocks();
-    dev::sync_block();  // the logits are in memory, and shared memory is free
+    const u32 blocks = item.split.blocks();
+    dev::sync_block();  // the logits are stored, and shared memory is free
     if (blocks == 1) return true;
     bool last = false;
     if (dev::thread() == 0) {
@@ -52,38 +52,38 @@ DEVICE bool complete_logits(const Layer& layer, const RouteItem& item, u32 token
         if (last) *done = 0;  // for the next pass
     }
     if (!dev::sync_block_or(last)) return false;
-    if (item.cut.ranges == 1) return true;
+    if (item.split.ranges == 1) return true;
     const u32 experts = layer.shape.n_experts;
     const u64 first = u64(item.token0) * experts, plane = u64(tokens) * experts;
     const float* partials = logit_partials(layer) + first;
-    for (u32 i = dev::thread(); i < least(tokens - item.token0, ROUTE_TOKENS) * experts; i += ROUTE_THREADS) {
+    for (u32 i = dev::thread(); i < min_of(tokens - item.token0, ROUTE_TOKENS) * experts; i += ROUTE_THREADS) {
         float sum = 0.0f;
-        for (u32 r = 0; r < item.cut.ranges; r++) sum += partials[r * plane + i];
+        for (u32 r = 0; r < item.split.ranges; r++) sum += partials[r * plane + i];
         layer.routing.logits[first + i] = sum;
     }
     dev::sync_block();
     return true;
 }
 
-// Keys that a warp selects by: scores in the total order, above these two values.
-constexpr u32 KEY_TAKEN = 0, KEY_MASKED = 1, KEY_LEAST = 2;
+// Selection keys: scores in total order; the two lowest values are reserved.
+constexpr u32 KEY_SELECTED = 0, KEY_MASKED = 1, KEY_LEAST = 2;
 DEVICE u32 live_key(float x) {
     const u32 key = total_order(x);
     return key < KEY_LEAST ? KEY_LEAST : key;
 }
 
-// Marks the `count` largest of `keys` as taken, ties to the smaller index. By a warp; there are at least `count`.
-DEVICE void take_largest(u32* keys, u32 n, u32 count) {
+// One warp. Marks the `count` largest of `keys` as selected, ties to the smaller index. There must be at least `count`.
+DEVICE void select_largest(u32* keys, u32 n, u32 count) {
     const u32 lane = dev::lane();
-    // The largest of this lane's keys; it searches again only when that one is taken.
+    // The largest of this lane's keys; searched again only after it was selected.
     u32 key = 0, index = NONE;
-    auto look = [&] {
+    auto find_largest = [&] {
         key = 0, index = NONE;
         for (u32 i = lane; i < n; i += 32) {
             if (keys[i] > key) key = keys[i], index = i;
         }
     };
-    look();
+    find_largest();
     for (u32 c = 0; c < count; c++) {
         u32 best = key, at = index;
         for (u32 mask = 16; mask > 0; mask /= 2) {
@@ -91,15 +91,14 @@ DEVICE void take_largest(u32* keys, u32 n, u32 count) {
             if (other > best || (other == best && other_at < at)) best = other, at = other_at;
         }
         if (at == index && at != NONE) {
-            keys[at] = KEY_TAKEN;
-            look();
+            keys[at] = KEY_SELECTED;
+            find_largest();
         }
     }
     dev::sync_warp();
 }
 
-// Leaves only the experts of the best groups selectable (DeepSeek-V3, section 2.1.2): a group's score is the sum of its two
-// best.
+// Masks all experts outside the best groups (DeepSeek-V3, section 2.1.2). A group's score is the sum of its two best.
 DEVICE void mask_groups(u32* keys, u32* group_keys, const LayerShape& s) {
     const u32 lane = dev::lane(), size = s.n_experts / s.n_groups;
     for (u32 g = lane; g < s.n_groups; g += 32) {
@@ -115,14 +114,14 @@ DEVICE void mask_groups(u32* keys, u32* group_keys, const LayerShape& s) {
         group_keys[g] = live_key(from_total_order(first) + (size > 1 ? from_total_order(second) : 0.0f));
     }
     dev::sync_warp();
-    take_largest(group_keys, s.n_groups, s.top_groups);
+    select_largest(group_keys, s.n_groups, s.top_groups);
     for (u32 e = lane; e < s.n_experts; e += 32) {
-        if (group_keys[e / size] != KEY_TAKEN) keys[e] = KEY_MASKED;
+        if (group_keys[e / size] != KEY_SELECTED) keys[e] = KEY_MASKED;
     }
     dev::sync_warp();
 }
 
-// Selects and weighs one token, by a warp.
+// One warp. Selects a token's experts and computes their weights.
 DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& scores, u32* keys) {
     const LayerShape& s = layer.shape;
     const u32 lane = dev::lane(), experts = s.n_experts;
@@ -134,9 +133,9 @@ DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& sco
     }
     dev::sync_warp();
     if (s.n_groups > 0) mask_groups(keys, keys + experts, s);
-    take_largest(keys, experts, s.top_k);
+    select_largest(keys, experts, s.top_k);
 
-    // The taken ones in ascending order; their lanes write them and, once their sum is known, their weights.
+    // The selected experts in ascending order; their lanes write them and, once their sum is known, their weights.
     u32* chosen = layer.routing.chosen + u64(token) * s.top_k;
     float* weights = layer.routing.routing_weights + u64(token) * s.top_k;
     const u32 below = (1u << lane) - 1;
@@ -144,9 +143,9 @@ DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& sco
     u32 found = 0;
     for (u32 e0 = 0; e0 < experts; e0 += 32) {
         const u32 e = e0 + lane;
-        const bool taken = e < experts && keys[e] == KEY_TAKEN;
-        const u32 all = dev::ballot(taken);
-        if (taken) {
+        const bool selected = e < experts && keys[e] == KEY_SELECTED;
+        const u32 all = dev::ballot(selected);
+        if (selected) {
             const float score = scores.score(logits[e]);
             chosen[found + count_bits(all & below)] = e;
             sum += score;
@@ -157,21 +156,21 @@ DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& sco
     found = 0;
     for (u32 e0 = 0; e0 < experts; e0 += 32) {
         const u32 e = e0 + lane;
-        const bool taken = e < experts && keys[e] == KEY_TAKEN;
-        const u32 all = dev::ballot(taken);
-        if (taken) weights[found + count_bits(all & below)] = scores.score(logits[e]) / norm * s.scaling;
+        const bool selected = e < experts && keys[e] == KEY_SELECTED;
+        const u32 all = dev::ballot(selected);
+        if (selected) weights[found + count_bits(all & below)] = scores.score(logits[e]) / norm * s.scaling;
         found += count_bits(all);
     }
     dev::sync_warp();
 }
 
-// sigmoid(x w^T) of each of the block's tokens: four tokens at once per warp, so that w is read once for them.
+// sigmoid(x w^T) of each of the block's tokens; four tokens per warp at a time, which read w once.
 template <class T>
 DEVICE void shared_gate(const Layer& layer, const Pass& pass, u32 token0) {
     const u32 hidden = layer.shape.hidden, lane = dev::lane();
     const float* w = layer.tables.shared_gate;
     const u16* x = static_cast<const u16*>(pass.x);
-    for (u32 first = token0 + dev::warp() * 4; first < least(token0 + ROUTE_TOKENS, pass.tokens); first += 32) {
+    for (u32 first = token0 + dev::warp() * 4; first < min_of(token0 + ROUTE_TOKENS, pass.tokens); first += 32) {
         float dot[4] = {};
         for (u32 h = lane * 8; h < hidden; h += 256) {
             float g[8];
@@ -197,14 +196,14 @@ DEVICE void shared_gate(const Layer& layer, const Pass& pass, u32 token0) {
     }
 }
 
-// What the losses need of each of the block's tokens, in shared memory after everything else.
+// Per-token data for the losses, at the end of shared memory.
 struct LossTokens {
     double norm[ROUTE_TOKENS];
     float max[ROUTE_TOKENS], sum[ROUTE_TOKENS], lse[ROUTE_TOKENS];
 };
 static_assert(sizeof(LossTokens) <= 1024, "route_launch leaves 1024 bytes");
 
-// The block's sums, in the order of tokens; aristos_plan adds the blocks'.
+// The block's sums in token order; aristos_plan adds those of all blocks.
 DEVICE void block_losses(const Layer& layer, const LossTokens& of, u32 number, u32 tokens) {
     const LayerShape& s = layer.shape;
     const u32 token0 = number * ROUTE_TOKENS;
@@ -239,10 +238,10 @@ DEVICE void route(const Layer& layer, const Pass& pass) {
     } else {
         route_logits<T, 3>(layer, pass, item);
     }
-    if (s.shared_gate && dev::block() % item.cut.blocks() == 0) shared_gate<T>(layer, pass, token0);
+    if (s.shared_gate && dev::block() % item.split.blocks() == 0) shared_gate<T>(layer, pass, token0);
     if (!complete_logits(layer, item, pass.tokens)) return;
 
-    const u32 tokens = least(pass.tokens - token0, ROUTE_TOKENS), warps = select_warps(s);
+    const u32 tokens = min_of(pass.tokens - token0, ROUTE_TOKENS), warps = select_warps(s);
     LossTokens& losses = *reinterpret_cast<LossTokens*>(dev::shared() + route_launch(s).shared_bytes - 1024);
     if (dev::warp() < warps) {
         u32* keys = reinterpret_cast<u32*>(dev::shared()) + dev::warp() * (s.n_experts + s.n_groups);

@@ -1,12 +1,12 @@
-// aristos_route_backward: the gradient of the logits from that of the routing weights and the losses (the formulas are those
-// of `Routing::backward` in src/moe/cpu/router.rs), and its planes for the tensor cores. A block handles SCALE_TOKENS tokens.
+// aristos_route_backward: the gradient of the logits from those of the routing weights and the losses (with the formulas of
+// `Routing::backward` in src/moe/cpu/router.rs), and its planes for the tensor cores. A block handles SCALE_TOKENS tokens.
 #pragma once
 #include "route_math.h"
 
 namespace aristos {
 
-// One token's gradient of the logits, by a warp; `out` [E] holds the gradient of the scores meanwhile; between barriers
-// only one lane accesses an element. Returns the largest magnitude.
+// One warp. One token's gradient of the logits; `out` [E] temporarily holds the gradient of the scores. Between barriers only one lane
+// accesses an element. Returns the largest magnitude.
 DEVICE float logit_gradients(const Layer& layer, u32 token, double all_tokens, float* out) {
     const LayerShape& s = layer.shape;
     const u32 lane = dev::lane(), experts = s.n_experts, k = s.top_k;
@@ -19,7 +19,7 @@ DEVICE float logit_gradients(const Layer& layer, u32 token, double all_tokens, f
     const bool aux = s.aux_loss_coef != 0.0f;
     const double aux_scale = aux ? double(s.aux_loss_coef) * experts / (all_tokens * all_tokens) : 0.0;
     auto aux_of = [&](u32 e) { return float(aux_scale * layer.losses.all[2 + e]); };
-    // p = s / norm; for softmax, norm is 1 and is not differentiated: softmax's own derivative covers it.
+    // p = s / norm; for softmax, norm is 1 and is not differentiated, since softmax's own derivative covers it.
     const float p_norm = aux ? float(prob_norm(scores, logits, experts)) : 1.0f;
     float aux_mean = 0.0f;
     if (aux && s.scoring == SCORING_SIGMOID) {
@@ -60,8 +60,8 @@ DEVICE float logit_gradients(const Layer& layer, u32 token, double all_tokens, f
     return warp_max(largest);
 }
 
-// The power of two that brings `largest` into [2^13, 2^14), where f16 has its full precision for 2^27 below it, or 1 where
-// there is nothing to scale. bf16 has the exponent range of f32 and needs none.
+// The power of two that scales `largest` into [2^13, 2^14), where f16 has full precision down to 2^-27 of it; 1 if all are 0. bf16 has
+// the exponent range of f32 and needs no scaling.
 template <class T>
 DEVICE float plane_scale(float) { return 1.0f; }
 template <>
@@ -72,7 +72,7 @@ DEVICE float plane_scale<F16>(float largest) {
     return bits_float(u32((scale > 126 ? 126 : scale) + 127) << 23);
 }
 
-// The gradient of the shared expert's gate, before its sigmoid.
+// Gradient of the shared expert's gate before its sigmoid.
 DEVICE float gate_gradient(const Layer& layer, u32 token) {
     const float s = layer.routing.shared_weight[token];
     return layer.routing.d_shared_weight[token] * s * (1.0f - s);
@@ -88,7 +88,7 @@ DEVICE void route_backward(const Layer& layer, const Pass& pass) {
     }
     const u32 token0 = dev::block() * SCALE_TOKENS;
     if (token0 >= pass.tokens) return;
-    const u32 tokens = least(pass.tokens - token0, SCALE_TOKENS);
+    const u32 tokens = min_of(pass.tokens - token0, SCALE_TOKENS);
     const double sum = has_losses(s) ? layer.losses.all[0] : 1.0, all_tokens = sum > 1.0 ? sum : 1.0;
 
     float largest = 0.0f;
@@ -99,13 +99,13 @@ DEVICE void route_backward(const Layer& layer, const Pass& pass) {
     }
     float* of_warps = reinterpret_cast<float*>(dev::shared());
     if (dev::lane() == 0) of_warps[dev::warp()] = largest;
-    dev::sync_block();  // the gradients are in memory too
+    dev::sync_block();  // the gradients are stored, too
     for (u32 w = 0; w < ROUTE_THREADS / 32; w++) largest = fmaxf(largest, of_warps[w]);
     const float scale = plane_scale<T>(largest);
     if (dev::thread() == 0)
         reinterpret_cast<float*>(layer.route_scratch + scratch.scales)[dev::block()] = 1.0f / scale;
 
-    // Two columns at a time, since a plane's elements have two bytes. Columns: the experts, the gate, zeros.
+    // Two columns at a time, because a plane's elements have two bytes. Columns: the experts, the gate, zeros.
     const u32 stride = grad_stride(s), rows = grad_rows(s);
     u32* planes = reinterpret_cast<u32*>(layer.route_scratch + scratch.planes);
     auto value = [&](u32 token, u32 column) {

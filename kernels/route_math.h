@@ -1,4 +1,4 @@
-// What routing and its backward share: sums over a warp in a fixed order, the total order of f32, scores from logits.
+// Shared by routing and its backward: warp sums in a fixed order, the total order of f32, scores from logits.
 #pragma once
 #include <cstring>
 #include "layer.h"
@@ -44,7 +44,7 @@ DEVICE double warp_sum(double x) {
     return x;
 }
 
-// Unsigned integers in the total order of f32 (IEEE 754-2019, 5.10), so that a NaN is a value like any other; and back.
+// f32 as unsigned integers in total order (IEEE 754-2019, 5.10), in which NaN is a value like any other; and back.
 DEVICE u32 total_order(float x) {
     const u32 bits = float_bits(x);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -53,14 +53,14 @@ DEVICE float from_total_order(u32 key) { return bits_float(key >> 31 ? key & 0x7
 
 DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + dev::exp_(-x)); }
 
-// By one block of the first kernel of a forward pass: resets its counters, and the word of the barrier among the plan's blocks.
+// One block of the first kernel of a forward pass: resets the pass's counters and the plan's grid barrier.
 DEVICE void clear_pass(const Layer& layer) {
     static_assert(sizeof(PassStats) % 8 == 0, "words");
     for (u32 i = dev::thread(); i < sizeof(PassStats) / 8; i += ROUTE_THREADS) reinterpret_cast<u64*>(layer.stats)[i] = 0;
     if (dev::thread() == 0) *reinterpret_cast<u64*>(layer.plan.scratch + plan_scratch(layer.shape).barrier) = 0;
 }
 
-// What a token's scores need of all its logits.
+// Scores of a token as a function of its logits.
 struct TokenScores {
     float max, sum;  // of exp(logit - max)
     u32 scoring;
@@ -70,7 +70,7 @@ struct TokenScores {
     DEVICE float lse() const { return max + dev::log_(sum); }
 };
 
-// By a warp, for the same token; every lane gets it.
+// One warp, for one token; every lane gets the result.
 DEVICE TokenScores token_scores(const float* logits, u32 n_experts, u32 scoring) {
     float max = -INFINITY, sum = 0.0f;
     for (u32 e = dev::lane(); e < n_experts; e += 32) max = fmaxf(max, logits[e]);
@@ -79,7 +79,7 @@ DEVICE TokenScores token_scores(const float* logits, u32 n_experts, u32 scoring)
     return {max, warp_sum(sum), scoring};
 }
 
-// What scores are divided by to become probabilities: 1 for softmax.
+// Divisor that turns scores into probabilities: 1 for softmax.
 DEVICE double prob_norm(const TokenScores& scores, const float* logits, u32 n_experts) {
     if (scores.scoring != SCORING_SIGMOID) return 1.0;
     double sum = 0.0;
@@ -88,7 +88,7 @@ DEVICE double prob_norm(const TokenScores& scores, const float* logits, u32 n_ex
     return sum > 2.2250738585072014e-308 ? sum : 2.2250738585072014e-308;
 }
 
-// What renormalised weights are divided by, from the sum of the chosen scores.
+// Divisor of renormalised weights, from the sum of the chosen scores.
 DEVICE float weight_norm(const LayerShape& shape, float sum) {
     if (!shape.renormalise) return 1.0f;
     return shape.scoring == SCORING_SIGMOID ? sum + 1e-20f : sum;

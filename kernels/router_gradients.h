@@ -1,10 +1,10 @@
-// aristos_router_gradients: the gradients of the router, of the shared expert's gate, and of the input through both.
+// aristos_router_gradients: gradients of the router, of the shared expert's gate, and of the input through both.
 //
 //   grad_router [E, H] = d_logits^T x       split into ranges of tokens; the last block of a tile adds the ranges in order
 //   output [T, H]     += d_logits W + d_gate w^T
 //
-// d_logits is in GRAD_PARTS planes (aristos_route_backward) that hold all its 24 bits, the gate's as one more expert. Each
-// block computes one tile; surplus blocks do nothing.
+// d_logits is in GRAD_PARTS planes (aristos_route_backward) with all of its 24 bits; the gate's gradient is one more column. Each block
+// computes one tile; surplus blocks exit.
 #pragma once
 #include "route_backward.h"
 #include "small_gemm.h"
@@ -22,7 +22,7 @@ DEVICE SmallOperand gradient_planes(const Layer& layer, u32 tokens) {
     return {layer.route_scratch + grad_scratch(s).planes, u64(s.max_tokens) * stride, stride, tokens, stride};
 }
 
-// A tile of 64 experts by 128 columns over one range of tokens. `item` counts ranges fastest.
+// A tile of 64 experts by 128 columns over one range of tokens. The range is the fastest index of `item`.
 template <class T>
 DEVICE void router_gradient_tile(const Layer& layer, const Pass& pass, u32 item) {
     const LayerShape& s = layer.shape;
@@ -30,9 +30,9 @@ DEVICE void router_gradient_tile(const Layer& layer, const Pass& pass, u32 item)
     const u32 splits = grad_splits(s), split = item % splits, tile = item / splits;
     const u32 m0 = tile / grad_tiles_n(s) * 64, n0 = tile % grad_tiles_n(s) * SMALL_TILE_N;
     const u32 rows = grad_rows(s), hidden = s.hidden;
-    // Ranges are whole multiples of the tokens that share a scale.
+    // Ranges are multiples of the tokens that share a scale.
     const u32 range = div_up(div_up(pass.tokens, SCALE_TOKENS), splits) * SCALE_TOKENS;
-    const u32 begin = least(split * range, pass.tokens), end = least(begin + range, pass.tokens);
+    const u32 begin = min_of(split * range, pass.tokens), end = min_of(begin + range, pass.tokens);
     const float* scales = reinterpret_cast<const float*>(layer.route_scratch + scratch.scales);
     const SmallOperand x{pass.x, 0, hidden, pass.tokens, hidden};
     SmallGemm<T, 64, true, true, GRAD_PARTS, 1> gemm;
@@ -68,7 +68,7 @@ DEVICE void input_gradient_tile(const Layer& layer, const Pass& pass, u32 m0, u3
     const LayerShape& s = layer.shape;
     const u32 tokens = pass.tokens, hidden = s.hidden;
     const SmallOperand w{layer.tables.router, u64(s.n_experts) * hidden, hidden, s.n_experts, hidden};
-    // The gate's column is not part of this sum: its weights are f32 alone, and are applied below.
+    // The gate is not part of this GEMM: its weights exist only in f32 and are applied below.
     const float scale = reinterpret_cast<const float*>(layer.route_scratch + grad_scratch(s).scales)[m0 / SCALE_TOKENS];
     SmallGemm<T, 64, false, true, GRAD_PARTS, PARTS> gemm;
     gemm.run(gradient_planes(layer, tokens), w, m0, n0, tokens, hidden, 0, s.n_experts, [&](u32) { return scale; });
@@ -89,7 +89,7 @@ DEVICE void router_gradients(const Layer& layer, const Pass& pass) {
     const LayerShape& s = layer.shape;
     static_assert(SCALE_TOKENS == 64, "a tile of tokens has one scale");
     u32 item = dev::block();
-    // First the tiles whose sums another block may have to wait for.
+    // First the tiles that are split over several blocks.
     const u32 router_items = grad_tiles(s) * grad_splits(s);
     if (item < router_items) {
         router_gradient_tile<T>(layer, pass, item);

@@ -1,4 +1,4 @@
-// Routing, plan, their backward, the sums over PEs, and the sum over passes: one module, for every architecture.
+// Routing, plan, their backward, the sums over PEs and gradient accumulation: one module for all architectures.
 #include "route.h"
 #include "plan.h"
 #include "route_backward.h"

@@ -1,42 +1,49 @@
-// What a step has to do, and in which order blocks take it.
+// The work of a step and the order in which blocks do it.
 //
-// A block takes one *item* after the other: the layout of the own slots; a send; the layout of the others' slots; the arrival of a chunk; the
-// return of one; rows of the shared expert; a task of a GEMM; gradients without one, of biases and zeros; a step of the sums of gradients; and when
-// all of these but the last are taken, the final sums over PEs. It begins an item only once nothing is missing that the item needs (items.h), so no block waits inside one for
-// a peer or another block, and no multiprocessor is parked while there is something to compute; a block that ends a wave whose places are
-// needed again waits for the network to deliver it (dispatch.h, "Waves"). Only the final sums wait, for results of peers: they are the last.
+// A block processes one *item* after the other: the layout of the own slots, a send, the layout of the other PEs' slots, the arrival or
+// the return of a chunk, rows of the shared expert, a GEMM task, gradients without a GEMM (biases and zeros), or a step of the gradient
+// sums. After all of these come the final sums over PEs. A block starts an item only when its dependencies are met (items.h). No block
+// therefore waits for a peer or for another block inside an item, and no SM idles while there is work. There are two exceptions: a block
+// that completes a send group whose staging slots are needed again waits for its delivery (dispatch.h, "Send groups"), and the final
+// sums, which come last, wait for the results of peers.
 //
-// Tasks and results have numbers, which blocks take by an addition, once they see that nothing is missing for the next. Where others were faster a block's
-// number is a later one, for which something may be missing: then it keeps it, does other items, and looks at it again whenever it looks for one. It keeps at most one of each
-// queue of tasks and one of results, and none beyond a step. The second block of a pair, which follows the first into the tasks and would not look,
-// keeps none: it takes results by a comparison.
+// Blocks claim tasks and results by an atomic add that returns a ticket, once the next one is ready. A block that loses the race gets a
+// later ticket. If that one is not ready, the block holds the ticket, runs other items and checks the ticket at every poll. Each block
+// holds at most one ticket per task queue and one for results, and none beyond a step. The second block of a CTA pair follows the first
+// into the task loop, where it would not poll, so it holds none: it claims results by compare-and-swap.
 //
-// Tasks come in five queues, each in the order of experts. The first one whose next task has its inputs is taken from: the second GEMM of tiles with
-// slots of others, which results wait for; their first GEMM; the same of tiles that hold slots of this PE alone, and of the shared expert, which need
-// no peer, and so fill the time in which rows travel; the gradients of weights, which nobody waits for. Before these come the gradients without a
-// GEMM, and steps of the sums of gradients, whose time to travel the tasks hide. Such a step is taken if nothing is missing for it and this PE has returned
-// all results: the wire is free then. Nobody waits for one: what is left is aristos_all_reduce's.
+// Tasks are in five queues, each in the order of experts. A block takes the next task of the first queue whose next task is ready: (1)
+// the second GEMM of tiles with other PEs' slots, on which results depend, (2) their first GEMM, (3, 4) likewise for tiles that hold own
+// slots alone and for the shared expert, which need no peer and fill the time in which rows travel, and (5) weight gradients. Before
+// weight gradients come the gradients without a GEMM and steps of the gradient sums, so that the tasks hide their transfers. A step of
+// the sums runs when its dependencies are met and this PE has returned all results, so that the network is free. aristos_all_reduce does
+// the remaining steps.
 //
-// Why no step can deadlock. Order all items of all PEs by (step, class), with classes own layout < send < layout < arrival < task (first GEMM, second
-// GEMM, gradients, with a GEMM and without) < return < final sums. What an item needs comes from items before it in this order: a send of round q needs results of
-// round q - 1, or acknowledgements of this round's recomputation, which follow its arrivals, and the credit of a chunk some places before it, whose arrival
-// needs that chunk's send; a layout headers; an arrival its chunk and the layout; a task arrivals and earlier GEMMs; a return tasks; a sum returns; the
-// barrier at the end of a step all of its own PE's items. A place in a stage (dispatch.h, "Waves") is given back by sends or returns with lower numbers.
-// Of the unfinished items take the first, X. If a block does X, X ends, as it needs nothing more. If a block keeps X's number, what it does meanwhile
-// ends, and then it begins X. If nobody has X, X is the next of its queue, as items are taken in order there, and a block that is between two items, or will
-// be, takes it: blocks do items only for a time, but for sums, and those are taken when nothing else is left to take on this PE, nor kept.
-// A step of one PE may have no counterpart at another that has nothing to send or to receive in it: nobody waits for what was
-// not announced.
+// Deadlock freedom. Order all items of all PEs by (step, class), with own layout < send < layout < arrival < task (first GEMM, second
+// GEMM, gradients) < return < final sums. Every item depends only on earlier items in this order:
+// - a send of round q: on results of round q - 1, or on acknowledgements of this round's recomputation, which follow its arrivals; and on
+//   the credit of an earlier chunk of the same window, i.e. on that chunk's arrival and send
+// - a layout: on headers
+// - an arrival: on its chunk and the layout
+// - a task: on arrivals and earlier GEMMs
+// - a return: on tasks
+// - a final sum: on returns
+// - the barrier at the end of a step: on all items of its own PE Staging slots (dispatch.h, "Send groups") are freed by sends or returns
+//   with lower numbers. Let X be the first unfinished item. If a block runs X, X finishes, since its dependencies are met. If a block
+//   holds X's ticket, its current item finishes and then it runs X. Otherwise X is next in its queue, since items are claimed in order,
+//   and a block that is between two items, or will be, claims it: every item takes finite time except final sums, and those are claimed
+//   only when this PE has no other item left to claim or holds. A PE may skip a step in which it neither sends nor receives; peers wait
+//   only for data that was announced to them.
 #pragma once
 #include "block.h"
 
 namespace aristos {
 
-constexpr u32 SHARED_TILES = 8;      // of one item
-constexpr u32 FINAL_TOKENS = 16;     // of one item
-constexpr u32 RETURN_ROWS = 32;      // of one item
-constexpr u32 BIAS_COLUMNS = 512;    // of one item
-constexpr u32 ZERO_ELEMENTS = 1 << 19;  // of one item
+constexpr u32 SHARED_TILES = 8;      // per item
+constexpr u32 FINAL_TOKENS = 16;     // per item
+constexpr u32 RETURN_ROWS = 32;      // per item
+constexpr u32 BIAS_COLUMNS = 512;    // per item
+constexpr u32 ZERO_ELEMENTS = 1 << 19;  // per item
 
 DEVICE u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }
 
@@ -47,31 +54,32 @@ DEVICE const SlotStore& store_of(const Layer& l, u32 batch) {
 DEVICE bool is_gated(const Layer& l, u32 batch) { return is_shared(l, batch) ? l.shape.shared_gated : l.shape.gated; }
 DEVICE bool has_bias(const Layer& l, u32 batch) { return is_shared(l, batch) ? l.shape.shared_bias : l.shape.bias; }
 
-// Whether a batch is computed in this step.
+// Whether the step computes a batch.
 DEVICE bool takes_part(const Layer& l, const Step& step, u32 batch) {
     return is_shared(l, batch) ? step.with_shared : step.receives;
 }
 
-// ---- Places and tiles of a batch's slots: first those of tiles that are this PE's alone, elsewhere the others.
-DEVICE u32 slot_place(const Layer& l, u32 expert, u32 slot) {
+// ---- Positions and tiles of a batch's slots: tiles of own slots alone come first in the store, the others lie elsewhere.
+DEVICE u32 slot_position(const Layer& l, u32 expert, u32 slot) {
     const Batches& b = l.batches;
     return slot < b.own[expert] ? b.own_base[expert] + slot : b.rest_base[expert] + slot - b.own[expert];
 }
-// Slots of a source in a batch lie one after another, by rank, of every other source the other way round: so where a tile has slots of two, both are
-// among the first of theirs to come, or among the last, and no tile waits for the last of one with the first of another.
-DEVICE bool lies_backwards(const Layer& l, u32 source) {
-    u32 turn = source < l.shape.my_pe ? source + l.shape.n_pes - l.shape.my_pe : source - l.shape.my_pe;
-    return turn > 0 && turn % 2 == 0;
+// Slots of a source in a batch are in the order of ranks, reversed for every other source. In a tile with slots of two sources both are
+// then among the first to arrive, or both among the last, and no tile waits for the last slot of one source together with the first of
+// another.
+DEVICE bool is_reversed(const Layer& l, u32 source) {
+    u32 distance = source < l.shape.my_pe ? source + l.shape.n_pes - l.shape.my_pe : source - l.shape.my_pe;
+    return distance > 0 && distance % 2 == 0;
 }
 DEVICE u32 batch_slot(const Layer& l, u32 source, u32 expert, u32 rank) {
     const u64 at = u64(source) * l.shape.n_local + expert;
-    return l.received.first[at] + (lies_backwards(l, source) ? l.received.counts[at] - 1 - rank : rank);
+    return l.received.first[at] + (is_reversed(l, source) ? l.received.counts[at] - 1 - rank : rank);
 }
-DEVICE u32 place_tile(const Layer& l, u32 expert, u32 place) {
+DEVICE u32 tile_of(const Layer& l, u32 expert, u32 position) {
     const Batches& b = l.batches;
-    u32 own = place - b.own_base[expert];  // places of others are above all own ones
+    u32 own = position - b.own_base[expert];  // positions of other slots are above all own ones
     return own < b.own[expert] ? b.own_tile[expert] + own / l.shape.tile_m
-                               : b.rest_tile[expert] + (place - b.rest_base[expert]) / l.shape.tile_m;
+                               : b.rest_tile[expert] + (position - b.rest_base[expert]) / l.shape.tile_m;
 }
 
 // ---- Tasks of a batch.
@@ -89,14 +97,14 @@ DEVICE u32 tiles_down(const Layer& l, u32 kind, u32 batch) {
     return ceil_div(rows, l.shape.tile_m);
 }
 
-// Items of PLAIN_BIAS of a batch: columns of the down projection's, then those of what the activation saw.
-DEVICE u32 gu_columns(const Layer& l, u32 batch) {
+// PLAIN_BIAS items of a batch: first columns of the down projection's bias, then of the gate and up biases.
+DEVICE u32 gate_up_columns(const Layer& l, u32 batch) {
     return store_of(l, batch).intermediate * (is_gated(l, batch) ? 2 : 1);
 }
 DEVICE u32 bias_items(const Layer& l, u32 batch) {
-    return ceil_div(l.shape.hidden, BIAS_COLUMNS) + ceil_div(gu_columns(l, batch), BIAS_COLUMNS);
+    return ceil_div(l.shape.hidden, BIAS_COLUMNS) + ceil_div(gate_up_columns(l, batch), BIAS_COLUMNS);
 }
-// Which of a batch's an item is, counted without the zeros.
+// Batch and part of a bias item, numbered without the zero items.
 struct BiasItem { u32 batch, part; };
 DEVICE BiasItem bias_item(const Block& b, u32 item) {
     const Layer& l = b.l;
@@ -104,16 +112,16 @@ DEVICE BiasItem bias_item(const Block& b, u32 item) {
     if (item < routed) return {item / each, item % each};
     return {n, item - routed};
 }
-// Items of PLAIN_ZERO: for each of three matrices, as many as the largest needs.
+// PLAIN_ZERO items: for each of three matrices as many as the largest needs.
 DEVICE u32 zero_pieces(const Layer& l) {
     u32 wide = l.shape.intermediate > l.shape.shared_intermediate ? l.shape.intermediate : l.shape.shared_intermediate;
     return u32((u64(wide) * l.shape.hidden + ZERO_ELEMENTS - 1) / ZERO_ELEMENTS);
 }
 DEVICE u32 zero_items(const Layer& l) { return GRADIENTS * zero_pieces(l); }
 
-// Tile `index` of `down` x `across`: `group` rows of tiles at a time, so that what they share of both operands stays in L2. Fewer where rows still
-// come, as a tile's results are complete only when its whole group is: three, since with two all multiprocessors of an H100 together would read weights
-// at about the rate of its memory (256 FLOP a byte).
+// Position of tile `index` in a grid of `down` x `across` tiles. Tiles are visited `group` rows at a time, so that shared operands stay
+// in L2. Where rows are still arriving the group is smaller, because a tile's results are complete only with its whole group: three,
+// since with two all SMs of an H100 would read weights at about its memory bandwidth (256 FLOP per byte).
 constexpr u32 TILE_GROUP = 8, REST_TILE_GROUP = 3;
 DEVICE void tile_at(u32 index, u32 down, u32 across, u32 group, u32& m, u32& n) {
     u32 first = index / (group * across) * group, in = index % (group * across);
@@ -122,36 +130,36 @@ DEVICE void tile_at(u32 index, u32 down, u32 across, u32 group, u32& m, u32& n) 
     m = first + in % rows;
 }
 
-// Entries of a queue of tasks.
+// Entries of a task queue.
 DEVICE u32 task_entries(const Layer& l, u32 queue) {
     u32 n = l.shape.n_local;
     return queue == GRADIENT_TASKS ? GRADIENTS * (n + 1) : queue >= OWN_SECOND ? n + 1 : n;
 }
 DEVICE bool of_first_gemm(u32 queue) { return queue == REST_FIRST || queue == OWN_FIRST; }
-// Row tiles of a batch's tasks in a queue of the first or the second GEMM.
+// Row tiles of a batch in a queue of first or second GEMMs.
 DEVICE u32 queue_tiles(const Layer& l, u32 queue, u32 batch) {
     const Batches& b = l.batches;
     return ceil_div(queue >= OWN_SECOND ? b.own[batch] : b.total[batch] - b.own[batch], l.shape.tile_m);
 }
 
-// Rounds that this PE takes part in; with barriers between classes everyone does in all.
+// Rounds that this PE takes part in. In bulk mode all PEs take part in all rounds, because of the barriers.
 DEVICE u32 pass_rounds(const Layer& l) {
     u32 rounds = l.shape.bulk ? *l.received.world_rounds : *l.received.my_rounds;
     return rounds > 1 ? rounds : 1;
 }
 
 DEVICE bool last_round(const Block& b) { return b.step.round + 1 == pass_rounds(b.l); }
-// Whether experts' gradients are complete at the end of this step, and others hold some too.
+// Whether experts' gradients are complete at the end of this step and other PEs hold some of these experts.
 DEVICE bool sums_gradients(const Block& b) {
     return b.l.shape.summed && !b.l.shape.bulk && b.step.mode == MODE_GRADIENT && last_round(b);
 }
 
-// Whether own chunks arrive in two parts: what has its place before the headers are known, and what then gets one.
+// Whether own chunks arrive in two parts: slots that get positions before the headers are known, and the rest.
 DEVICE bool own_in_parts(const Step& step) { return step.mode != MODE_GRADIENT; }
 
-// Tasks of the first GEMM in backward, which leave what the gradients are made of.
+// Tasks of backward's first GEMM, which produces the operands of the gradients.
 DEVICE u32 batch_tasks(const Layer& l, u32 batch) { return tiles_down(l, BACKWARD_DOWN, batch) * tiles_across(l, BACKWARD_DOWN, batch); }
-// Tasks and items of a routed batch's gradients in this step.
+// Number of tasks and items for a routed batch's gradients in this step.
 DEVICE u32 gradient_items(const Block& b, u32 batch) {
     const Layer& l = b.l;
     const u32* tasks = l.queue.tasks[GRADIENT_TASKS] + GRADIENTS * batch;
@@ -161,7 +169,7 @@ DEVICE u32 gradient_items(const Block& b, u32 batch) {
     return count;
 }
 
-// Items of a chunk of results; where it is made of several PEs' parts, one.
+// Return items per result chunk; one if a chunk is the sum of several PEs' partial results.
 DEVICE u32 return_items(const Layer& l) { return l.shape.relays ? 1 : ceil_div(l.shape.chunk_rows, RETURN_ROWS); }
 
 // Whether a header of `source` is due in this step.
@@ -171,21 +179,21 @@ DEVICE bool header_due(const Block& b, u32 source) {
     return b.l.received.rounds[source] > b.step.round;
 }
 
-// With relays: how many of a source's chunks in this step its home wants to know to be emptied by all: those that have one more for their place, or, as
-// rows that are sent again have no results, all.
-DEVICE u32 emptied_told(const Block& b, u32 chunks) {
+// With relays: number of a source's chunks in this step whose consumption the members report to the relay. In recomputation these are all
+// chunks, because it has no results to acknowledge them; otherwise those whose buffer is used again.
+DEVICE u32 consumed_acks_expected(const Block& b, u32 chunks) {
     if (b.step.mode == MODE_RECOMPUTE) return chunks;
     return chunks > b.l.shape.window_chunks ? chunks - b.l.shape.window_chunks : 0;
 }
 
-// ---- What makes the queues: all threads of a block.
+// ---- Filling the queues: all threads of a block.
 template <class Count> DEVICE void fill_tasks(Block& b, u32 queue, Count count) {
     u32* tasks = b.l.queue.tasks[queue];
     u32 entries = task_entries(b.l, queue);
     u32 total = scan_block(b, entries, count, [&](u32 i, u32 sum) { tasks[i] = sum; });
     if (dev::thread() == 0) tasks[entries] = total;
 }
-// The first GEMM's and the second's; own, total of the batches are there.
+// Queues of the first and the second GEMM; the batches' `own` and `total` are set.
 DEVICE void fill_gemms(Block& b, u32 first, u32 second) {
     const Layer& l = b.l;
     auto fill = [&](u32 queue, u32 kind, bool none) {
@@ -197,7 +205,7 @@ DEVICE void fill_gemms(Block& b, u32 first, u32 second) {
     fill(second, second_kind(b.step.mode), b.step.mode == MODE_RECOMPUTE);
 }
 
-// All but the queues of the own tiles.
+// All queues except those of the own tiles.
 DEVICE void fill_queues(Block& b) {
     const Layer& l = b.l;
     const Queue& q = l.queue;
@@ -219,18 +227,18 @@ DEVICE void fill_queues(Block& b) {
                 if (takes_part(l, b.step, batch) && l.batches.total[batch] == 0) q.empty[sum] = batch;
             });
     }
-    u32 chunks = 0, near = 0, most = 0;  // near: of sources that results reach without a wave
+    u32 chunks = 0, intra_node = 0, most = 0;  // intra_node: chunks of sources whose results need no send group
     if (b.step.receives) {
         for (u32 s = dev::lane(); s < l.shape.n_pes; s += 32) {
             u32 count = in.end_chunk[s] - in.first_chunk[s];
             chunks += count;
-            const bool far = returns_far(l, s);
-            if (!far) near += count;
+            const bool inter_node = returns_inter_node(l, s);
+            if (!inter_node) intra_node += count;
             else most = count > most ? count : most;
         }
         UNROLL for (int d = 16; d > 0; d /= 2) {
             chunks += dev::shfl_xor(chunks, d);
-            near += dev::shfl_xor(near, d);
+            intra_node += dev::shfl_xor(intra_node, d);
             u32 other = dev::shfl_xor(most, d);
             most = other > most ? other : most;
         }
@@ -238,15 +246,15 @@ DEVICE void fill_queues(Block& b) {
     u32 relays = 0;
     for (u32 i = 0; l.shape.relays && b.step.receives && i < served_sources(l)[0]; i++) {
         const u32 source = served_sources(l)[1 + i];
-        const u32 come = in.end_chunk[source] - in.first_chunk[source];
-        relays += (mode != MODE_GRADIENT && header_due(b, source)) + come + emptied_told(b, come);
+        const u32 arriving = in.end_chunk[source] - in.first_chunk[source];
+        relays += (mode != MODE_GRADIENT && header_due(b, source)) + arriving + consumed_acks_expected(b, arriving);
     }
     if (dev::thread() == 0) {
         *q.relays = relays;
         u32 me = l.shape.my_pe, own = b.step.receives && own_in_parts(b.step) ? in.end_chunk[me] - in.first_chunk[me] : 0;
         u32 zeros = empty * zero_items(l), biases = 0;
         *q.arrivals = chunks + own;
-        *q.results = mode == MODE_RECOMPUTE ? 0 : (near + l.tables.far_back[0] * most) * return_items(l);
+        *q.results = mode == MODE_RECOMPUTE ? 0 : (intra_node + l.tables.inter_node_returns[0] * most) * return_items(l);
         *q.most_results = mode == MODE_RECOMPUTE ? 0 : most;
         if (mode == MODE_GRADIENT) {
             if (l.shape.bias && b.step.receives) biases += n * bias_items(l, 0);

@@ -1,17 +1,17 @@
-// D = A B for the router: few columns or few rows, operands in one to three planes of the layer's dtype whose sum is the
-// f32 value. Of the products of planes only those up to the third order count: what is left out is below 2^-24 of the result.
+// D = A B for the router: few columns or few rows, and operands in one to three planes of the layer's dtype that add up to the f32 value.
+// Only products of planes up to the third order are computed; the rest is below 2^-24 of the result.
 //
-// A block of 256 threads computes TILE_M x 128 of D. Operands may be K-major or, transposed, MN-major (gemm.h):
+// A block of 256 threads computes TILE_M x 128 of D. Operands are K-major or, transposed, MN-major (gemm.h):
 //   A [M, K] or, transposed, [K, M];   B [N, K] or, transposed, [K, N].
-// Every step of 32 along K is summed by the tensor cores from zero and then added in f32 with round to nearest: their own
-// accumulation truncates, which over thousands of terms is a bias.
+// The tensor cores sum every 32 steps of K from zero, and the results are added in f32 with round-to-nearest: their own accumulation
+// truncates, which is a bias over thousands of terms.
 #pragma once
 #include "platform.h"
 #include "route_sizes.h"
 
 namespace aristos {
 
-// One operand: `parts` planes of a matrix whose rows are whole 16-byte pieces; beyond `rows` and `cols` it reads as zero.
+// One operand: `parts` planes of a matrix whose rows are whole 16-byte pieces. Elements beyond `rows` and `cols` read as zero.
 struct SmallOperand {
     const void* base;
     u64 plane;   // elements from one plane to the next
@@ -19,8 +19,8 @@ struct SmallOperand {
     u32 rows, cols;
 };
 
-// Where piece `p` (16 bytes) of row `row` lies, in a tile of `PIECES` pieces a row, so that eight rows' pieces of one
-// column fall into different banks.
+// Position of 16-byte piece `p` of row `row` in a tile with `PIECES` pieces per row, such that the pieces of eight rows in one column are
+// in different banks.
 template <u32 PIECES>
 DEVICE u32 small_piece(u32 row, u32 p) {
     return PIECES == 4 ? row * 4 + (p ^ ((row >> 1) & 3)) : row * PIECES + (p ^ (row & 7));
@@ -42,7 +42,7 @@ DEVICE void small_load(char* to, const SmallOperand& from, u32 part, u32 row0, u
 
 template <class T, u32 TILE_M, bool A_TRANS, bool B_TRANS, u32 PARTS_A, u32 PARTS_B>
 struct SmallGemm {
-    static constexpr u32 M_TILES = TILE_M / 32;  // of 16 rows, of a warp; two warps down, four across
+    static constexpr u32 M_TILES = TILE_M / 32;  // of 16 rows, per warp; two warps down, four across
     static constexpr u32 A_ROWS = A_TRANS ? SMALL_TILE_K : TILE_M, A_PIECES = (A_TRANS ? TILE_M : SMALL_TILE_K) / 8;
     static constexpr u32 B_ROWS = B_TRANS ? SMALL_TILE_K : SMALL_TILE_N, B_PIECES = (B_TRANS ? SMALL_TILE_N : SMALL_TILE_K) / 8;
     static constexpr u32 A_BYTES = TILE_M * SMALL_TILE_K * 2, B_BYTES = SMALL_TILE_N * SMALL_TILE_K * 2;
@@ -63,7 +63,7 @@ struct SmallGemm {
                                          B_TRANS ? n0 : k0);
     }
 
-    // `m_tiles` and `n_tiles`: how many of the warp's tiles are not beyond the matrix.
+    // `m_tiles` and `n_tiles`: the warp's tiles that lie inside the matrix.
     DEVICE void compute(const char* stage, u32 m_tiles, u32 n_tiles, float scale) {
         const u32 lane = dev::lane();
         float part[M_TILES][4][4] = {};
@@ -124,8 +124,8 @@ struct SmallGemm {
         }
     }
 
-    // acc = A B over [k_begin, k_end), for the tile at (m0, n0) of a matrix of m by n. `scale(k)` is what the step at k is
-    // multiplied by. All threads of the block; ends with no copy under way and the shared memory free.
+    // All threads of the block. acc = A B over [k_begin, k_end), for the tile at (m0, n0) of an m by n matrix. `scale(k)` multiplies the
+    // step at k. Returns with no copy in flight and the shared memory free.
     template <class Scale>
     DEVICE void run(const SmallOperand& a, const SmallOperand& b, u32 m0, u32 n0, u32 m, u32 n, u32 k_begin, u32 k_end,
                     Scale scale) {
@@ -139,8 +139,8 @@ struct SmallGemm {
             }
         }
         const u32 row = m0 + warp_row(), col = n0 + warp_col();
-        const u32 n_tiles = col < n ? least(4, div_up(n - col, 8)) : 0;
-        const u32 m_tiles = row < m && n_tiles > 0 ? least(M_TILES, div_up(m - row, 16)) : 0;
+        const u32 n_tiles = col < n ? min_of(4, div_up(n - col, 8)) : 0;
+        const u32 m_tiles = row < m && n_tiles > 0 ? min_of(M_TILES, div_up(m - row, 16)) : 0;
         const u32 steps = k_end > k_begin ? div_up(k_end - k_begin, SMALL_TILE_K) : 0;
         for (u32 s = 0; s + 1 < STAGES; s++) {
             if (s < steps) load(memory + s * STAGE, a, b, m0, n0, k_begin + s * SMALL_TILE_K);
@@ -159,7 +159,7 @@ struct SmallGemm {
         dev::sync_block();
     }
 
-    // `store(row, col, v0, v1)` for elements (row, col) and (row, col + 1); col is even. Rows and columns may be beyond.
+    // Calls `store(row, col, v0, v1)` for elements (row, col) and (row, col + 1), col even, including some beyond the matrix.
     template <class Store>
     DEVICE void each(u32 m0, u32 n0, Store store) const {
         const u32 lane = dev::lane();

@@ -1,23 +1,23 @@
-// What the layer's kernels need of what joins the PEs, and nothing else: a block of bytes put to every PE, a fence, and signals. Several PEs
-// try it before anything larger (src/gpu/smoke.rs).
+// The communication primitives that the layer's kernels need, alone: a block-wide put to every PE, a fence, and signals. Multi-PE jobs
+// run this before anything larger (src/gpu/smoke.rs).
 #include "platform.h"
 
 namespace aristos {
 using namespace dev;
 
-// Symmetric, but for the numbers.
+// Symmetric, except `words`.
 struct SmokeArea {
     u64* signals;     // [n_pes], zero
     u64* sent;        // [words]
     u64* received;    // [n_pes][words]
     u64 words;
 };
-// What the kernel leaves: its numbers of this PE and of PEs; a PE whose signal did not come, and one of whose words one is wrong, or ~0.
+// Output: the kernel's own PE number and count; a PE whose signal is missing, and one with a wrong word, or ~0.
 struct SmokeResult {
     u64 my_pe, n_pes, missing_pe, wrong_pe, wrong_word, seen;
 };
 
-// Word `i` of what `pe` sends: no two alike, none 0 (splitmix64's finalizer, a bijection).
+// Word `i` sent by `pe`: all words differ and none is 0 (splitmix64's finalizer, a bijection).
 DEVICE u64 smoke_word(u64 pe, u64 i) {
     u64 z = (pe + 1) << 40 | (i + 1);
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
@@ -25,7 +25,7 @@ DEVICE u64 smoke_word(u64 pe, u64 i) {
     return z ^ z >> 31;
 }
 
-// One block. All PEs put to all others, even those whose memory takes stores, and wait for them, at most `limit_ns`.
+// One block. Every PE puts to all others, even to those reachable by stores, and waits at most `limit_ns` for them.
 KERNEL(aristos_smoke, 128, 1)(SmokeArea area, SmokeResult* result, u64 value, u64 limit_ns) {
     const u32 me = my_pe(), n = n_pes();
     if (thread() == 0) *result = {me, n, ~u64(0), ~u64(0), 0, 0};
@@ -41,12 +41,12 @@ KERNEL(aristos_smoke, 128, 1)(SmokeArea area, SmokeResult* result, u64 value, u6
     }
     const u64 start = nanoseconds();
     for (u32 pe = thread(); pe < n; pe += threads()) {
-        bool came = pe == me;
-        while (!came && !(came = load_acquire_sys(area.signals + pe) == value) && nanoseconds() - start < limit_ns) pause();
-        if (!came) result->missing_pe = pe;
+        bool arrived = pe == me;
+        while (!arrived && !(arrived = load_acquire_sys(area.signals + pe) == value) && nanoseconds() - start < limit_ns) pause();
+        if (!arrived) result->missing_pe = pe;
     }
     sync_block();
-    if (thread() == 0) see_puts(area.signals);
+    if (thread() == 0) acquire_puts(area.signals);
     sync_block();
     for (u32 k = 1; k < n; k++) {
         const u32 pe = (me + k) % n;

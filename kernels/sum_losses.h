@@ -1,5 +1,5 @@
-// aristos_sum_losses: where there are several expert-parallel groups, the sums for the losses over all PEs of the world, added in their order. By one
-// block, after the forward pass: backward is the first that needs them.
+// aristos_sum_losses: with several EP groups, the loss sums over all PEs of the world, added in PE order. One block, after the forward
+// pass; backward is their first user.
 #pragma once
 #include "route_math.h"
 #include "world.h"
@@ -9,7 +9,7 @@ namespace aristos {
 DEVICE void sum_losses_of_world(const Layer& l, const Pass& pass) {
     const u32 count = 2 + 2 * l.shape.n_experts;
     const Gathered g{reinterpret_cast<u8*>(l.symmetric.losses), l.symmetric.losses_signal, count * 8, WHAT_LOSSES};
-    // The pass is counted already.
+    // The persistent kernel has already counted the pass.
     const u64 forward = pass.pass == 0 ? l.symmetric.passes[1] : pass.forward;
     put_record(l, g, forward, l.losses.mine);
     if (dev::thread() == 0) dev::fetch_add(&l.stats->all_reduce_bytes, u64(l.shape.n_world - 1) * count * 8);

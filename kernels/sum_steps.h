@@ -1,56 +1,59 @@
-// The sums of gradients (gradient_sums.h) as items of the persistent kernel: a step of a channel, that nothing is missing for.
+// The gradient sums (gradient_sums.h) as items of the persistent kernel: one step of a channel whose dependencies are met.
 //
-// Who looks for an item has few registers, so what a channel waits for is listed when its last step ends: words, and what they must be at least.
+// The scheduler warp has few registers, so each channel's dependencies are precomputed at the end of its previous step, as signal words
+// and required values.
 #pragma once
 #include "gradient_sums.h"
 #include "schedule.h"
 
 namespace aristos {
 
-constexpr u32 SUM_LISTED = 1u << SUM_PARTS;  // of SumProgress::next
-constexpr u32 SUM_LIST = SUM_PARTS;          // instead of a SumPart: nothing but the list is to be made
+constexpr u32 SUM_LISTED = 1u << SUM_PARTS;  // flag in SumProgress::next
+constexpr u32 SUM_LIST = SUM_PARTS;          // in place of a SumPart: only precompute the dependencies
 
 DEVICE SumWait* sum_waits(const Layer& l, u32 channel, u32 kind) { return l.sum_waits + (u64(channel) * 2 + kind) * l.shape.n_world; }
 
-// One thread: the SumPart of a channel that can be done, or SUM_LIST; NONE where something is missing. `turn` is the channel's number, which
-// another block changes as soon as it works at it: only who changes it from there may.
-DEVICE u32 ready_part(const Block& b, u32 channel, u32& turn) {
+// One thread. The SumPart of a channel that can run, SUM_LIST, or NONE if a dependency is unmet. `version` is the channel's version;
+// another block changes it when it starts on the channel, so only the block that advances it from this value may work on it.
+DEVICE u32 ready_part(const Block& b, u32 channel, u32& version) {
     const Layer& l = b.l;
     const SumProgress& progress = l.sums[channel];
-    turn = dev::load_relaxed(&progress.turn);
-    if (turn & 1) return NONE;
-    (void)dev::load_acquire(&progress.turn);
+    version = dev::load_relaxed(&progress.version);
+    if (version & 1) return NONE;
+    (void)dev::load_acquire(&progress.version);
     const u32 next = dev::load_relaxed(&progress.next);
     if ((next & SUM_LISTED) == 0) return SUM_LIST;
     for (u32 kind = 2; kind-- > 0;) {
         if ((next >> (SUM_REDUCED + kind) & 1) == 0) continue;
         const SumWait* wait = sum_waits(l, channel, kind);
         u32 i = 0, count = dev::load_relaxed(&progress.waits[kind]);
-        while (i < count && signal_came(l.symmetric.all_reduce_signal + dev::load_relaxed(&wait[i].word), {0, 0, 0, dev::load_relaxed(&wait[i].least), 0}, [](Waiting, u64) {})) i++;
+        while (i < count && signal_arrived(l.symmetric.all_reduce_signal + dev::load_relaxed(&wait[i].word),
+                                           {0, 0, 0, dev::load_relaxed(&wait[i].least), 0}, IgnoreMissing()))
+            i++;
         if (i == count) return SUM_REDUCED + kind;
     }
     const u32* done = b.counters().gradients_done + dev::load_relaxed(&progress.batch);
-    const bool ready = came_local(done, dev::load_relaxed(&progress.least)) || ARISTOS_PLANTED(EARLY_SUM);
+    const bool ready = counter_reached(done, dev::load_relaxed(&progress.least)) || ARISTOS_FAULT(EARLY_SUM);
     return (next >> SUM_SENT & 1) && ready ? u32(SUM_SENT) : NONE;
 }
 
-// One thread: lists what a channel waits for. `turns` is scratch memory.
-DEVICE void list_waits(const Block& b, const Reducer& reducer, Turn* turns) {
+// One thread. Lists the dependencies of a channel. `steps` is scratch memory.
+DEVICE void list_waits(const Block& b, const Reducer& reducer, SumStep* steps) {
     const Layer& l = b.l;
     SumProgress& progress = l.sums[reducer.channel];
-    for (u32 part = 0; part < SUM_PARTS; part++) begin_turn(l, b.pass, turns[part], progress.at[part]);
-    const Turn &sent = turns[SUM_SENT], &reduced = turns[SUM_REDUCED], &copied = turns[SUM_COPIED];
+    for (u32 part = 0; part < SUM_PARTS; part++) begin_sum_step(l, b.pass, steps[part], progress.at[part]);
+    const SumStep &sent = steps[SUM_SENT], &reduced = steps[SUM_REDUCED], &copied = steps[SUM_COPIED];
     u32 next = SUM_LISTED;
-    if (reduced.turns < sent.turns) next |= 1u << SUM_REDUCED;
-    if (copied.turns < reduced.turns) next |= 1u << SUM_COPIED;
+    if (reduced.steps_before < sent.steps_before) next |= 1u << SUM_REDUCED;
+    if (copied.steps_before < reduced.steps_before) next |= 1u << SUM_COPIED;
     const u32 batch = sent.unit.batch;
-    if (sent.steps > 0 && batch != NONE && (sent.turns - copied.turns < REDUCE_AHEAD || ARISTOS_PLANTED(NO_PLACE))) {
+    if (sent.steps > 0 && batch != NONE && (sent.steps_before - copied.steps_before < REDUCE_AHEAD || ARISTOS_FAULT(NO_SUM_BUFFER_WAIT))) {
         next |= 1u << SUM_SENT;
         dev::store_relaxed(&progress.batch, batch);
         dev::store_relaxed(&progress.least, gradient_items(b, batch));
     }
     for (u32 kind = 0; kind < 2; kind++) {
-        const Turn& t = turns[SUM_REDUCED + kind];
+        const SumStep& t = steps[SUM_REDUCED + kind];
         SumWait* wait = sum_waits(l, reducer.channel, kind);
         u32 count = 0;
         if (next >> (SUM_REDUCED + kind) & 1) {
@@ -67,16 +70,16 @@ DEVICE void list_waits(const Block& b, const Reducer& reducer, Turn* turns) {
     dev::store_relaxed(&progress.next, next);
 }
 
-// All threads: does what ready_part() found, at a channel that this block has taken.
+// All threads. Runs the part found by ready_part() on a channel that this block has claimed.
 OUTLINE bool run_sum(Block& b, u32 channel, u32 part) {
     const Layer& l = b.l;
     enter(b, PHASE_ALL_REDUCE);
     SumProgress& progress = l.sums[channel];
-    VectorTurn& t = *reinterpret_cast<VectorTurn*>(b.scratch);
+    VectorStep& t = *reinterpret_cast<VectorStep*>(b.scratch);
     const Reducer reducer(l, b.pass.pass, channel, &b.state.stats);
     if (part != SUM_LIST) {
         if (dev::thread() == 0) {
-            begin_turn(l, b.pass, t, progress.at[part]);
+            begin_sum_step(l, b.pass, t, progress.at[part]);
             t.list(l);
         }
         dev::sync_block();
@@ -92,10 +95,10 @@ OUTLINE bool run_sum(Block& b, u32 channel, u32 part) {
             const bool next = t.step + 1 == t.steps;
             dev::store_relaxed(&at.unit, t.number + next);
             dev::store_relaxed(&at.step, next ? 0 : t.step + 1);
-            dev::store_relaxed(&at.turns, t.turns + 1);
+            dev::store_relaxed(&at.steps_before, t.steps_before + 1);
         }
-        list_waits(b, reducer, reinterpret_cast<Turn*>(b.scratch));
-        dev::store_release(&progress.turn, dev::load_relaxed(&progress.turn) + 1);
+        list_waits(b, reducer, reinterpret_cast<SumStep*>(b.scratch));
+        dev::store_release(&progress.version, dev::load_relaxed(&progress.version) + 1);
     }
     return true;
 }

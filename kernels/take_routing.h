@@ -1,12 +1,12 @@
-// aristos_take_routing: a caller's routing in the place of aristos_route's, checked: each token's experts in ascending order, which is
-// what everything after it expects, and each one's index in the caller's routing. One warp per token.
+// aristos_take_routing: checks a caller's routing and replaces aristos_route. Each token's experts are sorted in ascending order, as
+// later kernels expect, and their indices in the caller's routing are stored. One warp per token.
 #pragma once
 #include "protocol.h"
 #include "route_math.h"
 
 namespace aristos {
 
-// What choices are sorted by: experts in ascending order, then everything that is no expert.
+// Sort key of a choice: experts in ascending order, then everything that is not an expert.
 DEVICE u32 choice_key(i32 id, u32 experts) { return id >= 0 && u32(id) < experts ? u32(id) : NONE; }
 
 DEVICE void take_choices(const Layer& layer, const Pass& pass, u32 token) {
@@ -27,7 +27,7 @@ DEVICE void take_choices(const Layer& layer, const Pass& pass, u32 token) {
             const Waiting w{layer.shape.my_pe, twice ? WHAT_TWICE : WHAT_NO_EXPERT, PHASE_ROUTER, experts, token};
             record_error(layer, ERROR_ROUTING, w, u64(u32(id)));
         }
-        // The kernels that still run see NONE for an invalid one: the plan relies on a token having an expert at most once.
+        // Later kernels see NONE for invalid choices, because the plan relies on a token having each expert at most once.
         const bool none = twice || key == NONE;
         layer.routing.chosen[first + rank] = none ? NONE : key;
         layer.routing.routing_weights[first + rank] = none ? 0.0f : pass.weights[first + j];
@@ -37,7 +37,7 @@ DEVICE void take_choices(const Layer& layer, const Pass& pass, u32 token) {
 
 KERNEL(aristos_take_routing, 256, 2)(const Layer* layer, Pass pass) {
     if (dev::block() == 0) clear_pass(*layer);
-    const u32 begin = dev::block() * ROUTE_TOKENS, end = least(begin + ROUTE_TOKENS, pass.tokens);
+    const u32 begin = dev::block() * ROUTE_TOKENS, end = min_of(begin + ROUTE_TOKENS, pass.tokens);
     for (u32 token = begin + dev::warp(); token < end; token += ROUTE_THREADS / 32) take_choices(*layer, pass, token);
 }
 REGISTER_KERNEL(aristos_take_routing)

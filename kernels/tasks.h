@@ -1,4 +1,4 @@
-// The scheduler that both GEMM paths ask for tasks: finds the next one whose inputs are there.
+// The scheduler of both GEMM paths: finds the next task whose inputs are available.
 #pragma once
 #include "items.h"
 
@@ -9,66 +9,68 @@ enum Found : u32 { FOUND_NOTHING = 0, FOUND_TASK = 1, FOUND_ITEM = 2 };
 struct Scheduler {
     Block& b;
 
-    // One thread; never waits. The next task, or into State::item what goes before it.
-    DEVICE u32 look(GemmTask& t) {
+    // One thread; never waits. Finds the next task, or an item with higher priority, in State::item.
+    DEVICE u32 poll(GemmTask& t) {
         if (find_item(b, b.items)) return FOUND_ITEM;
         bool task = find_task(t, REST_SECOND, GRADIENT_TASKS);
-        if (!task && find_rest(b)) return FOUND_ITEM;
+        if (!task && find_background_item(b)) return FOUND_ITEM;
         return task || find_task(t, GRADIENT_TASKS, TASK_QUEUES) ? FOUND_TASK : FOUND_NOTHING;
     }
 
-    // One thread. The next task. False where the block has another item to do first, or none: State::item. The same look again, as with a call of
-    // `look` ptxas spills on Hopper, where the scheduler has 56 registers.
-    // The block waits while there is none and `in_work()` says that it has no other either.
-    template <class InWork> DEVICE bool next(GemmTask& t, InWork in_work) {
-        b.state.patience = {};
+    // One thread. The next task; false if the block has another item to run first or none at all (State::item). Repeats the code of
+    // `poll`, because with a call ptxas spills on Hopper, where the scheduler has 56 registers.
+    // Waits while there is no task. The wait counts as PHASE_WAITING if `task_in_progress()` is false, i.e. the block has no earlier task
+    // left.
+    template <class InProgress> DEVICE bool next(GemmTask& t, InProgress task_in_progress) {
+        b.state.watchdog = {};
         for (;;) {
             if (find_item(b, b.items)) return false;
             bool task = find_task(t, REST_SECOND, GRADIENT_TASKS);
-            if (!task && find_rest(b)) return false;
+            if (!task && find_background_item(b)) return false;
             if (task || find_task(t, GRADIENT_TASKS, TASK_QUEUES)) {
                 enter_now(b.l, b.pass, b.state, PHASE_EXPERT);
                 return true;
             }
-            if (!in_work()) enter_now(b.l, b.pass, b.state, PHASE_WAITING);
-            if (all_taken(b, b.items) || !wait_for_item(b, b.items)) {
-                give(b, ITEM_NONE, 0);
+            if (!task_in_progress()) enter_now(b.l, b.pass, b.state, PHASE_WAITING);
+            if (all_claimed(b, b.items) || !wait_for_item(b, b.items)) {
+                set_item(b, ITEM_NONE, 0);
                 return false;
             }
         }
     }
 
-    // Where the end of a task is counted.
-    DEVICE Ended ended(const GemmTask& t) const {
+    // Counters to increment when a task is finished.
+    DEVICE DoneCounters done_counters(const GemmTask& t) const {
         const Counters& c = b.counters();
-        if (t.kind == FORWARD_UP || t.kind == BACKWARD_DOWN) return {c.first_done + t.tile, t.kind == BACKWARD_DOWN ? c.batch_done + t.batch : nullptr};
+        if (t.kind == FORWARD_UP || t.kind == BACKWARD_DOWN)
+            return {c.first_done + t.tile, t.kind == BACKWARD_DOWN ? c.batch_done + t.batch : nullptr};
         if (t.kind == FORWARD_DOWN || t.kind == BACKWARD_UP) return {c.second_done + t.tile, nullptr};
         return {b.l.shape.summed ? c.gradients_done + t.batch : nullptr, nullptr};
     }
     // One thread, after a barrier of all threads that stored the task's results.
-    DEVICE void done(const GemmTask& t) const { report(ended(t)); }
+    DEVICE void done(const GemmTask& t) const { count_done(done_counters(t)); }
 
 private:
-    // Of queues from `begin` to before `end`.
+    // Searches queues [begin, end).
     DEVICE bool find_task(GemmTask& t, u32 begin, u32 end) {
         const Counters& c = b.counters();
         if (!knows(b, KNOWN_OWN, c.own_known)) return false;
         const bool layout = knows(b, KNOWN_LAYOUT, c.layout);
         for (u32 queue = begin; queue < end; queue++) {
             if ((!layout && queue != OWN_FIRST && queue != OWN_SECOND) || (b.state.known & KNOWN_QUEUE << queue)) continue;
-            u32& taken = b.state.taken[queue];
-            b.state.ticket = taken != NONE ? taken : dev::load_relaxed(c.tasks + queue);
+            u32& held = b.state.held_tasks[queue];
+            b.state.ticket = held != NONE ? held : dev::load_relaxed(c.tasks + queue);
             while (describe(queue, b.state.ticket, t) && ready(queue, t)) {
-                // By an addition, which all blocks' succeed in: of comparisons one in the time of a look would. So the number may be a later one's, and
-                // may have to wait for its inputs.
-                if (taken == NONE) {
-                    taken = dev::fetch_add(c.tasks + queue, 1u);
-                    if (taken != b.state.ticket) {
-                        b.state.ticket = taken;
+                // By an add, which succeeds for every block: of compare-and-swaps one succeeds per polling time. The ticket may therefore
+                // be a later one that is not ready yet.
+                if (held == NONE) {
+                    held = dev::fetch_add(c.tasks + queue, 1u);
+                    if (held != b.state.ticket) {
+                        b.state.ticket = held;
                         continue;
                     }
                 }
-                taken = NONE;
+                held = NONE;
                 fill(queue, t);
                 return true;
             }
@@ -76,16 +78,16 @@ private:
         return false;
     }
 
-    // The kind, the batch and the tile of task `number` of a queue. False where there is none.
+    // Kind, batch and tile of task `number` of a queue. False past the end.
     DEVICE bool describe(u32 queue, u32 number, GemmTask& t) {
         const Layer& l = b.l;
         const u32* tasks = l.queue.tasks[queue];
         if (number >= tasks[task_entries(l, queue)]) {
-            b.state.taken[queue] = NONE;
+            b.state.held_tasks[queue] = NONE;
             b.state.known |= KNOWN_QUEUE << queue;
             return false;
         }
-        // Its entry is the last that begins at or before it; numbers only grow.
+        // The last entry that begins at or before the task; tickets only grow.
         u32& entry = b.state.entry[queue];
         while (tasks[entry + 1] <= number) entry++;
         u32 down, m, n;
@@ -115,11 +117,11 @@ private:
     DEVICE bool ready(u32 queue, const GemmTask& t) const {
         const Layer& l = b.l;
         const Counters& c = b.counters();
-        if (queue == GRADIENT_TASKS) return came_local(c.batch_done + t.batch, batch_tasks(l, t.batch));
-        if (!of_first_gemm(queue)) return came_local(c.first_done + t.tile, tiles_across(l, first_kind(b.step.mode), t.batch));
+        if (queue == GRADIENT_TASKS) return counter_reached(c.batch_done + t.batch, batch_tasks(l, t.batch));
+        if (!of_first_gemm(queue)) return counter_reached(c.first_done + t.tile, tiles_across(l, first_kind(b.step.mode), t.batch));
         u32 rows = t.rows - t.m0 < l.shape.tile_m ? t.rows - t.m0 : l.shape.tile_m;
-        if (ARISTOS_PLANTED(HALF_READY) && rows > l.shape.tile_m / 2) rows = l.shape.tile_m / 2;
-        return came_local(c.arrived + t.tile, rows);
+        if (ARISTOS_FAULT(HALF_READY) && rows > l.shape.tile_m / 2) rows = l.shape.tile_m / 2;
+        return counter_reached(c.arrived + t.tile, rows);
     }
 
     DEVICE void fill(u32 queue, GemmTask& t) {
@@ -129,21 +131,21 @@ private:
         const MlpWeights& w = l.tables.weights[t.batch];
         bool shared = is_shared(l, t.batch), gated = is_gated(l, t.batch), gradient = queue == GRADIENT_TASKS;
         u32 own = l.batches.own[t.batch];
-        // Of a gradient the first slot of the batch, wherever it is.
+        // For a gradient: the first slot of the batch.
         u64 base = queue == OWN_FIRST || queue == OWN_SECOND || (gradient && own > 0) ? l.batches.own_base[t.batch] : l.batches.rest_base[t.batch];
         u64 wide = store.intermediate;
         t.hidden = s.hidden;
         t.intermediate = store.intermediate;
         t.gated = gated;
         t.activation = u8(shared ? s.shared_activation : s.activation);
-        // Where several rounds use the same memory, what backward needs is not kept. Own tiles of the first round may be computed before
-        // that is known.
+        // With several rounds, which share memory, activations are not kept for backward. Own tiles of the first round may be computed
+        // before the number of rounds is known.
         bool unknown = queue == OWN_FIRST && b.step.round == 0;
         t.training = s.training && (unknown || shared || b.step.mode == MODE_RECOMPUTE || !*l.received.overflow);
         t.accumulate = !shared && b.step.round > 0;
         t.d_weight_stride = store.d_weight_stride;
         t.row = (t.kind == FORWARD_UP || t.kind == GRAD_UP ? store.x_row : store.grad_row) + base;
-        t.gu = static_cast<char*>(store.gu) + base * wide * (gated ? 2 : 1) * l.sizes.elem_bytes;
+        t.gate_up = static_cast<char*>(store.gate_up) + base * wide * (gated ? 2 : 1) * l.sizes.elem_bytes;
         t.h = static_cast<char*>(store.h) + base * wide * l.sizes.elem_bytes;
         t.y = static_cast<char*>(store.y) + base * l.sizes.row_bytes;
         t.slot_maps = store.slot_maps;

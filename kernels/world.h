@@ -1,75 +1,75 @@
-// What PEs of several expert-parallel groups exchange: all of the world, by their numbers there.
+// Exchange between all PEs of the world, across EP groups, by their numbers in the world.
 //
-// Symmetric::all_reduce, capacity and losses, and their signals, are in the same places on every PE of the world; nothing else is.
+// Only Symmetric::all_reduce, capacity and losses, and their signals, have the same addresses on every PE of the world.
 #pragma once
 #include "protocol.h"
 
 namespace aristos {
 
 DEVICE bool reaches(const Layer& l, u32 pe) { return pe == l.shape.world_pe || l.tables.world_peer[pe] != 0; }
-// The same place at `pe`, which is reached.
+// The address at the reachable `pe` that corresponds to `mine`.
 template <class P> DEVICE P* at_world(const Layer& l, P* mine, u32 pe) {
     if (pe == l.shape.world_pe) return mine;
     return reinterpret_cast<P*>(l.tables.world_peer[pe] + (reinterpret_cast<u64>(mine) - l.symmetric_base));
 }
-// As signal_peer.
+// Like signal_peer.
 DEVICE void signal_world(const Layer& l, u64* mine, u64 value, u32 pe) {
     if (reaches(l, pe)) return store_signal(at_world(l, mine, pe), value);
-    if (!ARISTOS_PLANTED(NO_FENCE_SYS)) dev::fence_sys();
+    if (!ARISTOS_FAULT(NO_FENCE_SYS)) dev::fence_sys();
     dev::signal_set(mine, value, pe);
 }
 
-// A record of each PE of the world in a forward pass. It has two places, by the pass's parity: a place is free again two passes later, since this PE
-// then has the records that all put after they had read those of the pass before them.
+// A record from each PE of the world per forward pass, double-buffered by the pass's parity. A buffer is free two passes later: by then
+// this PE has the records that all PEs sent after reading those of the pass in between.
 struct Gathered {
-    u8* places;    // [2][n_world][bytes]
+    u8* buffers;    // [2][n_world][bytes]
     u64* signals;  // [n_world]
     u32 bytes;     // a multiple of 4
     u32 what;      // ErrorWhat
 
     template <class T> DEVICE T* of(const Layer& l, u64 forward, u32 pe) const {
-        return reinterpret_cast<T*>(places + ((forward & 1) * l.shape.n_world + pe) * u64(bytes));
+        return reinterpret_cast<T*>(buffers + ((forward & 1) * l.shape.n_world + pe) * u64(bytes));
     }
 };
 
-// All threads of one block: this PE's record to all others. Over the network from the own place, which nobody else reads or writes.
+// All threads of one block. Sends this PE's record to all others; over the network from its own buffer, which only this PE uses.
 DEVICE void put_record(const Layer& l, const Gathered& g, u64 forward, const void* record) {
     const u32 me = l.shape.world_pe, n = l.shape.n_world, words = g.bytes / 4;
-    u32* place = g.of<u32>(l, forward, me);
+    u32* buffer = g.of<u32>(l, forward, me);
     for (u32 i = 0; i < n; i++) {
         const u32 pe = (me + i) % n;
         if (!reaches(l, pe)) continue;
-        u32* to = at_world(l, place, pe);
+        u32* to = at_world(l, buffer, pe);
         for (u32 w = dev::thread(); w < words; w += dev::threads()) to[w] = static_cast<const u32*>(record)[w];
     }
-    if (l.shape.stage) dev::fence_sys();  // the network card reads them
+    if (l.shape.stage) dev::fence_sys();  // for the network card
     dev::sync_block();
     for (u32 pe = dev::thread(); pe < n; pe += dev::threads())
         if (pe != me && reaches(l, pe)) signal_world(l, g.signals + me, forward, pe);
-    u32 far = 0;
+    u32 inter_node = 0;
     for (u32 pe = 0; l.shape.stage && pe < n; pe++) {
         if (reaches(l, pe)) continue;
-        dev::put_block(place, place, g.bytes, pe);
-        far++;
+        dev::put_block(buffer, buffer, g.bytes, pe);
+        inter_node++;
     }
     if (dev::thread() != 0) return;
-    if (far) dev::fence_puts();
-    for (u32 pe = 0; far && pe < n; pe++)
+    if (inter_node) dev::fence_puts();
+    for (u32 pe = 0; inter_node && pe < n; pe++)
         if (!reaches(l, pe)) signal_world(l, g.signals + me, forward, pe);
     dev::fetch_add(&l.stats->puts, u64(n - 1));
     dev::fetch_add(&l.stats->signals, u64(n - 1));
-    if (!far) return;
+    if (!inter_node) return;
     dev::fetch_add(&l.stats->fences, u64(1));
-    dev::fetch_add(&l.stats->network_bytes, u64(far) * g.bytes);
+    dev::fetch_add(&l.stats->network_bytes, u64(inter_node) * g.bytes);
 }
 
-// All threads: waits for the records of all others. False: some did not come.
+// All threads. Waits for the records of all others. False if a wait failed.
 DEVICE bool wait_records(const Layer& l, const Gathered& g, u64 forward) {
     bool ok = true;
     for (u32 pe = dev::thread(); pe < l.shape.n_world && ok; pe += dev::threads())
         if (pe != l.shape.world_pe) ok = wait_signal(l, g.signals + pe, {pe, g.what, PHASE_ROUTER, forward, 0});
     if (dev::sync_block_or(!ok)) return false;
-    see_network(l);
+    acquire_network(l);
     return true;
 }
 

@@ -1,5 +1,5 @@
-// cp.async, mbarriers and TMA. Copies come late: cp.async at the wait that covers it, TMA, and cp.async that an mbarrier counts, after a seeded
-// number of switches.
+// cp.async, mbarriers and TMA. Copies complete late: cp.async at the wait that covers it; TMA and cp.async counted by an mbarrier after a
+// seeded number of switches.
 #include <algorithm>
 
 #include "fragments.h"
@@ -10,7 +10,7 @@ namespace aristos::host {
 
 namespace {
 
-// An mbarrier's 8 bytes. Bytes of transactions are counted in 16s.
+// The 8 bytes of an mbarrier. Transaction bytes are counted in units of 16.
 using i16 = std::int16_t;
 struct Mbarrier { u16 tag, count, pending; i16 transactions; };
 static_assert(sizeof(Mbarrier) == 8);
@@ -19,17 +19,17 @@ constexpr u16 MBARRIER_TAG = 0xb4a0;  // the lowest bit is the phase
 Mbarrier* checked(Block& block, u64* bar, const char* what) {
     block.check_shared(bar, 8, 8, what);
     Mbarrier* mbarrier = reinterpret_cast<Mbarrier*>(bar);
-    if ((mbarrier->tag & ~1) != MBARRIER_TAG) block.fail("%s of thread %u: nobody has initialised it", what, self()->thread);
+    if ((mbarrier->tag & ~1) != MBARRIER_TAG) block.fail("%s of thread %u: it is not initialised", what, self()->thread);
     return mbarrier;
 }
 
 u8 slot_of(const Block& block, const u64* bar) {
     u8 slot = 0;
-    while (block.mbarriers[slot].bar != bar) ++slot;  // it is `checked`
+    while (block.mbarriers[slot].bar != bar) ++slot;  // found, because `bar` is `checked`
     return slot;
 }
 
-// Ends the phase when all arrivals and bytes have come.
+// Completes the phase when all arrivals and bytes are in.
 void settle(Block& block, Mbarrier* mbarrier) {
     if (mbarrier->pending != 0 || mbarrier->transactions != 0) return;
     mbarrier->tag ^= 1;
@@ -42,13 +42,13 @@ void settle(Block& block, Mbarrier* mbarrier) {
     }
 }
 
-// For ThreadSanitizer: each of the two phases has an address of its own.
+// For ThreadSanitizer: each of the two phases has its own address.
 const void* sync_of(const void* bar, u32 parity) { return static_cast<const char*>(bar) + 4 * (parity & 1); }
 
 void complete(Block& block, const TmaLoad& load) {
     Map map;
     std::memcpy(&map, load.map, sizeof map);
-    const u32 pieces = map.box_cols * map.element_bytes / 16;  // of a row
+    const u32 pieces = map.box_cols * map.element_bytes / 16;  // per row
     const u32 per_piece = 16 / map.element_bytes;
     const char* base = reinterpret_cast<const char*>(map.base);
     for (u32 r = 0; r < map.box_rows; ++r) {
@@ -74,10 +74,10 @@ void complete(Block& block, const TmaLoad& load) {
 
 bool later(const AsyncArrival& a, const AsyncArrival& b) { return a.due > b.due; }
 
-// A copy of `fiber` comes now.
+// Completes a copy of `fiber`.
 void land(Fiber* fiber, const Copy& copy) {
     const Vec16 zeros{};
-    Written& written = fiber->home->written[fiber->home->shared_address(copy.to) / 16];
+    Written& written = fiber->owner->written[fiber->owner->shared_address(copy.to) / 16];
     written = {u16(fiber->thread + 1), copy.slot, false, false, copy.phase};
     __builtin_memcpy(copy.to, copy.valid ? copy.from : reinterpret_cast<const char*>(&zeros), 16);
 }
@@ -113,7 +113,7 @@ Map read_map(const TensorMap* map, const char* what) {
     Map read;
     std::memcpy(&read, map, sizeof read);
     if (reinterpret_cast<std::uintptr_t>(map) % 64 != 0 || read.magic != MAP_MAGIC) {
-        self()->home->fail("thread %u %s through what is no tensor map", self()->thread, what);
+        self()->owner->fail("thread %u %s through memory that is not a tensor map", self()->thread, what);
     }
     return read;
 }
@@ -150,7 +150,7 @@ void complete_loads(Block& block, bool force_one) {
 }
 
 TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     const Map read = read_map(map, "loads");
     block.check_shared(smem, read.box_rows * read.box_cols * read.element_bytes, 128, "tma_load_2d's target");
     checked(block, bar, "tma_load_2d's mbarrier");
@@ -159,7 +159,8 @@ TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 ro
     return load;
 }
 
-// Whether a thread that waited for the copy has fenced since. It may have had nothing to read there, as where a tile has fewer rows than two panels.
+// Whether a thread that waited for the copy has issued a fence since. That thread need not have read the copy, as in tiles with fewer
+// rows than two panels.
 bool fenced_by_any(const Block& block, const Written& written) {
     if (written.seen) return true;
     for (const auto& fiber : block.fibers) {
@@ -183,13 +184,13 @@ void begin_load(Block& block, TmaLoad load, bool remote) {
         const Written& written = block.written[piece];
         if (written.thread == 0) continue;
         if (!fenced_by_any(block, written)) {
-            block.fail("tma_load_2d writes over what thread %u wrote, without fence_proxy_async in between", written.thread - 1);
+            block.fail("tma_load_2d overwrites data of thread %u, without fence_proxy_async in between", written.thread - 1);
         }
         if (remote && !written.passed) {
-            block.fail("tma_load_2d_both writes over what thread %u wrote, without fence_proxy_async_cluster in between", written.thread - 1);
+            block.fail("tma_load_2d_both overwrites data of thread %u, without fence_proxy_async_cluster in between", written.thread - 1);
         }
     }
-    // The target may be written from now on.
+    // From now on the target may be written at any time.
     if (block.random.next() % 2 == 0) raw_fill(load.to, 0xff, bytes);
     load.due = block.switches + 1 + block.random.below(4 * block.threads);
     if (!copies_in_flight(block) || load.due < block.next_load_due) block.next_load_due = load.due;
@@ -208,7 +209,7 @@ void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too) {
         }
         if (copy.valid) tsan::reads(copy.from, 16);
         tsan::writes(copy.to, 16);
-        fiber->unfenced.push_back(fiber->home->shared_address(copy.to) / 16);
+        fiber->unfenced.push_back(fiber->owner->shared_address(copy.to) / 16);
         land(fiber, copy);
     }
     fiber->copies.resize(kept);
@@ -216,7 +217,7 @@ void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too) {
 
 int make_tensor_map(void* out, u64 base, u32 rows, u32 cols, u64 row_stride_bytes, u32 box_rows, u32 box_cols,
                     u32 element_bytes) {
-    // cuTensorMapEncodeTiled's conditions; the box's rows are whole 128-byte lines, so that the swizzle applies as written here.
+    // The conditions of cuTensorMapEncodeTiled; a box's rows must be whole 128-byte lines, as this swizzle assumes.
     if (base % 16 != 0 || row_stride_bytes % 16 != 0 || row_stride_bytes >= u64(1) << 40) return 1;
     if (rows == 0 || cols == 0 || box_rows == 0 || box_rows > 256 || box_cols > 256) return 1;
     if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4 && element_bytes != 8) return 1;
@@ -236,18 +237,18 @@ using namespace host;
 void cp_async16(void* smem, const void* global, bool valid) {
     Fiber* fiber = self();
     work.copies.fetch_add(1, std::memory_order_relaxed);
-    fiber->home->check_shared(smem, 16, 16, "cp_async16's target");
+    fiber->owner->check_shared(smem, 16, 16, "cp_async16's target");
     if (valid && reinterpret_cast<std::uintptr_t>(global) % 16 != 0) fail_misaligned(global);
     fiber->copies.push_back(
         {static_cast<char*>(smem), static_cast<const char*>(global), fiber->copy_groups, valid, NO_SLOT, fiber->copies_issued++, 0});
-    // The target may be written from now on; until the copy completes its contents are undefined.
-    if (fiber->home->random.next() % 2 == 0) raw_fill(smem, 0xff, 16);
+    // From now on the target may be written at any time; its contents are undefined until the copy completes.
+    if (fiber->owner->random.next() % 2 == 0) raw_fill(smem, 0xff, 16);
 }
 
 void cp_async_commit() {
     Fiber* fiber = self();
     ++fiber->copy_groups;
-    if (fiber->home->random.next() % 8 == 0) finish_copies(fiber, fiber->copy_groups, false);
+    if (fiber->owner->random.next() % 8 == 0) finish_copies(fiber, fiber->copy_groups, false);
 }
 
 void cp_async_wait_group(u32 n) {
@@ -255,11 +256,11 @@ void cp_async_wait_group(u32 n) {
     finish_copies(fiber, fiber->copy_groups > n ? fiber->copy_groups - n : 0, false);
 }
 
-// At least as late as the model allows: the copies, of which the sanitizer is only told that they read, and the arrival, which releases none of
-// this thread's other writes.
+// As late as the model allows: the copies, of which the sanitizer only sees the reads, and the arrival, which releases none of this
+// thread's other writes.
 void cp_async_mbarrier_arrive(u64* bar) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     checked(block, bar, "cp_async_mbarrier_arrive");
     const u8 slot = slot_of(block, bar);
     for (Copy& copy : fiber->copies) {
@@ -276,7 +277,7 @@ void cp_async_mbarrier_arrive(u64* bar) {
 void fence_proxy_async() {
     Fiber* fiber = self();
     for (u32 piece : fiber->unfenced) {
-        if (fiber->home->written[piece].thread == fiber->thread + 1) fiber->home->written[piece] = {};
+        if (fiber->owner->written[piece].thread == fiber->thread + 1) fiber->owner->written[piece] = {};
     }
     fiber->unfenced.clear();
     for (u32 i = 0; i < MBARRIERS; ++i) fiber->fenced[i] = fiber->waited[i];
@@ -285,12 +286,12 @@ void fence_proxy_async() {
 void (*prefetch_hook)(const void*) = nullptr;
 
 void mbarrier_init(u64* bar, u32 count) {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     block.check_shared(bar, 8, 8, "mbarrier_init");
     if (count == 0 || count > MAX_THREADS) block.fail("an mbarrier for %u arrivals", count);
     MbarrierSlot* free = nullptr;
     for (MbarrierSlot& slot : block.mbarriers) {
-        if (slot.bar == bar) block.fail("mbarrier_init of one that nobody has ended");
+        if (slot.bar == bar) block.fail("mbarrier_init of an mbarrier in use");
         if (!slot.bar && !free) free = &slot;
     }
     if (!free) block.fail("more than %u mbarriers", MBARRIERS);
@@ -299,7 +300,7 @@ void mbarrier_init(u64* bar, u32 count) {
 }
 
 void mbarrier_inval(u64* bar) {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     checked(block, bar, "mbarrier_inval");
     for (u32 i = 0; i < block.threads; ++i) {
         const Fiber& fiber = *block.fibers[i];
@@ -315,27 +316,27 @@ void mbarrier_inval(u64* bar) {
     reinterpret_cast<Mbarrier*>(bar)->tag = 0;
 }
 
-void mbarrier_arrive(u64* bar, u32 count) { arrive(*self()->home, bar, count, 0); }
-void mbarrier_arrive_expect(u64* bar, u32 bytes) { arrive(*self()->home, bar, 1, bytes); }
+void mbarrier_arrive(u64* bar, u32 count) { arrive(*self()->owner, bar, count, 0); }
+void mbarrier_arrive_expect(u64* bar, u32 bytes) { arrive(*self()->owner, bar, 1, bytes); }
 
 bool mbarrier_test(u64* bar, u32 parity) {
     Fiber* fiber = self();
-    const Mbarrier* mbarrier = checked(*fiber->home, bar, "mbarrier_test");
+    const Mbarrier* mbarrier = checked(*fiber->owner, bar, "mbarrier_test");
     if ((mbarrier->tag & 1) == (parity & 1)) return false;
-    const u8 slot = slot_of(*fiber->home, bar);
-    fiber->waited[slot] = fiber->home->mbarriers[slot].phases;
+    const u8 slot = slot_of(*fiber->owner, bar);
+    fiber->waited[slot] = fiber->owner->mbarriers[slot].phases;
     tsan::acquire(sync_of(bar, parity));
     return true;
 }
 
 void mbarrier_wait(u64* bar, u32 parity) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     while (!mbarrier_test(bar, parity)) block.wait(fiber, Wait::MBARRIER, bar, parity & 1);
 }
 
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
-    begin_load(*self()->home, checked_load(smem, map, bar, col, row));
+    begin_load(*self()->owner, checked_load(smem, map, bar, col, row));
 }
 
 }  // namespace aristos::dev

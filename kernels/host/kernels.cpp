@@ -1,4 +1,4 @@
-// Every kernel of the library. A kernel's source is included here and compiled by nvcc on its own.
+// All kernels of the library. nvcc compiles each of these sources on its own.
 #include "../layer_ampere.cu"
 #include "../layer_ampere_64x128.cu"
 #include "../layer_hopper.cu"

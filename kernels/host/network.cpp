@@ -1,4 +1,3 @@
-// network.h says what it does.
 #include "network.h"
 
 #include <pthread.h>
@@ -12,7 +11,7 @@ namespace aristos::host {
 
 Network::Network(World& world, bool with_thread)
     : world_(world), random_(world.seed * 31 + 7), fences_(world.n_pes, 0), quiets_(world.n_pes, 0), tsan_fiber_(tsan::create_fiber()) {
-    // Without this thread a put that nobody polls for would never come. Where it cannot be started, whoever polls delivers.
+    // Background delivery thread. If it cannot be started, puts are delivered by polling blocks.
     has_thread_ = with_thread && pthread_create(&thread_, nullptr, deliver_now_and_then, this) == 0;
 }
 
@@ -20,7 +19,7 @@ Network::~Network() {
     over_ = true;
     if (has_thread_) pthread_join(thread_, nullptr);
     if (tsan_fiber_) tsan::destroy_fiber(tsan_fiber_);
-    for (const Unseen& data : unseen_) Untracked<char>().deallocate(data.data, data.bytes);
+    for (const Withheld& data : withheld_) Untracked<char>().deallocate(data.data, data.bytes);
 }
 
 void* Network::deliver_now_and_then(void* network) {
@@ -44,7 +43,7 @@ void Network::put(u32 from, u32 to_pe, void* to, const void* source, u64 bytes) 
     u64 done = 0;
     for (u32 left = 1 + random_.below(4); done < bytes; --left) {
         const u64 rest = bytes - done;
-        // Cut at any multiple of 8 bytes, as hardware is likely to.
+        // Split at any multiple of 8 bytes, as hardware may do.
         u64 piece = left <= 1 || rest <= 8 ? rest : (random_.next() % rest + 7) / 8 * 8;
         if (piece == 0 || piece > rest) piece = rest;
         add({from, to_pe, fences_[from], static_cast<char*>(to) + done, static_cast<const char*>(source) + done, piece, 0});
@@ -88,16 +87,16 @@ void Network::deliver(std::size_t which) {
         tsan::release(piece.to);
         __atomic_store_n(reinterpret_cast<u64*>(piece.to), piece.value, __ATOMIC_RELEASE);
     } else {
-        // To ThreadSanitizer data are there at delivery, whether they are seen at once or later.
+        // For ThreadSanitizer data are written at delivery, whether or not they become visible at once.
         tsan::reads(piece.source, piece.bytes);
         tsan::writes(piece.to, piece.bytes);
-        // A peer in another process has a network of its own, which cannot show it what was kept back here.
+        // A peer in another process has its own network, which could not publish data withheld here.
         if (!world_.owns_heaps || random_.below(2)) {
             raw_copy(piece.to, piece.source, piece.bytes);
         } else {
             char* data = Untracked<char>().allocate(piece.bytes);
             raw_copy(data, piece.source, piece.bytes);
-            unseen_.push_back({piece.from, piece.to_pe, piece.to, piece.bytes, data});
+            withheld_.push_back({piece.from, piece.to_pe, piece.to, piece.bytes, data});
         }
     }
     tsan::release(&delivered_);
@@ -105,23 +104,23 @@ void Network::deliver(std::size_t which) {
     waiting_.store(bag_.size(), std::memory_order_relaxed);
 }
 
-// Those for which `of` holds, in the order of their delivery.
+// Publishes the withheld data for which `of` holds, in delivery order.
 template <class Of> void Network::show(Of of) {
     std::size_t kept = 0;
-    for (const Unseen& data : unseen_) {
+    for (const Withheld& data : withheld_) {
         if (!of(data)) {
-            unseen_[kept++] = data;
+            withheld_[kept++] = data;
             continue;
         }
         raw_copy(data.to, data.data, data.bytes);
         Untracked<char>().deallocate(data.data, data.bytes);
     }
-    unseen_.resize(kept);
+    withheld_.resize(kept);
 }
 
 void Network::see(u32 pe) {
     Locked locked(lock_);
-    show([&](const Unseen& data) { return data.to_pe == pe; });
+    show([&](const Withheld& data) { return data.to_pe == pe; });
 }
 
 void Network::poll() {
@@ -141,11 +140,11 @@ void Network::quiet(u32 from) {
         for (std::size_t i = bag_.size(); i-- > 0;) {
             if (bag_[i].from != from) continue;
             any = true;
-            if (may_be_delivered(bag_[i])) deliver(i);  // puts the last piece, which has been seen, in its place
+            if (may_be_delivered(bag_[i])) deliver(i);  // moves the last piece, which was already visited, to index i
         }
     }
-    show([&](const Unseen& data) { return data.from == from; });
-    // For the caller, what was delivered has completed: it may reuse its sources.
+    show([&](const Withheld& data) { return data.from == from; });
+    // To the caller, deliveries have completed: it may reuse its sources.
     tsan::acquire(&delivered_);
 }
 
@@ -161,7 +160,7 @@ using namespace host;
 
 namespace {
 
-// The offset of the symmetric `mine`, of which there are `bytes` at `pe`.
+// Offset of the symmetric address `mine`, with `bytes` accessed at `pe`.
 u64 offset_of(Block& block, const void* mine, u64 bytes, u32 pe, const char* what) {
     const World& world = *block.launch->world;
     const u64 offset = u64(static_cast<const char*>(mine) - world.heaps[block.launch->pe]);
@@ -171,10 +170,10 @@ u64 offset_of(Block& block, const void* mine, u64 bytes, u32 pe, const char* wha
     }
     return offset;
 }
-// Its address there, in a world whose heaps are all in this process.
-char* place_at(const World& world, u64 offset, u32 pe) { return world.heaps[pe] + offset; }
+// The address at `pe`, in a world whose heaps are all in this process.
+char* address_at(const World& world, u64 offset, u32 pe) { return world.heaps[pe] + offset; }
 
-// Calls a function of the transport to other hosts; false where there is none.
+// Calls a function of the inter-host transport; false if there is none.
 template <class Call> bool through_transport(World& world, Call call) {
     if (!world.transport.put) return false;
     Locked locked(world.transport_lock);
@@ -182,35 +181,35 @@ template <class Call> bool through_transport(World& world, Call call) {
     return true;
 }
 
-// All threads of the block call it with the same arguments, and the last one to come does the work.
+// Called by all threads of the block with the same arguments; the last one to arrive does the work.
 template <class Work> void once(Wait kind, const void* argument, Work work) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     Barrier& barrier = block.barriers[0];
     if (barrier.arrived == 0) {
         barrier.argument = argument;
     } else if (barrier.kind == kind && barrier.argument != argument) {
-        block.fail("thread %u gives a block-wide put other arguments than the rest", fiber->thread);
+        block.fail("thread %u calls a block-wide put with different arguments", fiber->thread);
     }
     if (barrier.arrived + 1 == block.live) {
         tsan::acquire(&barrier.sync[barrier.phase % 2]);
         work(block);
     }
-    block.meet_block(fiber, barrier, ~0u, kind);
+    block.arrive_at_barrier(fiber, barrier, ~0u, kind);
 }
 
-// What a put or a signal releases must be fenced, as whoever carries it is no thread of the device: by its writer, before the last
-// barrier that the block has passed, or by this thread after it.
+// Data that a put or signal releases must be fenced, because its carrier is not a device thread: by its writer before the block's last
+// barrier, or by this thread after it.
 void check_fenced(Block& block, const Fiber& fiber, const char* what) {
     if (block.syncs - fiber.fenced_at > 1) block.fail("%s by thread %u, which has not called fence_sys", what, fiber.thread);
 }
 
 }  // namespace
 
-void note_fence_sys() { self()->fenced_at = self()->home->syncs; }
+void note_fence_sys() { self()->fenced_at = self()->owner->syncs; }
 
 void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
-    check_fenced(*self()->home, *self(), "a put");
+    check_fenced(*self()->owner, *self(), "a put");
     once(Wait::PUT, dst_mine, [&](Block& block) {
         const Grid& launch = *block.launch;
         const u64 offset = offset_of(block, dst_mine, bytes, pe, "a put");
@@ -219,7 +218,7 @@ void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
             nanosleep(&nap, nullptr);
         }
         if (through_transport(*launch.world, [&](auto& t) { t.put(t.context, pe, offset, src, bytes); })) return;
-        char* to = place_at(*launch.world, offset, pe);
+        char* to = address_at(*launch.world, offset, pe);
         if (VirtualTime* time = launch.world->time) {
             return time->send(&block, launch.pe, pe, bytes, false, [=] { raw_copy(to, src, bytes); });
         }
@@ -228,19 +227,19 @@ void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
 }
 
 void fence_puts() {
-    const Grid& launch = *self()->home->launch;
+    const Grid& launch = *self()->owner->launch;
     if (through_transport(*launch.world, [](auto& t) { t.fence(t.context); })) return;
-    if (launch.world->time) return;  // a signal waits for the puts before it
+    if (launch.world->time) return;  // signals wait for earlier puts anyway
     launch.world->network->fence(launch.pe);
 }
 
 void signal_set(u64* signal_mine, u64 value, u32 pe) {
-    Block& block = *self()->home;
+    Block& block = *self()->owner;
     check_fenced(block, *self(), "a signal");
     World& world = *block.launch->world;
     const u64 offset = offset_of(block, signal_mine, 8, pe, "a signal");
     if (through_transport(world, [&](auto& t) { t.signal(t.context, pe, offset, value); })) return;
-    u64* to = reinterpret_cast<u64*>(place_at(world, offset, pe));
+    u64* to = reinterpret_cast<u64*>(address_at(world, offset, pe));
     if (VirtualTime* time = block.launch->world->time) {
         return time->send(&block, block.launch->pe, pe, 8, true, [=] { __atomic_store_n(to, value, __ATOMIC_RELEASE); });
     }
@@ -248,29 +247,29 @@ void signal_set(u64* signal_mine, u64 value, u32 pe) {
 }
 
 void quiet_puts() {
-    const Grid& launch = *self()->home->launch;
+    const Grid& launch = *self()->owner->launch;
     if (through_transport(*launch.world, [](auto& t) { t.quiet(t.context); })) return;
-    if (VirtualTime* time = launch.world->time) return time->quiet(self()->home, launch.pe);
+    if (VirtualTime* time = launch.world->time) return time->quiet(self()->owner, launch.pe);
     launch.world->network->quiet(launch.pe);
 }
 
-void see_puts(const u64* word_mine) {
-    Block& block = *self()->home;
+void acquire_puts(const u64* word_mine) {
+    Block& block = *self()->owner;
     (void)offset_of(block, word_mine, 8, block.launch->pe, "a test");
     if (Network* network = block.launch->world->network.get()) network->see(block.launch->pe);
 }
 
-u32 my_pe() { return self()->home->launch->pe; }
-u32 n_pes() { return self()->home->launch->world->n_pes; }
+u32 my_pe() { return self()->owner->launch->pe; }
+u32 n_pes() { return self()->owner->launch->world->n_pes; }
 
 bool store_is_lost() {
-    const Grid& launch = *self()->home->launch;
+    const Grid& launch = *self()->owner->launch;
     return launch.world->has_fault(launch.pe, ARISTOS_FAULT_STORE_LOST);
 }
 
-// Gives others a processor, on a machine as busy as it may be, before this block's other threads go on.
-void linger() {
-    Block& block = *self()->home;
+// Sleeps, so that other blocks run before this block's other threads continue.
+void delay_signaller() {
+    Block& block = *self()->owner;
     if (!block.launch->world->has_fault(block.launch->pe, ARISTOS_FAULT_SLOW_SIGNALLER) || block.random.below(4) != 0) return;
     const timespec nap{0, 200'000};
     nanosleep(&nap, nullptr);

@@ -1,11 +1,11 @@
-// Puts to PEs that are only reachable over a network: as late, as fragmented and as reordered as OpenSHMEM allows.
+// Puts to PEs that are reachable only over the network, as late, fragmented and reordered as OpenSHMEM allows.
 //
-// A put is cut into up to four pieces. Pieces of all puts and all signals wait in one pool, from which one at random is delivered at a
-// time: by whoever polls or calls quiet, and now and then by the network's own thread. The source is read at delivery. What was sent to a
-// PE after a fence waits until all that was sent to it before has been delivered; only quiet orders anything else.
+// A put is split into up to four pieces. The pieces of all puts and all signals wait in one pool, from which random ones are delivered by
+// blocks that poll or call quiet, and by the network's own thread. Sources are read at delivery. A message sent to a PE after a fence
+// waits until all earlier messages to that PE are delivered; only quiet orders anything else.
 //
-// As behind some network cards, the data that are delivered to a PE may be read as they were before until a thread there calls `see`:
-// half of the pieces are kept back so long, where the PEs are in one process; signals never are.
+// As with some network cards, data delivered to a PE may stay invisible until a thread of that PE calls `make_visible`: half of the
+// pieces are withheld until then if the PEs are in one process. Signals are never withheld.
 #pragma once
 #include "world.h"
 
@@ -19,17 +19,17 @@ class Network {
     void signal(u32 from, u32 to_pe, u64* signal, u64 value);
     void fence(u32 from);
     void poll();
-    // Waits until nothing from `from` is in flight, and shows it to all.
+    // Waits until no message of `from` is in flight, and makes all of them visible.
     void quiet(u32 from);
-    // How often a PE has called it.
+    // Number of quiet calls of a PE.
     u64 quiets(u32 pe) const { return quiets_[pe]; }
-    // What has been delivered to `pe` is what it reads from now on.
+    // Makes everything delivered to `pe` visible to its later reads.
     void see(u32 pe);
 
   private:
-    // `source` is null in a signal.
+    // `source` is null for a signal.
     struct Piece { u32 from, to_pe; u64 fences; char* to; const char* source; u64 bytes, value; };
-    struct Unseen { u32 from, to_pe; char* to; u64 bytes; char* data; };
+    struct Withheld { u32 from, to_pe; char* to; u64 bytes; char* data; };
 
     void add(const Piece& piece);
     bool may_be_delivered(const Piece& piece) const;
@@ -42,11 +42,11 @@ class Network {
     std::atomic<std::size_t> waiting_{0};
     Random random_;
     UntrackedVector<Piece> bag_;
-    UntrackedVector<Unseen> unseen_;
+    UntrackedVector<Withheld> withheld_;
     UntrackedVector<u64> fences_;  // by PE
     UntrackedVector<u64> quiets_;
-    void* tsan_fiber_;      // as which ThreadSanitizer sees deliveries
-    u8 delivered_ = 0;      // its address stands, to ThreadSanitizer, for all that was delivered
+    void* tsan_fiber_;      // ThreadSanitizer's fiber for deliveries
+    u8 delivered_ = 0;      // its address represents all deliveries to ThreadSanitizer
     std::atomic<bool> over_{false};
     unsigned long thread_ = 0;
     bool has_thread_ = false;

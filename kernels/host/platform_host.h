@@ -1,5 +1,5 @@
-// platform.h on a CPU. A block is an OS thread, a CUDA thread a fiber of it; simt.h says how they run. What needs the other
-// threads, or may come late, is in the runtime (simt.cpp, tensor.cpp, copies.cpp, network.cpp); the rest is here.
+// platform.h on a CPU. A block is an OS thread and a CUDA thread one of its fibers (simt.h). Primitives that involve other threads or
+// take effect late are in the runtime (simt.cpp, tensor.cpp, copies.cpp, network.cpp), the others here.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -41,7 +41,7 @@ class Registration {
     }
     const char* name;
     u32 max_threads;
-    bool clusters;  // its blocks come in clusters of two
+    bool clusters;  // for clusters of two blocks
     void (*erased)();
     void (*call)(void (*)(), void** args);
     const Registration* next;
@@ -89,7 +89,7 @@ DEVICE float to_float(F16 v) {
     std::memcpy(&h, &v.bits, 2);
     return float(h);
 }
-// To nearest, ties to even; NaN becomes 0x7fff, as in PTX.
+// Round to nearest, ties to even; NaN becomes 0x7fff, as in PTX.
 template <class T> DEVICE T from_float(float f) {
     if (f != f) return T{0x7fff};
     if constexpr (is_bf16<T>) {
@@ -141,7 +141,7 @@ void pause();
 // ---- memory
 
 [[noreturn]] void fail_misaligned(const void* p);
-// These are of global memory only (platform_cuda.h).
+// For global memory only (platform_cuda.h).
 DEVICE bool is_in_shared(const void* p) {
     return current && reinterpret_cast<std::uintptr_t>(p) - reinterpret_cast<std::uintptr_t>(current->shared) < 227 << 10;
 }
@@ -154,7 +154,7 @@ DEVICE Vec16 load16(const void* p) {
     return v;
 }
 DEVICE Vec16 load16_stream(const void* p) { return load16(p); }
-// For tests: is told of every prefetch, by any block. Null: nothing is.
+// For tests: called on every prefetch of any block, unless null.
 extern void (*prefetch_hook)(const void*);
 DEVICE void prefetch_l2(const void* p) {
     if (prefetch_hook) prefetch_hook(p);
@@ -174,11 +174,11 @@ DEVICE void store_relaxed(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAX
 DEVICE void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 DEVICE void store_release(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-bool store_is_lost();  // planted faults
-void linger();
+bool store_is_lost();  // injected faults
+void delay_signaller();
 DEVICE void store_release_sys(u64* p, u64 v) {
     if (!store_is_lost()) __atomic_store_n(p, v, __ATOMIC_RELEASE);
-    linger();
+    delay_signaller();
 }
 DEVICE u32 fetch_add(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE u64 fetch_add(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
@@ -192,13 +192,14 @@ DEVICE bool compare_swap(u32* p, u32 expected, u32 v) {
     return __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 #ifdef ARISTOS_TSAN
-// ThreadSanitizer knows no fences: every fence synchronises with every fence before it, which hides some races but reports no false ones.
+// ThreadSanitizer does not support fences: here every fence synchronises with every earlier fence, which hides some races but reports no
+// false ones.
 void fence_for_tsan();
 DEVICE void fence_gpu() { fence_for_tsan(); }
 #else
 DEVICE void fence_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
-void note_fence_sys();  // for puts and signals, which want one
+void note_fence_sys();  // required before puts and signals
 DEVICE void fence_sys() {
     fence_gpu();
     note_fence_sys();
@@ -208,7 +209,7 @@ DEVICE u32 shared_add(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_
 DEVICE u64 shared_add(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE u32 shared_add_acq_rel(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 DEVICE float shared_add(float* p, float v) {
-    // The threads of a block never run at the same time, and none is interrupted here.
+    // Threads of a block never run concurrently and are not preempted here.
     u32* word = reinterpret_cast<u32*>(p);
     const float old = bits_to_float(__atomic_load_n(word, __ATOMIC_RELAXED));
     __atomic_store_n(word, float_to_bits(old + v), __ATOMIC_RELAXED);
@@ -238,7 +239,7 @@ void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe);
 void fence_puts();
 void signal_set(u64* signal_mine, u64 value, u32 pe);
 void quiet_puts();
-void see_puts(const u64* word_mine);
+void acquire_puts(const u64* word_mine);
 u32 my_pe();
 u32 n_pes();
 
@@ -270,13 +271,13 @@ u32 cluster_rank();
 void cluster_sync();
 const void* cluster_address(const void* p, u32 rank);
 template <class P> DEVICE const P* cluster_shared(const P* p, u32 rank) { return static_cast<const P*>(cluster_address(p, rank)); }
-// Here, and not in the runtime, so that ThreadSanitizer sees it.
+// Inline, not in the runtime, so that ThreadSanitizer sees it.
 DEVICE u32 cluster_add_acq_rel(u32* p, u32 v, u32 rank) { return __atomic_fetch_add(const_cast<u32*>(cluster_shared(p, rank)), v, __ATOMIC_ACQ_REL); }
-void mbarrier_arrive_at(u64* bar, u32 rank);
-inline void mbarrier_arrive_at_having_read(u64* bar, u32 rank) { mbarrier_arrive_at(bar, rank); }
+void mbarrier_arrive_remote(u64* bar, u32 rank);
+inline void mbarrier_arrive_remote_relaxed(u64* bar, u32 rank) { mbarrier_arrive_remote(bar, rank); }
 DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) { mbarrier_wait(bar, parity); }
 void fence_proxy_async_cluster();
-void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
+void tma_load_2d_multicast(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 
 void wgmma_fence();
 void wgmma_commit();

@@ -1,5 +1,5 @@
-// Filling and copying memory in the middle of what ThreadSanitizer watches: it replaces memset and memcpy, and would attribute
-// what a machine's copy engines do to the calling thread. simt.h's tsan::reads and writes say where it is.
+// Fills and copies memory without ThreadSanitizer noticing. The sanitizer intercepts memset and memcpy and would attribute the work of a
+// machine's copy engines to the calling thread; simt.h's tsan::reads and writes declare these accesses instead.
 #pragma once
 #include "../params.h"
 

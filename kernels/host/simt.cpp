@@ -1,4 +1,4 @@
-// Fibers, their queue, barriers and warp-wide exchanges. simt.h says how it works.
+// Fibers, their run queue, barriers and warp-wide exchanges: see simt.h.
 #include "simt.h"
 
 #include <sched.h>
@@ -71,7 +71,7 @@ const char* name_of(Wait wait) {
         case Wait::WGMMA: return "wgmma_wait";
         case Wait::PUT: return "a block-wide put";
         case Wait::CLUSTER: return "cluster_sync";
-        case Wait::DONE: return "its end: it is over";
+        case Wait::DONE: return "nothing: it has ended";
     }
     return "?";
 }
@@ -98,7 +98,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     launch = the_launch;
     index = block_index;
     threads = live = launch->threads;
-    // In virtual time every run is the same, whichever PE's launch is numbered first.
+    // In virtual time runs must be identical, whichever PE's launch is numbered first.
     const u64 number = launch->world->time ? 0 : launch->number;
     random = Random(world_seed(launch->world) + number * 1000003 + launch->pe * 10007 + index);
     if (stack_count < threads) {
@@ -116,7 +116,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     for (MbarrierSlot& slot : mbarriers) slot = {nullptr, 0};
     switches = pauses = idle_rounds = syncs = 0;
     queue_head = queue_size = 0;
-    // A read of what nobody wrote must show: NaN in every format.
+    // Reads of uninitialised memory must be noticed: all ones are NaN in every format.
     raw_fill(window, 0xff, SHARED_START + launch->shared_bytes);
     raw_fill(written, 0, sizeof written);
     std::memcpy(window + SHARED_START + launch->shared_bytes, &SHARED_CANARY, 8);
@@ -131,7 +131,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     main_tsan_fiber = tsan::current_fiber();
     tsan::release(&sync_[0]);
     dev::ThreadContext* outside = dev::current;
-    Fiber* to = pop();  // not pick(), which comes here when another block has failed
+    Fiber* to = pop();  // not pick(), which returns here after another block's failure
     dev::current = to;
     tsan::switch_to(to->tsan_fiber);
     aristos_switch_stack(&main_stack_pointer, to->stack_pointer);
@@ -141,7 +141,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     if (cluster) {
         Locked locked(cluster->lock);
         cluster->over[index % 2] = true;
-        if (!cluster->acts[index % 2].empty()) report_failure(launch, "block " + std::to_string(index) + " ends before what the other of its cluster does in it");
+        if (!cluster->ops[index % 2].empty()) report_failure(launch, "block " + std::to_string(index) + " ends before the other block's operations in it");
     }
     if (launch->world->time) launch->world->time->end(this);
     if (launch->failed.load(std::memory_order_relaxed)) return;
@@ -158,7 +158,7 @@ void Block::start_fiber(Fiber* fiber) {
     fiber->block = index;
     fiber->blocks = launch->grid;
     fiber->shared = window + SHARED_START;
-    fiber->home = this;
+    fiber->owner = this;
     fiber->wait = Wait::NOTHING;
     fiber->copy_groups = fiber->bulk_groups = fiber->fenced_at = 0;
     fiber->stores.clear();
@@ -170,7 +170,7 @@ void Block::start_fiber(Fiber* fiber) {
     if (!fiber->tsan_fiber) fiber->tsan_fiber = tsan::create_fiber();
     char* stack = stacks + i * STACK_BYTES;
     std::memcpy(stack, &STACK_CANARY, 8);
-    // Stacks start in different cache sets: at equal distances all of them would share a few.
+    // Staggered by cache sets: stacks at equal distances would share a few sets.
     fiber->stack_pointer = new_stack(stack + STACK_BYTES - (i % 32) * 320, fiber_main);
     queue[i] = u16(i);
     ++queue_size;
@@ -178,16 +178,16 @@ void Block::start_fiber(Fiber* fiber) {
 
 void Block::fiber_main() {
     Fiber* fiber = self();
-    Block* block = fiber->home;
+    Block* block = fiber->owner;
     const Grid* launch = block->launch;
     tsan::acquire(&launch->sync[0]);
-    tsan::acquire(&block->sync_[0]);  // whoever used this stack before
+    tsan::acquire(&block->sync_[0]);  // the previous user of this stack
     launch->kernel->call(launch->kernel->erased, launch->args);
     block->fiber_over(fiber);
 }
 
 void Block::fiber_over(Fiber* fiber) {
-    if (fiber->wgmma.taken != 0) fail("thread %u ends with a wgmma under way", fiber->thread);
+    if (fiber->wgmma.borrowed != 0) fail("thread %u ends with a wgmma in flight", fiber->thread);
     check_no_stores(fiber);
     finish_copies(fiber, ~0u, true);
     u64 canary;
@@ -198,7 +198,7 @@ void Block::fiber_over(Fiber* fiber) {
     tsan::release(&sync_[1]);
     fiber->wait = Wait::DONE;
     --live;
-    // A block-wide barrier waits for the threads that are left.
+    // A block-wide barrier waits only for the remaining threads.
     Barrier& barrier = barriers[0];
     if (barrier.arrived != 0 && barrier.arrived == live) release_barrier(barrier, nullptr);
     switch_away(fiber);
@@ -234,17 +234,17 @@ void Block::check_shared(const void* p, u64 bytes, u32 alignment, const char* wh
     }
 }
 
-// The next fiber. Returns to run() where the launch is over for this block.
+// The next fiber. Returns to run() if the launch has failed.
 Fiber* Block::pick() {
     ++switches;
     if (launch->failed.load(std::memory_order_relaxed)) leave();
-    if (cluster && cluster->waiting[index % 2].load(std::memory_order_acquire) != 0) take_acts();
+    if (cluster && cluster->waiting[index % 2].load(std::memory_order_acquire) != 0) run_remote_ops();
     if (copies_in_flight(*this) && switches >= next_load_due) complete_loads(*this, false);
     while (queue_size == 0) {
         if (live == 0) leave();
         if (copies_in_flight(*this)) {
             complete_loads(*this, true);
-        } else if (!cluster || !await_acts()) {
+        } else if (!cluster || !await_remote_ops()) {
             report_failure(launch, deadlock());
             leave();
         }
@@ -294,7 +294,7 @@ void Block::pause(Fiber* fiber) {
             return switch_away(fiber);
         }
         poll_network(launch->world);
-        // For the longer, the longer nothing has come: the other PEs want these CPUs.
+        // Backs off the longer no progress is made, to leave the CPUs to other PEs.
         if (++idle_rounds < 32) {
             sched_yield();
         } else {
@@ -321,7 +321,7 @@ void Block::release_barrier(Barrier& barrier, Fiber* but) {
     }
 }
 
-void Block::meet_block(Fiber* fiber, Barrier& barrier, u32 expected, Wait kind) {
+void Block::arrive_at_barrier(Fiber* fiber, Barrier& barrier, u32 expected, Wait kind) {
     idle_rounds = 0;
     if (barrier.arrived == 0) {
         barrier.kind = kind;
@@ -344,7 +344,7 @@ void Block::meet_block(Fiber* fiber, Barrier& barrier, u32 expected, Wait kind) 
 
 // ---- warps
 
-bool Block::meet_warp(Fiber* fiber, Wait instruction) {
+bool Block::arrive_at_warp_op(Fiber* fiber, Wait instruction) {
     idle_rounds = 0;
     Warp& warp = warps[fiber->thread / 32];
     if (warp.arrived == 0) {
@@ -369,7 +369,7 @@ void Block::warp_done(Fiber* fiber) {
 // ---- the report
 
 std::string Block::deadlock() const {
-    std::string text = "block " + std::to_string(index) + ": no thread can go on:";
+    std::string text = "block " + std::to_string(index) + ": deadlock:";
     for (u32 i = 0; i < threads;) {
         u32 end = i + 1;
         const Fiber& f = *fibers[i];
@@ -385,7 +385,7 @@ std::string Block::deadlock() const {
                      static_cast<unsigned long long>(f.wait_value));
         } else if (f.wait == Wait::NAMED || f.wait == Wait::BLOCK || f.wait == Wait::BLOCK_OR) {
             const Barrier* barrier = static_cast<const Barrier*>(f.wait_on);
-            snprintf(line + n, sizeof line - n, " (barrier %lld, %u of %u are there)", static_cast<long long>(barrier - barriers),
+            snprintf(line + n, sizeof line - n, " (barrier %lld, %u of %u have arrived)", static_cast<long long>(barrier - barriers),
                      barrier->arrived, barrier->count == ANYONE ? live : barrier->count);
         }
         text += line;
@@ -410,33 +410,33 @@ using host::Wait;
 
 void sync_block() {
     Fiber* fiber = self();
-    fiber->home->meet_block(fiber, fiber->home->barriers[0], ~0u, Wait::BLOCK);
+    fiber->owner->arrive_at_barrier(fiber, fiber->owner->barriers[0], ~0u, Wait::BLOCK);
 }
 
 u32 sync_block_or(bool v) {
     Fiber* fiber = self();
-    host::Barrier& barrier = fiber->home->barriers[0];
+    host::Barrier& barrier = fiber->owner->barriers[0];
     const u32 phase = barrier.phase;
     barrier.any_now |= v;
-    fiber->home->meet_block(fiber, barrier, ~0u, Wait::BLOCK_OR);
+    fiber->owner->arrive_at_barrier(fiber, barrier, ~0u, Wait::BLOCK_OR);
     return barrier.any[phase % 2];
 }
 
 void named_barrier(u32 id, u32 count) {
     Fiber* fiber = self();
     if (id < 1 || id > 15 || count == 0 || count % 32 != 0 || count > fiber->threads) {
-        fiber->home->fail("named_barrier(%u, %u) of %u threads cannot be", id, count, fiber->threads);
+        fiber->owner->fail("named_barrier(%u, %u) of %u threads cannot be", id, count, fiber->threads);
     }
-    fiber->home->meet_block(fiber, fiber->home->barriers[id], count, Wait::NAMED);
+    fiber->owner->arrive_at_barrier(fiber, fiber->owner->barriers[id], count, Wait::NAMED);
 }
 
 void sync_warp() {
     Fiber* fiber = self();
-    host::Block* block = fiber->home;
+    host::Block* block = fiber->owner;
     host::Warp& warp = block->warps[fiber->thread / 32];
     const u8* sync = &warp.sync[warp.phase % 2];
     host::tsan::release(sync);
-    if (block->meet_warp(fiber, Wait::WARP)) {
+    if (block->arrive_at_warp_op(fiber, Wait::WARP)) {
         ++warp.phase;
         block->warp_done(fiber);
     }
@@ -445,13 +445,13 @@ void sync_warp() {
 
 namespace {
 
-// Lane i gets the value of lane `from(i, its argument)`.
+// Lane i gets the value of lane `from(i, argument)`.
 template <class From> u64 exchange(Wait kind, u64 value, u64 argument, From from) {
     Fiber* fiber = self();
-    host::Block* block = fiber->home;
+    host::Block* block = fiber->owner;
     fiber->operands.value = value;
     fiber->operands.argument = argument;
-    if (block->meet_warp(fiber, kind)) {
+    if (block->arrive_at_warp_op(fiber, kind)) {
         const std::unique_ptr<Fiber>* lanes = &block->fibers[fiber->thread / 32 * 32];
         for (u32 i = 0; i < 32; ++i) lanes[i]->result = lanes[from(i, lanes[i]->operands.argument)]->operands.value;
         block->warp_done(fiber);
@@ -473,9 +473,9 @@ u64 exchange_up(u64 v, u32 delta) {
 
 u32 ballot(bool v) {
     Fiber* fiber = self();
-    host::Block* block = fiber->home;
+    host::Block* block = fiber->owner;
     fiber->operands.value = v;
-    if (block->meet_warp(fiber, Wait::BALLOT)) {
+    if (block->arrive_at_warp_op(fiber, Wait::BALLOT)) {
         const std::unique_ptr<Fiber>* lanes = &block->fibers[fiber->thread / 32 * 32];
         u64 bits = 0;
         for (u32 i = 0; i < 32; ++i) bits |= lanes[i]->operands.value << i;
@@ -487,11 +487,11 @@ u32 ballot(bool v) {
 
 void pause() {
     Fiber* fiber = self();
-    fiber->home->pause(fiber);
+    fiber->owner->pause(fiber);
 }
 
 u64 nanoseconds() {
-    const host::Block* block = dev::current ? self()->home : nullptr;
+    const host::Block* block = dev::current ? self()->owner : nullptr;
     if (block && block->launch->world->time) return block->time;
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -499,7 +499,7 @@ u64 nanoseconds() {
 }
 
 void fail_misaligned(const void* p) {
-    self()->home->fail("thread %u loads or stores 16 bytes at %p, which is not aligned to 16, or not in global memory", self()->thread, p);
+    self()->owner->fail("thread %u loads or stores 16 bytes at %p, which is not aligned to 16, or not in global memory", self()->thread, p);
 }
 
 #ifdef ARISTOS_TSAN

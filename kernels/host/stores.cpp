@@ -1,5 +1,5 @@
-// Stores by TMA. They come late, at seeded moments: shared memory is read at the store or at the wait that covers its reading, and written to the map's
-// matrix then or at the wait for the whole. What no wait covers is never written.
+// TMA stores. All of them take effect late, at seeded moments: shared memory is read at the store or at the wait for its reads, and
+// global memory is written then or at the wait for completion. A store that is never waited for is never written.
 #include "fragments.h"
 #include "simt.h"
 
@@ -7,7 +7,7 @@ namespace aristos::host {
 
 namespace {
 
-// The box as it lies in shared memory now.
+// Reads the box from shared memory.
 void read_box(Block& block, const Map& map, BulkStore& store) {
     const u32 bytes = map.box_rows * map.box_cols * map.element_bytes;
     tsan::reads(store.from, bytes);
@@ -40,7 +40,7 @@ Map map_of(const BulkStore& store) {
 }  // namespace
 
 void check_no_stores(Fiber* fiber) {
-    if (!fiber->stores.empty()) fiber->home->fail("thread %u ends, and has not waited for its tma_store_2d", fiber->thread);
+    if (!fiber->stores.empty()) fiber->owner->fail("thread %u ends without waiting for its tma_store_2d", fiber->thread);
 }
 
 }  // namespace aristos::host
@@ -51,13 +51,13 @@ using namespace host;
 
 void tma_store_2d(const TensorMap* map, i32 col, i32 row, const void* smem) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     const Map read = read_map(map, "stores");
     const u32 bytes = read.box_rows * read.box_cols * read.element_bytes;
     block.check_shared(smem, bytes, 128, "tma_store_2d's source");
     for (u32 piece = block.shared_address(smem) / 16, end = piece + bytes / 16; piece < end; ++piece) {
         if (block.written[piece].thread != 0) {
-            block.fail("tma_store_2d reads what thread %u wrote, without fence_proxy_async in between", block.written[piece].thread - 1);
+            block.fail("tma_store_2d reads data of thread %u, without fence_proxy_async in between", block.written[piece].thread - 1);
         }
     }
     fiber->stores.push_back({static_cast<const char*>(smem), {}, col, row, fiber->bulk_groups, false, {}});
@@ -72,7 +72,7 @@ void bulk_commit() { ++self()->bulk_groups; }
 
 void bulk_wait_group(u32 n, bool read) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     const u32 through = fiber->bulk_groups > n ? fiber->bulk_groups - n : 0;
     std::size_t kept = 0;
     for (std::size_t i = 0; i < fiber->stores.size(); ++i) {

@@ -1,4 +1,4 @@
-// ldmatrix, stmatrix, mma and wgmma. fragments.h says which element is where, wgmma.h when wgmma happens.
+// ldmatrix, stmatrix, mma and wgmma. See fragments.h for layouts and wgmma.h for the timing of wgmma.
 #include <cmath>
 
 #include "fragments.h"
@@ -10,7 +10,7 @@ Work work;
 
 namespace {
 
-// Explicit vectors: on its own the compiler vectorises these loops over k, with gathers.
+// Explicit vectors: the compiler would vectorise these loops over k, with gathers.
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef float Floats16 __attribute__((vector_size(64), may_alias));
 
@@ -20,7 +20,7 @@ float element(u32 bits, bool bf16) { return bf16 ? dev::to_float(Bf16{u16(bits)}
 template <bool BF16> void multiply_warp(const std::unique_ptr<Fiber>* lanes) {
     work.products.fetch_add(1, std::memory_order_relaxed);
     alignas(64) float a[16][16], b[16][8], d[16][8];
-    const auto at = [](auto& matrix, Place place) -> float& { return matrix[place.row][place.col]; };
+    const auto at = [](auto& matrix, Coord coord) -> float& { return matrix[coord.row][coord.col]; };
     for (u32 lane = 0; lane < 32; ++lane) {
         const Operands& o = lanes[lane]->operands;
         for (u32 i = 0; i < 4; ++i) {
@@ -51,29 +51,29 @@ template <bool BF16> void multiply_warp(const std::unique_ptr<Fiber>* lanes) {
 
 void load_matrices(const void* smem_row, u32* registers, bool transposed) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     block.check_shared(smem_row, 16, 16, "ldmatrix's row");
     Operands& mine = fiber->operands;
     tsan::reads(smem_row, 16);
     __builtin_memcpy(mine.row, smem_row, 16);
     mine.registers = registers;
-    if (!block.meet_warp(fiber, transposed ? Wait::LDMATRIX_TRANS : Wait::LDMATRIX)) return;
+    if (!block.arrive_at_warp_op(fiber, transposed ? Wait::LDMATRIX_TRANS : Wait::LDMATRIX)) return;
     const std::unique_ptr<Fiber>* lanes = &block.fibers[fiber->thread / 32 * 32];
     for (u32 i = 0; i < 4; ++i) {
         u16 matrix[8][8];
         for (u32 row = 0; row < 8; ++row) __builtin_memcpy(matrix[row], lanes[8 * i + row]->operands.row, 16);
         for (u32 lane = 0; lane < 32; ++lane) {
-            const Place lo = ldmatrix(lane, 0, transposed), hi = ldmatrix(lane, 1, transposed);
+            const Coord lo = ldmatrix(lane, 0, transposed), hi = ldmatrix(lane, 1, transposed);
             lanes[lane]->operands.registers[i] = u32(matrix[lo.row][lo.col]) | u32(matrix[hi.row][hi.col]) << 16;
         }
     }
     block.warp_done(fiber);
 }
 
-// The last lane writes for all; each lane is the one that wrote the row at its address.
+// The last lane writes for all; each row's writer is the lane that gave its address.
 void store_matrices(void* smem_row, const u32* registers) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     block.check_shared(smem_row, 16, 16, "stmatrix's row");
     tsan::writes(smem_row, 16);
     const u32 piece = block.shared_address(smem_row) / 16;
@@ -81,13 +81,13 @@ void store_matrices(void* smem_row, const u32* registers) {
     fiber->operands.a = registers;
     fiber->unfenced.push_back(piece);
     block.written[piece] = {u16(fiber->thread + 1), NO_SLOT, false, false, 0};
-    if (!block.meet_warp(fiber, Wait::STMATRIX)) return;
+    if (!block.arrive_at_warp_op(fiber, Wait::STMATRIX)) return;
     const std::unique_ptr<Fiber>* lanes = &block.fibers[fiber->thread / 32 * 32];
     for (u32 i = 0; i < 4; ++i) {
         u16 matrix[8][8];
         for (u32 lane = 0; lane < 32; ++lane) {
             for (u32 half = 0; half < 2; ++half) {
-                const Place at = stmatrix(lane, half);
+                const Coord at = stmatrix(lane, half);
                 matrix[at.row][at.col] = u16(lanes[lane]->operands.a[i] >> 16 * half);
             }
         }
@@ -113,7 +113,7 @@ void read_operand(Block& block, const WgmmaOp& op, u64 descriptor, u32 rows, boo
         Written& written = block.written[at / 16];
         if (written.thread != 0) {
             if (written.slot == NO_SLOT || op.fenced[written.slot] < written.phase) {
-                block.fail("wgmma reads what thread %u wrote at %u, without fence_proxy_async in between",
+                block.fail("wgmma reads data of thread %u at %u, without fence_proxy_async in between",
                            written.thread - 1, at - SHARED_START);
             }
             written.seen = true;
@@ -158,9 +158,9 @@ void execute(Block& block, const WgmmaOp& op) {
     }
 }
 
-WgmmaGroup& group_of(Fiber* fiber) { return fiber->home->warpgroups[fiber->thread / WARPGROUP]; }
+WgmmaGroup& group_of(Fiber* fiber) { return fiber->owner->warpgroups[fiber->thread / WARPGROUP]; }
 
-// Does all wgmmas up to number `through`, as far as all threads have issued them.
+// Executes all wgmmas up to number `through` that all threads have issued.
 void execute_through(Block& block, WgmmaGroup& group, u64 through) {
     while (group.done < through && group.done - group.first < group.ops.size()) {
         const WgmmaOp& op = group.ops[group.done - group.first];
@@ -174,8 +174,8 @@ void execute_through(Block& block, WgmmaGroup& group, u64 through) {
     }
 }
 
-// The accumulators `acc` of thread t, taken from it now if they were not.
-Accumulators* take(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, float* acc, u32 n) {
+// The accumulators `acc` of thread t, borrowed from it now unless they already are.
+Accumulators* borrow(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, float* acc, u32 n) {
     const u32 t = fiber->thread % WARPGROUP;
     Accumulators* found = expected;
     if (!found) {
@@ -197,35 +197,35 @@ Accumulators* take(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, floa
         for (float*& pointer : found->of_thread) pointer = nullptr;
     }
     if (found->of_thread[t] == nullptr) {
-        if (!fiber->wgmma.fenced) fiber->home->fail("thread %u: wgmma on accumulators without wgmma_fence before", fiber->thread);
+        if (!fiber->wgmma.fenced) fiber->owner->fail("thread %u: wgmma on accumulators without wgmma_fence before", fiber->thread);
         for (u32 i = 0; i < n / 2; ++i) {
-            const Place place = wgmma_d(t, i);
-            found->values[place.row * n + place.col] = acc[i];
+            const Coord coord = wgmma_d(t, i);
+            found->values[coord.row * n + coord.col] = acc[i];
             acc[i] = NAN;
         }
         found->of_thread[t] = acc;
         ++found->open;
-        ++fiber->wgmma.taken;
+        ++fiber->wgmma.borrowed;
     } else if (found->of_thread[t] != acc || found->n != n) {
-        fiber->home->fail("thread %u: wgmma on other accumulators than the rest of the warpgroup", fiber->thread);
+        fiber->owner->fail("thread %u: wgmma on other accumulators than the rest of the warpgroup", fiber->thread);
     }
     found->last_use[t] = fiber->wgmma.issued;
     return found;
 }
 
-// Gives thread `fiber` the accumulators back whose last wgmma is before number `through`.
-void give_back(Fiber* fiber, WgmmaGroup& group, u64 through) {
+// Returns to `fiber` the accumulators whose last wgmma is before number `through`.
+void return_accumulators(Fiber* fiber, WgmmaGroup& group, u64 through) {
     const u32 t = fiber->thread % WARPGROUP;
     for (auto& accumulators : group.accumulators) {
         const u32 n = accumulators->n;
         if (n == 0 || !accumulators->of_thread[t] || accumulators->last_use[t] > through) continue;
         float* acc = accumulators->of_thread[t];
         for (u32 i = 0; i < n / 2; ++i) {
-            const Place place = wgmma_d(t, i);
-            acc[i] = accumulators->values[place.row * n + place.col];
+            const Coord coord = wgmma_d(t, i);
+            acc[i] = accumulators->values[coord.row * n + coord.col];
         }
         accumulators->of_thread[t] = nullptr;
-        --fiber->wgmma.taken;
+        --fiber->wgmma.borrowed;
         if (--accumulators->open == 0) accumulators->n = 0;
     }
 }
@@ -244,11 +244,11 @@ void stmatrix_x4(void* smem_row, const u32 (&r)[4]) { store_matrices(smem_row, r
 
 void mma_16x8x16(float* d, const u32* a, const u32* b, bool bf16) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     fiber->operands.d = d;
     fiber->operands.a = a;
     fiber->operands.b = b;
-    if (!block.meet_warp(fiber, bf16 ? Wait::MMA_BF16 : Wait::MMA_F16)) return;
+    if (!block.arrive_at_warp_op(fiber, bf16 ? Wait::MMA_BF16 : Wait::MMA_F16)) return;
     const std::unique_ptr<Fiber>* lanes = &block.fibers[fiber->thread / 32 * 32];
     if (bf16) multiply_warp<true>(lanes);
     else multiply_warp<false>(lanes);
@@ -256,9 +256,9 @@ void mma_16x8x16(float* d, const u32* a, const u32* b, bool bf16) {
 }
 
 u64 smem_descriptor(const void* smem, u32 lbo_bytes, u32 sbo_bytes) {
-    const u32 at = self()->home->shared_address(smem);
+    const u32 at = self()->owner->shared_address(smem);
     if (at % 16 != 0 || lbo_bytes % 16 != 0 || sbo_bytes % 16 != 0 || lbo_bytes >= 1 << 18 || sbo_bytes >= 1 << 18) {
-        self()->home->fail("a wgmma descriptor of address %u, strides %u and %u", at, lbo_bytes, sbo_bytes);
+        self()->owner->fail("a wgmma descriptor of address %u, strides %u and %u", at, lbo_bytes, sbo_bytes);
     }
     return u64(at >> 4 & 0x3fff) | u64(lbo_bytes >> 4) << 16 | u64(sbo_bytes >> 4) << 32 | u64(1) << 62;
 }
@@ -267,10 +267,10 @@ void wgmma_fence() { self()->wgmma.fenced = true; }
 
 void wgmma_64xnx16(float* acc, u32 n, u64 desc_a, u64 desc_b, bool accumulate, bool bf16, bool trans_a, bool trans_b) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     WgmmaGroup& group = group_of(fiber);
     if (fiber->thread / WARPGROUP * WARPGROUP + WARPGROUP > fiber->threads) {
-        block.fail("thread %u is in no whole warpgroup", fiber->thread);
+        block.fail("thread %u is not in a whole warpgroup", fiber->thread);
     }
     const u64 number = fiber->wgmma.issued++;
     if (number - group.first == group.ops.size()) {
@@ -280,12 +280,12 @@ void wgmma_64xnx16(float* acc, u32 n, u64 desc_a, u64 desc_b, bool accumulate, b
     WgmmaOp& op = group.ops[number - group.first];
     if (op.desc_a != desc_a || op.desc_b != desc_b || op.n != n || op.accumulate != accumulate || op.bf16 != bf16 ||
         op.trans_a != trans_a || op.trans_b != trans_b) {
-        block.fail("thread %u gives a wgmma other operands than the rest of its warpgroup", fiber->thread);
+        block.fail("thread %u issues a wgmma with other operands than the rest of its warpgroup", fiber->thread);
     }
     for (u32 i = 0; i < MBARRIERS; ++i) {
         if (fiber->fenced[i] < op.fenced[i]) op.fenced[i] = fiber->fenced[i];
     }
-    op.accumulators = take(fiber, group, op.accumulators, acc, n);
+    op.accumulators = borrow(fiber, group, op.accumulators, acc, n);
     if (++op.arrived < WARPGROUP) return;
     if (block.random.next() % 4 == 0) execute_through(block, group, number + 1);
     const u32 first = fiber->thread / WARPGROUP * WARPGROUP;
@@ -302,7 +302,7 @@ void wgmma_commit() {
 
 void wgmma_wait_group(u32 n) {
     Fiber* fiber = self();
-    Block& block = *fiber->home;
+    Block& block = *fiber->owner;
     WgmmaThread& thread = fiber->wgmma;
     if (n > 7) block.fail("wgmma_wait<%u>: at most 7", n);
     thread.fenced = false;
@@ -314,7 +314,7 @@ void wgmma_wait_group(u32 n) {
         block.wait(fiber, Wait::WGMMA, nullptr, through);
         execute_through(block, group, through);
     }
-    give_back(fiber, group, through);
+    return_accumulators(fiber, group, through);
 }
 
 }  // namespace aristos::dev

@@ -1,6 +1,6 @@
-// What ThreadSanitizer has to be told. The kernels are compiled with it, the runtime is not: what the runtime does to memory
-// and which of its synchronisations order memory is declared here. Each CUDA thread is a fiber of the sanitizer's, so that races between
-// threads of one block are seen though they share an OS thread.
+// Declarations for ThreadSanitizer. Kernels are compiled with it but the runtime is not, so the runtime's memory accesses and the
+// synchronisation that orders memory are declared here. Each CUDA thread is a fiber of the sanitizer, so that it finds races between
+// threads of a block although they share an OS thread.
 #pragma once
 #include <cstdlib>
 #include <new>
@@ -47,7 +47,7 @@ inline void writes(void*, unsigned long) {}
 
 namespace aristos::host {
 
-// For the runtime's memory that one fiber allocates and another frees: bypasses the sanitizer's malloc, to which that is a race.
+// For memory of the runtime that one fiber allocates and another frees, which the sanitizer's malloc would report as a race.
 template <class T> struct Untracked {
     using value_type = T;
     Untracked() = default;

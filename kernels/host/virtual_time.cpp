@@ -1,13 +1,12 @@
-// virtual_time.h says what it does.
 #include "virtual_time.h"
 
 namespace aristos::host {
 
-void VirtualTime::pass_on(const Block* from) {
+void VirtualTime::run_next(const Block* from) {
     running_ = nullptr;
     if (wakes_.size() < expected_) return;
     if (waiting_.empty()) {
-        for (Block* block : parked_) waiting_.insert(turn(block));  // still parked, by which they see that nobody has woken them
+        for (Block* block : parked_) waiting_.insert(order(block));  // still in parked_, which tells them that they were not woken
     }
     if (waiting_.empty()) return;
     const auto next = waiting_.begin();
@@ -31,8 +30,8 @@ void VirtualTime::begin(Block* block) {
     std::unique_lock<std::mutex> lock(mutex_);
     block->time = begin_[block->launch->pe];
     wakes_[block] = std::make_unique<std::condition_variable>();
-    waiting_.insert(turn(block));
-    if (wakes_.size() == expected_) pass_on(block);
+    waiting_.insert(order(block));
+    if (wakes_.size() == expected_) run_next(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
 }
 
@@ -40,21 +39,21 @@ void VirtualTime::end(Block* block) {
     std::unique_lock<std::mutex> lock(mutex_);
     u64& end = end_[block->launch->pe];
     end = std::max(end, block->time);
-    pass_on(block);
+    run_next(block);
 }
 
 void VirtualTime::spend(Block* block, u64 ns) {
     std::unique_lock<std::mutex> lock(mutex_);
     block->time += ns;
-    waiting_.insert(turn(block));
-    pass_on(block);
+    waiting_.insert(order(block));
+    run_next(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
 }
 
 bool VirtualTime::park(Block* block) {
     std::unique_lock<std::mutex> lock(mutex_);
     parked_.insert(block);
-    pass_on(block);
+    run_next(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
     return parked_.erase(block) == 0;
 }
@@ -63,7 +62,7 @@ void VirtualTime::wake(Block* block, u64 time) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (parked_.erase(block) == 0) return;
     block->time = std::max(block->time, time);
-    waiting_.insert(turn(block));
+    waiting_.insert(order(block));
 }
 
 void VirtualTime::send(const Block* block, u32 from, u32 to, u64 bytes, bool signal, std::function<void()> deliver) {
@@ -74,9 +73,9 @@ void VirtualTime::send(const Block* block, u32 from, u32 to, u64 bytes, bool sig
     out.bytes += bytes;
     Pair& pair = pairs_[u64(from) * out_.size() + to];
     pair.sent++;
-    // Only when it has left is its turn at the other port: what was sent before may leave after it.
+    // The turn at the receiving port is taken at departure: an earlier message may leave later.
     events_.emplace(out.free, [this, &pair, to, takes, signal, left = out.free, deliver = std::move(deliver)] {
-        // The first byte arrives after the latency; the port there may still be busy with another PE's.
+        // The first byte arrives after the latency; the receiving port may still be busy with another PE's message.
         Port& in = in_[to];
         in.free = std::max(in.free + takes, left + rates_.latency_ns);
         pair.last = std::max(pair.last, in.free);
@@ -104,7 +103,7 @@ void VirtualTime::quiet(Block* block, u32 from) {
 }
 
 void spend(u64 ns) {
-    Block* block = self()->home;
+    Block* block = self()->owner;
     block->launch->world->time->spend(block, ns);
 }
 

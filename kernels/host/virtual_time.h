@@ -1,8 +1,8 @@
-// Virtual time: a world's clock that stands while code runs, and goes on by what a test says that work and messages take.
+// Virtual time: a world's clock that stands still while code runs and advances by the durations that a test assigns to work and messages.
 //
-// One block of all PEs runs at a time: the one with the least time, until it pauses or works. Messages over the network arrive at times
-// that follow from the rates of their PEs' ports, each of which sends, and takes, one after the other as they come. So what a block does next is decided by the
-// kernels' own code, from what has come at its time, and every run is the same.
+// Of all PEs' blocks one runs at a time: the one with the least time, until it pauses or works. Messages over the network arrive at times
+// that follow from the rates of the PEs' ports, each of which sends and receives messages one after the other. A block's next action is
+// thus decided by the kernels' own code from the data that have arrived at its time, and every run is the same.
 #pragma once
 #include <algorithm>
 #include <condition_variable>
@@ -17,9 +17,9 @@
 namespace aristos::host {
 
 struct Rates {
-    double bytes_per_ns;  // of a PE's port, in each direction
-    u64 latency_ns;       // of a message
-    u64 poll_ns;          // from one look of a block that has nothing to do to the next
+    double bytes_per_ns;  // of a PE's port, per direction
+    u64 latency_ns;       // per message
+    u64 poll_ns;          // interval between polls of an idle block
 };
 
 class VirtualTime {
@@ -27,26 +27,26 @@ class VirtualTime {
     // Starts once `blocks` blocks have begun.
     VirtualTime(u32 n_pes, u32 blocks, Rates rates)
         : rates_(rates), expected_(blocks), out_(n_pes), in_(n_pes), pairs_(u64(n_pes) * n_pes), begin_(n_pes), end_(n_pes) {}
-    // When all blocks have ended: goes on with another kernel, on every PE from when it ended.
+    // After all blocks have ended: continues with another kernel, on each PE from the time at which its last kernel ended.
     void next(u32 blocks);
-    // Calls `look` at a time, before what happens then.
-    void at(u64 time, std::function<void()> look) { events_.emplace(time, std::move(look)); }
+    // Calls `callback` at a time, before other events at that time.
+    void at(u64 time, std::function<void()> callback) { events_.emplace(time, std::move(callback)); }
 
     void begin(Block* block);
     void end(Block* block);
     u64 now(const Block* block) const { return block->time; }
-    // The block works, or looks again later.
+    // The block works, or polls again later.
     void spend(Block* block, u64 ns);
     void poll(Block* block) { spend(block, rates_.poll_ns); }
 
-    // The block waits for the other one of its cluster, until that wakes it: from then on, or from its own time on where that is later. False where no block
-    // can go on without it, so that nobody will.
+    // The block waits until the other block of its cluster wakes it, and continues at the later of the two times. False if no other block
+    // can run, so that no wake-up can come.
     bool park(Block* block);
     void wake(Block* block, u64 time);
 
-    // `deliver` is called when the message has arrived; a signal comes no earlier than what its sender put to that PE before.
+    // `deliver` is called when the message has arrived; a signal does not arrive before its sender's earlier puts to that PE.
     void send(const Block* block, u32 from, u32 to, u64 bytes, bool signal, std::function<void()> deliver);
-    // Until all that `from` has sent has arrived.
+    // Waits until all messages of `from` have arrived.
     void quiet(Block* block, u32 from);
 
     u64 sent_bytes(u32 pe) const { return out_[pe].bytes; }
@@ -54,26 +54,26 @@ class VirtualTime {
 
   private:
     struct Port { u64 free = 0, bytes = 0; };
-    void pass_on(const Block* from);  // with the mutex held
+    void run_next(const Block* from);  // with the mutex held
 
     Rates rates_;
     u32 expected_;
     std::mutex mutex_;
-    // Blocks that do not run: the next is that with the least time, of those the least PE's.
-    using Turn = std::tuple<u64, u32, u32, Block*>;  // time, PE, index
-    static Turn turn(Block* block) { return {block->time, block->launch->pe, block->index, block}; }
-    std::set<Turn> waiting_;
+    // Blocks that do not run. The next is the one with the least time, then with the least PE.
+    using Order = std::tuple<u64, u32, u32, Block*>;  // time, PE, index
+    static Order order(Block* block) { return {block->time, block->launch->pe, block->index, block}; }
+    std::set<Order> waiting_;
     std::map<Block*, std::unique_ptr<std::condition_variable>> wakes_;
     Block* running_ = nullptr;
     std::set<Block*> parked_;
     std::multimap<u64, std::function<void()>> events_;
     std::vector<Port> out_, in_;
-    struct Pair { u64 sent = 0, arrived = 0, last = 0; };  // messages, and when the last that has left arrives
+    struct Pair { u64 sent = 0, arrived = 0, last = 0; };  // messages, and arrival time of the last one sent
     std::vector<Pair> pairs_;  // [n_pes][n_pes]
-    std::vector<u64> begin_, end_;  // of a PE's kernel
+    std::vector<u64> begin_, end_;  // per PE, of the current kernel
 };
 
-// Of the block that calls, in a world with virtual time.
+// For the calling block, in a world with virtual time.
 void spend(u64 ns);
 
 }  // namespace aristos::host

@@ -17,7 +17,7 @@ namespace aristos::host {
 
 namespace {
 
-// Blocks of one launch that run at once; in virtual time as many as an H100 has multiprocessors, since one runs while the others wait.
+// Blocks of a launch that run at once. In virtual time as many as an H100 has SMs, since only one runs at a time.
 constexpr u32 RESIDENT = 64, RESIDENT_IN_VIRTUAL_TIME = 132;
 u32 resident(const World& world) { return world.time ? RESIDENT_IN_VIRTUAL_TIME : RESIDENT; }
 
@@ -45,7 +45,7 @@ World* new_world(u32 n_pes, u64 heap_bytes, u64 seed) {
     return world;
 }
 
-// Only one that the same PE used: the caller orders a PE's launches, but not those of two PEs, which to ThreadSanitizer would be a
+// Reuses only blocks of the same PE: the caller orders a PE's launches, but not those of two PEs, which ThreadSanitizer would report as a
 // race in the block's shared memory.
 std::unique_ptr<Block> get_block(World& world, u32 pe) {
     {
@@ -60,7 +60,7 @@ std::unique_ptr<Block> get_block(World& world, u32 pe) {
     return std::make_unique<Block>();
 }
 
-// One OS thread of a launch: a block, or, of a grid that is not all resident, several in sequence.
+// One OS thread of a launch: one block, or several in sequence if the grid is not resident.
 void run_blocks(Grid& launch) {
     World& world = *launch.world;
     try {
@@ -184,7 +184,7 @@ int aristos_host_launch(void* world_, u32 pe, const char* kernel, u32 grid, u32 
     launch.number = world.launches.fetch_add(1, std::memory_order_relaxed);
     launch.kernel = found;
     launch.args = args;
-    // Every block of a grid that may be cooperative is resident; of a larger one, as many as there is work for.
+    // All blocks of a grid that may be cooperative are resident; of a larger grid, as many as the CPUs can use.
     const u32 cores = std::max(1u, std::thread::hardware_concurrency());
     const u32 most = resident(world), workers = grid <= most ? grid : std::min(grid, std::min(2 * cores, most));
     tsan::release(&launch.sync[0]);

@@ -1,4 +1,4 @@
-// PEs, their heaps and the launches on them: world.cpp.
+// PEs, their heaps and launches (world.cpp).
 #pragma once
 #include <string>
 
@@ -14,24 +14,24 @@ struct World {
     u32 n_pes = 0;
     u64 heap_bytes = 0, seed = 0;
     bool owns_heaps = false;
-    std::vector<char*> heaps;      // of each PE, in this process
+    std::vector<char*> heaps;      // per PE, mapped in this process
     std::vector<u8> reachable;     // n_pes * n_pes
     std::atomic<u64> launches{0};
     u32 fault_pe = 0, fault = 0;   // AristosHostFault
-    std::vector<u64> slow_put_ns;  // of each PE
+    std::vector<u64> slow_put_ns;  // per PE
     std::unique_ptr<Network> network;
-    AristosHostTransport transport{};  // instead of `network`, where it has functions
+    AristosHostTransport transport{};  // replaces `network` if its functions are set
     std::atomic_flag transport_lock = ATOMIC_FLAG_INIT;
-    VirtualTime* time = nullptr;   // null: the machine's
+    VirtualTime* time = nullptr;   // null: real time
 
-    // Blocks whose stacks can be used again, by the PE that used them.
+    // Blocks whose stacks can be reused by the same PE.
     std::atomic_flag lock = ATOMIC_FLAG_INIT;
     std::vector<UntrackedVector<std::unique_ptr<Block>>> idle_blocks;
 
     bool has_fault(u32 pe, u32 kind) const { return fault == kind && (fault_pe == pe || fault_pe == ~0u); }
 };
 
-// A lock that ThreadSanitizer does not see, so that the runtime's own order hides no race of a kernel's.
+// A lock that ThreadSanitizer does not see, so that the runtime's synchronisation does not hide races in kernels.
 struct Locked {
     explicit Locked(std::atomic_flag& flag);
     ~Locked() { held.clear(std::memory_order_release); }
@@ -40,7 +40,7 @@ struct Locked {
 
 u64 world_seed(const World* world);
 
-// The first failure of a launch is kept, and ends it.
+// Keeps the first failure of a launch and ends the launch.
 void report_failure(Grid* launch, const std::string& text);
 
 // copies.cpp

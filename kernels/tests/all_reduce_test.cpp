@@ -1,5 +1,5 @@
-// aristos_all_reduce: bit for bit the sum in the order of holders, over peers' memory, over a network, and both; of replicated gradients, and of
-// those of experts that several PEs hold.
+// aristos_all_reduce: sums equal to those in holder order, bit for bit, over peers' memory, over a network, and over both; for replicated
+// gradients and for those of experts that several PEs hold.
 #include "../all_reduce.h"
 #include "route_world.h"
 
@@ -7,7 +7,7 @@ using namespace world;
 
 namespace {
 
-// Every replicated gradient of a PE.
+// All replicated gradients of a PE.
 std::vector<std::vector<float>*> replicated(Pe& p) {
     std::vector<std::vector<float>*> all{&p.grad_router};
     for (auto& g : p.shared_gradients) all.push_back(&g);
@@ -15,7 +15,7 @@ std::vector<std::vector<float>*> replicated(Pe& p) {
     return all;
 }
 
-// Expert `e`'s gradients on the PEs that hold it, and which these are.
+// Expert `e`'s gradients on the PEs that hold it, and those PEs.
 std::vector<u32> replicas_of(u32 e, u32 n) {
     return e % 3 == 0 ? std::vector<u32>{(e + 1) % n, (e + 2) % n} : e % 3 == 1 ? std::vector<u32>{0} : std::vector<u32>{};
 }
@@ -34,7 +34,7 @@ struct Experts {
             }
         }
     }
-    // Fills them and says what each PE's are to be.
+    // Fills the gradients and computes each PE's expected sums.
     std::vector<std::vector<std::vector<float>>> fill(std::mt19937& random) {
         std::uniform_real_distribution<float> value(-1, 1);
         for (auto& pe : values)
@@ -45,8 +45,8 @@ struct Experts {
         for (u32 e = 0; e < w.s.n_experts; e++) {
             const u32 begin = any.first_holder[e], end = any.first_holder[e + 1];
             auto of = [&](auto& all, u32 i) -> std::vector<float>& {
-                const u32 place = any.holder_place[i], pe = any.place_pe[place];
-                return all[pe][place - any.first_place[pe]];
+                const u32 physical = any.holder_place[i], pe = any.place_pe[physical];
+                return all[pe][physical - any.first_place[pe]];
             };
             std::vector<float> sum = of(values, begin);
             for (u32 i = begin + 1; i < end; i++)
@@ -57,7 +57,7 @@ struct Experts {
     }
 };
 
-// By the caller's routing in the second pass: then experts' gradients alone are summed.
+// In the second pass routing is the caller's, so only experts' gradients are summed.
 void run(LayerShape s, const std::vector<u8>& reachable, u32 seed, bool replicas) {
     const u32 n = s.n_pes;
     World w(s, [&](u32 e) { return e % n; }, reachable, seed, [&](u32 e) { return replicas ? replicas_of(e, n) : std::vector<u32>{}; });
@@ -73,7 +73,7 @@ void run(LayerShape s, const std::vector<u8>& reachable, u32 seed, bool replicas
             auto grads = replicated(*w.pes[pe]);
             expected.resize(grads.size());
             if (by_caller) {
-                for (size_t g = 0; g < grads.size(); g++) expected[g] = *grads[g];  // whose bits are all PEs' since the last pass
+                for (size_t g = 0; g < grads.size(); g++) expected[g] = *grads[g];  // already summed in the last pass
                 continue;
             }
             for (size_t g = 0; g < grads.size(); g++) {
@@ -106,7 +106,7 @@ void run(LayerShape s, const std::vector<u8>& reachable, u32 seed, bool replicas
     }
 }
 
-// A PE that never comes: the others end with an error that names it.
+// A PE that never starts: the others fail with an error that names it.
 void missing() {
     LayerShape s = shape();
     s.n_pes = 3;
@@ -127,7 +127,7 @@ void missing() {
 int main(int argc, char** argv) {
     const bool brief = argc > 1 && !std::strcmp(argv[1], "brief");
     for (u32 n : {1u, 2u, 3u, 4u, 8u}) {
-        for (u32 network = 0; network < 3; network++) {  // none, everywhere, between pairs of PEs
+        for (u32 network = 0; network < 3; network++) {  // none, everywhere, between some pairs of PEs
             if (n == 1 && network > 0) continue;
             if (brief && (n == 4 || n == 8)) continue;
             LayerShape s = shape();
@@ -136,7 +136,7 @@ int main(int argc, char** argv) {
             std::vector<u8> reachable;
             for (u32 i = 0; i < n * n; i++)
                 reachable.push_back(network == 0 || i / n == i % n || (network == 2 && i / n / 2 == i % n / 2));
-            // Little: less than a piece for each. Much: several turns through the places, the last piece short.
+            // Small: less than a piece per PE. Large: the buffers are used several times, and the last piece is partial.
             context = "n " + std::to_string(n) + " network " + std::to_string(network) + " little";
             s.n_experts = 9, s.hidden = 8;
             run(s, reachable, n, false);

@@ -1,10 +1,9 @@
-// Our reading of the PTX ISA against NVIDIA's own, CuTe (CUTLASS): fragments of mma, ldmatrix and wgmma, places in swizzled shared memory, and
-// wgmma's descriptors, number by number. On our side of each comparison is what the emulated tensor cores go by (host/fragments.h), with
-// which the GEMMs are tested, and what the Hopper kernels do (gemm_hopper_stage.h, platform_cuda_hopper.h). Nothing runs on a GPU.
-//
-// Needs CUTLASS's headers and CUDA's: tests/kernels.rs.
+// Compares our reading of the PTX ISA with CuTe (CUTLASS): fragments of mma, ldmatrix and wgmma, positions in swizzled shared memory, and
+// wgmma's descriptors. Our side are the layouts of the emulated tensor cores (host/fragments.h), with which the GEMMs are tested, and the
+// code of the Hopper kernels (gemm_hopper_stage.h, platform_cuda_hopper.h). Needs no GPU, but the headers of CUTLASS and CUDA
+// (tests/kernels.rs).
 
-// CuTe asks for a pointer's address in shared memory: that of `buffer` here, where the emulator has its own.
+// CuTe asks for shared-memory addresses of pointers: here those of `buffer`, at the emulator's addresses.
 #include <cstddef>
 constexpr std::size_t BUFFER_BYTES = 1 << 18;
 alignas(1024) static char buffer[BUFFER_BYTES];
@@ -20,7 +19,7 @@ static std::size_t __cvta_generic_to_shared(const void* p) { return std::size_t(
 #include "../host/fragments.h"
 #include "testing.h"
 
-// The header of the GPU, with the emulator's shared memory: its instructions are never called.
+// The GPU's header with the emulator's shared memory; its instructions are never called.
 namespace gpu {
 using aristos::TensorMap, aristos::u16, aristos::u32, aristos::u64, aristos::i32;
 namespace dev {
@@ -35,11 +34,11 @@ static u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p
 namespace aristos {
 
 using cute::GMMA::Major;
-// Any of 16 bits: layouts know no other difference.
+// Any 16-bit type; layouts do not depend on it.
 using Element = cutlass::bfloat16_t;
 
 
-// ---- mma and ldmatrix: CuTe's layouts are from (lane, value) to an element's number.
+// ---- mma and ldmatrix: CuTe's layouts map (lane, value) to an element's index.
 
 template <class Operation> static void check_mma() {
     using Traits = cute::MMA_Traits<Operation>;
@@ -48,11 +47,11 @@ template <class Operation> static void check_mma() {
     const typename Traits::CLayout d{};
     for (u32 lane = 0; lane < 32; ++lane) {
         for (u32 v = 0; v < 8; ++v) {
-            const host::Place at = host::mma_a(lane, v / 2, v % 2);
+            const host::Coord at = host::mma_a(lane, v / 2, v % 2);
             CHECK(u32(a(lane, v)) == at.row + 16 * at.col, "A, lane %u, value %u", lane, v);
         }
         for (u32 v = 0; v < 4; ++v) {
-            const host::Place at = host::mma_b(lane, v / 2, v % 2), of_d = host::mma_d(lane, v);
+            const host::Coord at = host::mma_b(lane, v / 2, v % 2), of_d = host::mma_d(lane, v);
             CHECK(u32(b(lane, v)) == at.col + 8 * at.row, "B, lane %u, value %u", lane, v);
             CHECK(u32(d(lane, v)) == of_d.row + 16 * of_d.col, "D, lane %u, value %u", lane, v);
         }
@@ -67,7 +66,7 @@ template <class Operation> static void check_ldmatrix(bool transposed) {
     using Traits = cute::Copy_Traits<Operation>;
     const typename Traits::SrcLayout from{};
     const typename Traits::DstLayout to{};
-    // By number of a bit: whose row has it, and where in the row.
+    // By bit index: the lane of the row, and the position in the row.
     std::vector<std::pair<u32, u32>> source(32 * 128);
     for (u32 lane = 0; lane < 32; ++lane) {
         for (u32 bit = 0; bit < 128; ++bit) source[u32(from(lane, bit))] = {lane, bit};
@@ -75,12 +74,12 @@ template <class Operation> static void check_ldmatrix(bool transposed) {
     for (u32 lane = 0; lane < 32; ++lane) {
         for (u32 half = 0; half < 8; ++half) {
             const auto [row, bit] = source[u32(to(lane, half * 16))];
-            const host::Place at = host::ldmatrix(lane, half % 2, transposed);
+            const host::Coord at = host::ldmatrix(lane, half % 2, transposed);
             CHECK(row == half / 2 * 8 + at.row && bit == at.col * 16, "lane %u, half %u: row %u, bit %u", lane, half, row, bit);
         }
     }
 }
-// As a load of ldmatrix's the other way round: CuTe's source is registers here, its destination the rows.
+// The reverse of an ldmatrix load: CuTe's source is registers here, its destination the rows.
 CASE(fragments_of_stmatrix) {
     using Traits = cute::Copy_Traits<cute::SM90_U32x4_STSM_N>;
     const typename Traits::SrcLayout from{};
@@ -92,7 +91,7 @@ CASE(fragments_of_stmatrix) {
     for (u32 lane = 0; lane < 32; ++lane) {
         for (u32 half = 0; half < 8; ++half) {
             const auto [row, bit] = target[u32(from(lane, half * 16))];
-            const host::Place at = host::stmatrix(lane, half % 2);
+            const host::Coord at = host::stmatrix(lane, half % 2);
             CHECK(row == half / 2 * 8 + at.row && bit == at.col * 16, "lane %u, half %u: row %u, bit %u", lane, half, row, bit);
         }
     }
@@ -108,7 +107,7 @@ template <class Operation, u32 N> static void check_accumulators() {
     const typename cute::MMA_Traits<Operation>::CLayout layout{};
     for (u32 t = 0; t < 128; ++t) {
         for (u32 i = 0; i < N / 2; ++i) {
-            const host::Place at = host::wgmma_d(t, i);
+            const host::Coord at = host::wgmma_d(t, i);
             CHECK(u32(layout(t, i)) == at.row + 64 * at.col, "of %u, thread %u, accumulator %u", N, t, i);
         }
     }
@@ -121,12 +120,12 @@ CASE(accumulators_of_wgmma) {
 }
 
 CASE(swizzle) {
-    // What CuTe's TMA descriptors pair with CU_TENSOR_MAP_SWIZZLE_128B.
+    // The layout that CuTe's TMA descriptors pair with CU_TENSOR_MAP_SWIZZLE_128B.
     const cute::Swizzle<3, 4, 3> swizzle;
     for (u32 at = 0; at < BUFFER_BYTES; at += 2) CHECK(u32(swizzle(at)) == host::swizzled_128b(at), "%u", at);
 }
 
-// `rows` x `k` of an operand as CuTe lays it out, panels one after another along K (`ALONG_K`) or along rows.
+// `rows` x `k` of an operand in CuTe's layout, panels contiguous along K (`ALONG_K`) or along rows.
 template <bool MN_MAJOR, int ROWS, int K, bool ALONG_K> static auto cute_layout() {
     using Order = std::conditional_t<ALONG_K, cute::Step<cute::_2, cute::_1>, cute::Step<cute::_1, cute::_2>>;
     using Shape = cute::Shape<cute::Int<ROWS>, cute::Int<K>>;
@@ -140,7 +139,7 @@ template <class Tensor> static u32 address_of(Tensor& tensor, int r, int k) {
     return u32(reinterpret_cast<char*>(&tensor(r, k)) - buffer);
 }
 
-// CuTe's descriptors read as wgmma is emulated: every element is found where CuTe has put it.
+// Reads CuTe's descriptors with the emulated wgmma: every element must be where CuTe put it.
 template <bool MN_MAJOR, int ROWS, int K, bool ALONG_K> static void check_reading() {
     constexpr Major MAJOR = MN_MAJOR ? Major::MN : Major::K;
     auto tensor = tensor_at(0xc000, cute_layout<MN_MAJOR, ROWS, K, ALONG_K>());
@@ -155,7 +154,7 @@ template <bool MN_MAJOR, int ROWS, int K, bool ALONG_K> static void check_readin
         }
     }
 }
-CASE(descriptors_are_read_as_cute_means_them) {
+CASE(descriptors_match_cute) {
     check_reading<false, 64, 64, false>(), check_reading<false, 128, 64, false>(), check_reading<false, 256, 64, true>();
     check_reading<false, 64, 128, false>(), check_reading<false, 128, 128, true>();
     check_reading<true, 64, 64, false>(), check_reading<true, 128, 64, false>(), check_reading<true, 256, 64, true>();
@@ -164,20 +163,20 @@ CASE(descriptors_are_read_as_cute_means_them) {
 
 // ---- the Hopper kernels' stages
 
-// Of the wider tile; the narrower one's B is its first half.
+// For the wider tile; the narrower one's B is its first half.
 using Stage = hopper::Tile<256>;
 
-// Where a stage has (row or column `r`, `k`) of an operand, from its first panel.
-template <bool MN_MAJOR> static u32 stage_place(u32 r, u32 k) {
+// Offset of element (row or column `r`, `k`) of an operand in a stage, from its first panel.
+template <bool MN_MAJOR> static u32 stage_offset(u32 r, u32 k) {
     const u32 line = MN_MAJOR ? k : r % hopper::PANEL, along = MN_MAJOR ? r % hopper::PANEL : k;
     return r / hopper::PANEL * hopper::PANEL_BYTES + hopper::swizzled(line, along / 8) + along % 8 * 2;
 }
 template <bool MN_MAJOR, int ROWS> static void check_stage() {
-    // Panels along rows: with MN-major ones CuTe's first step is then along K.
+    // Panels along rows: for MN-major operands CuTe's first step is then along K.
     auto tensor = tensor_at(Stage::STAGE_BYTES, cute_layout<MN_MAJOR, ROWS, hopper::TILE_K, MN_MAJOR>());
     for (u32 r = 0; r < ROWS; ++r) {
         for (u32 k = 0; k < hopper::TILE_K; ++k) {
-            const u32 got = Stage::STAGE_BYTES + stage_place<MN_MAJOR>(r, k), want = address_of(tensor, int(r), int(k));
+            const u32 got = Stage::STAGE_BYTES + stage_offset<MN_MAJOR>(r, k), want = address_of(tensor, int(r), int(k));
             CHECK(got == want, "%s, %d rows, row %u, k %u: %x, CuTe %x", MN_MAJOR ? "MN" : "K", ROWS, r, k, got, want);
         }
     }
@@ -187,7 +186,7 @@ CASE(stages) {
     check_stage<true, hopper::TILE_M>(), check_stage<true, Stage::N>();
 }
 
-// The kernels' descriptors of a stage, of both warpgroups and all steps of K: A's, then B's.
+// The kernels' descriptors of a stage, for both warpgroups and all steps of K: A's, then B's.
 template <bool A_MN_MAJOR, bool B_MN_MAJOR> DEVICE void describe(u64* out) {
     const u32 group = dev::thread() / 4, k16 = dev::thread() % 4;
     if (group > 1) return;
@@ -218,7 +217,7 @@ template <bool A_MN_MAJOR, bool B_MN_MAJOR> static void check_descriptors(const 
     testing::World world;
     u64* ours = world.heap<u64>(0);
     world.launch(0, kernel, 1, 32, 2 * Stage::STAGE_BYTES, ours);
-    // The leading offset means nothing in K-major operands, nor in MN-major ones of one panel, as a warpgroup's rows of A are.
+    // The leading offset is unused in K-major operands, and in MN-major ones of a single panel, such as a warpgroup's rows of A.
     const u64 leading = 0x3fffull << 16;
     for (u32 group = 0; group < 2; ++group) {
         auto slice = mma.get_slice(int(group) * 128);
@@ -240,7 +239,7 @@ CASE(descriptors_of_a_stage) {
     check_descriptors<true, true>("test_describe_mn_mn");  // weight gradients
 }
 
-// A descriptor's bits, as the GPU's header packs them, and as CuTe's.
+// Descriptor bits as packed by the GPU's header and by CuTe.
 CASE(descriptor_bits) {
     for (u32 at = 0; at < 227 * 1024; at += 16 * 37) {
         for (u32 bytes = 16; bytes < 1 << 17; bytes *= 2) {

@@ -1,10 +1,10 @@
 // The Hopper GEMM path on the emulator: queues of tiles of several experts, forward and then backward, against float64.
 //
-// Experts of 1, 7, 64, 129 and 200 slots, with K, M and N that end within a box, a piece of 16 bytes before or after one; rows between
-// batches hold NaN, and so does what no row pointer may lead to; everything that is written must lie within its array. The same queue
-// must give the same bytes on any number of blocks, for any seed of the emulator, and with tasks that become known late.
+// Experts have 1, 7, 64, 129 and 200 slots; K, M and N end within a box, or 16 bytes before or after one. Rows between batches hold NaN,
+// as does everything that no row pointer may reach; all writes must lie within their arrays. A queue must give the same bytes on any
+// number of blocks, for any emulator seed, and with tasks that become known late.
 //
-// In tiles of 128 x 256 and 128 x 128. What the epilogues of backward read of gu and of sums must have been brought into L2 before, and nothing else.
+// Tiles are 128 x 256 and 128 x 128. Prefetches must cover exactly the lines of gate_up and of the sums that backward's epilogues read.
 #include <limits>
 #include <mutex>
 #include <set>
@@ -20,7 +20,7 @@ using reference::Near;
 
 void fail(const std::string& what) { CHECK(false, "%s", what.c_str()); }
 
-// Of a matrix that is `columns` of `pitch` wide.
+// For a matrix of `columns` columns with row pitch `pitch`.
 template <class T> TensorMap tensor_map(const T* first, u32 rows, u32 columns, u32 pitch, u32 box_rows) {
     TensorMap map;
     u64 base = reinterpret_cast<u64>(first), stride = u64(pitch) * sizeof(T);
@@ -30,7 +30,7 @@ template <class T> TensorMap tensor_map(const T* first, u32 rows, u32 columns, u
     return map;
 }
 
-// An array between two guards, 16-byte aligned, all bytes PATTERN before.
+// An array between two guard zones, 16-byte aligned, initially all bytes PATTERN.
 constexpr unsigned char PATTERN = 0x5a;
 template <class E> class Guarded {
     static constexpr size_t GUARD = 256;
@@ -65,12 +65,12 @@ struct Shape {
     u32 hidden, intermediate;
     bool gated, bias, weighted, training, accumulate;
     u32 activation;
-    std::vector<u32> rows;  // of each expert
-    bool stored = true;     // by TMA, where a warp has all its rows
-    bool pair = false;      // by clusters of two
+    std::vector<u32> rows;  // per expert
+    bool stored = true;     // results stored by TMA if a warp has all its rows
+    bool pair = false;      // by CTA pairs
 };
 
-// Lines of 128 bytes that were prefetched.
+// Prefetched 128-byte lines.
 std::mutex prefetched_mutex;
 std::set<u64> prefetched;
 void note_prefetch(const void* p) {
@@ -84,12 +84,12 @@ constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 template <class T> struct Run {
     Shape shape;
     u32 tile_n;
-    u32 H, I, W;  // W: width of gu
+    u32 H, I, W;  // W: width of gate_up
     u32 experts, slots = 0, tokens = 0;
     std::vector<u32> first;  // first slot of each expert
-    Guarded<T> x, dy, gate, up, down, gu, h, y, dx;
+    Guarded<T> x, dy, gate, up, down, gate_up, h, y, dx;
     Guarded<float> gate_bias, up_bias, down_bias, weight, d_weight, d_gate, d_up, d_down;
-    std::vector<T> poison;                   // a row that no pointer of a batch leads to
+    std::vector<T> poison;                   // a row that no batch's pointer may reach
     std::vector<const void*> x_row, dy_row;  // by slot
     std::vector<TensorMap> maps;
     std::vector<TensorMap> slot_maps;  // with y, then with dx
@@ -104,7 +104,7 @@ template <class T> struct Run {
     Run(const Shape& s, u32 n, u32 seed)
         : shape(s), tile_n(n), H(s.hidden), I(s.intermediate), W(s.gated ? 2 * I : I), experts(u32(s.rows.size())), slots(slots_of(s)),
           tokens(slots / 2 + 1), x(size_t(tokens) * H), dy(size_t(tokens) * H), gate(size_t(experts) * I * H),
-          up(size_t(experts) * I * H), down(size_t(experts) * H * I), gu(size_t(slots) * W), h(size_t(slots) * I),
+          up(size_t(experts) * I * H), down(size_t(experts) * H * I), gate_up(size_t(slots) * W), h(size_t(slots) * I),
           y(size_t(slots) * H), dx(size_t(slots) * H), gate_bias(size_t(experts) * I), up_bias(size_t(experts) * I),
           down_bias(size_t(experts) * H), weight(slots), d_weight(size_t(slots) * (tiles() + 1)),
           d_gate(size_t(experts) * I * H), d_up(size_t(experts) * I * H), d_down(size_t(experts) * H * I), poison(H),
@@ -138,7 +138,7 @@ template <class T> struct Run {
             }
             slot += shape.rows[e] + GAP;
             for (u32 r = slot - GAP; r < slot; r++) {
-                for (u32 i = 0; i < W; i++) gu[size_t(r) * W + i] = poison[0];
+                for (u32 i = 0; i < W; i++) gate_up[size_t(r) * W + i] = poison[0];
                 for (u32 i = 0; i < I; i++) h[size_t(r) * I + i] = poison[0];
                 weight[r] = NOT_A_NUMBER;
             }
@@ -148,8 +148,8 @@ template <class T> struct Run {
         }
         for (Guarded<T>* out : {&y, &dx}) {
             for (u32 rows : {RESULT_BOX_ROWS, OPERAND_BOX_ROWS}) {
-                slot_maps.push_back(tensor_map(gu.data(), slots, I, W, rows));
-                slot_maps.push_back(tensor_map(gu.data() + W - I, slots, I, W, rows));
+                slot_maps.push_back(tensor_map(gate_up.data(), slots, I, W, rows));
+                slot_maps.push_back(tensor_map(gate_up.data() + W - I, slots, I, W, rows));
                 slot_maps.push_back(tensor_map(h.data(), slots, I, I, rows));
                 if (rows == RESULT_BOX_ROWS) slot_maps.push_back(tensor_map(out->data(), slots, H, H, rows));
             }
@@ -160,7 +160,7 @@ template <class T> struct Run {
 
     GemmTask task(u32 kind, u32 e, u32 m0, u32 n0, u32 which) {
         GemmTask t;
-        std::memset(&t, 0xff, sizeof t);  // fields that a kind does not use may hold anything
+        std::memset(&t, 0xff, sizeof t);  // unused fields of a kind are undefined
         size_t slot = first[e], in = size_t(e) * I * H;
         t.kind = kind;
         t.rows = shape.rows[e];
@@ -175,10 +175,10 @@ template <class T> struct Run {
         t.which = u8(which);
         bool of_dy = kind == BACKWARD_DOWN || kind == GRAD_DOWN;
         t.row = (of_dy ? dy_row : x_row).data() + slot;
-        t.gu = &gu[slot * W];
+        t.gate_up = &gate_up[slot * W];
         t.h = &h[slot * I];
         t.y = kind == BACKWARD_UP ? &dx[slot * H] : &y[slot * H];
-        t.gate = t.up = t.down = nullptr;  // TMA takes them
+        t.gate = t.up = t.down = nullptr;  // loaded by TMA
         t.gate_bias = shape.bias && shape.gated ? &gate_bias[size_t(e) * I] : nullptr;
         t.up_bias = shape.bias ? &up_bias[size_t(e) * I] : nullptr;
         t.down_bias = shape.bias ? &down_bias[size_t(e) * H] : nullptr;
@@ -192,7 +192,7 @@ template <class T> struct Run {
         return t;
     }
 
-    // Runs all tiles of these (kind, which) on a grid of `blocks`, each in one stage of the queue.
+    // Runs all tiles of the given (kind, which) list on a grid of `blocks`, one stage of the queue each.
     void launch(const std::vector<std::pair<u32, u32>>& kinds, u32 blocks, u32 seed, u32 delay) {
         std::vector<GemmTask> tasks;
         std::vector<u32> needs;
@@ -212,7 +212,7 @@ template <class T> struct Run {
         }
         u32 state[3] = {0, 0, 0};
         HopperQueue queue{tasks.data(), needs.data(), u32(tasks.size()), delay, state, state + 1, state + 2, 20'000'000'000};
-        const std::string of = (shape.pair ? "pair_" : "") + std::string(tile_n == 128 ? "128_" : "");
+        const std::string of = (shape.pair ? "cta_pair_" : "") + std::string(tile_n == 128 ? "128_" : "");
         const std::string kernel = "aristos_gemm_hopper_" + of + "test_" + (std::is_same_v<T, F16> ? "f16" : "bf16");
         u32 shared = tile_n == 128 ? hopper::Tile<128>::SHARED_BYTES : hopper::Tile<256>::SHARED_BYTES;
         if (shape.pair) shared = tile_n == 128 ? hopper::Tile<128, 2>::SHARED_BYTES : hopper::Tile<256, 2>::SHARED_BYTES, blocks *= 2;
@@ -244,7 +244,7 @@ void check(double got, Near want, const char* what, size_t slot, u32 column) {
 template <class T> void check_forward(const Run<T>& r) {
     const auto type = reference::Type::of(std::is_same_v<T, F16>);
     const u32 H = r.H, I = r.I, W = r.W;
-    auto gate = widen(r.gate), up = widen(r.up), down = widen(r.down), h = widen(r.h), gu = widen(r.gu), y = widen(r.y);
+    auto gate = widen(r.gate), up = widen(r.up), down = widen(r.down), h = widen(r.h), gate_up = widen(r.gate_up), y = widen(r.y);
     for (u32 e = 0; e < r.experts; e++) {
         for (size_t s = r.first[e]; s < r.first[e] + r.shape.rows[e]; s++) {
             std::vector<double> x(H);
@@ -261,8 +261,8 @@ template <class T> void check_forward(const Run<T>& r) {
                 if (r.shape.gated) result = reference::times(result, u);
                 check(h[s * I + i], result.rounded(type), "h", s, i);
                 if (!r.shape.training) continue;
-                check(gu[s * W + i], (r.shape.gated ? g : u).rounded(type), "gate", s, i);
-                if (r.shape.gated) check(gu[s * W + I + i], u.rounded(type), "up", s, i);
+                check(gate_up[s * W + i], (r.shape.gated ? g : u).rounded(type), "gate", s, i);
+                if (r.shape.gated) check(gate_up[s * W + I + i], u.rounded(type), "up", s, i);
             }
             for (u32 n = 0; n < H; n++) {
                 Near v = reference::dot({h.data() + s * I, 0, 1}, 0, {down.data() + size_t(e) * H * I + size_t(n) * I, 0, 1}, 0, I);
@@ -271,14 +271,14 @@ template <class T> void check_forward(const Run<T>& r) {
             }
         }
     }
-    if (!r.shape.training && !r.gu.untouched(0, size_t(r.shape.rows[0]) * W)) fail("gu written without training");
+    if (!r.shape.training && !r.gate_up.untouched(0, size_t(r.shape.rows[0]) * W)) fail("gate_up written without training");
 }
 
-// `before`: gu as forward left it; r.gu and r.h are what backward made of them.
+// `before`: gate_up as forward left it; r.gate_up and r.h are backward's results.
 template <class T> void check_backward(const Run<T>& r, const std::vector<double>& before, const std::vector<std::vector<float>>& old) {
     const auto type = reference::Type::of(std::is_same_v<T, F16>);
     const u32 H = r.H, I = r.I, W = r.W;
-    auto gate = widen(r.gate), up = widen(r.up), down = widen(r.down), h = widen(r.h), gu = widen(r.gu), dx = widen(r.dx);
+    auto gate = widen(r.gate), up = widen(r.up), down = widen(r.down), h = widen(r.h), gate_up = widen(r.gate_up), dx = widen(r.dx);
     std::vector<double> x(size_t(r.slots) * H), dy(size_t(r.slots) * H);
     for (u32 e = 0; e < r.experts; e++)
         for (size_t s = r.first[e]; s < r.first[e] + r.shape.rows[e]; s++)
@@ -302,9 +302,9 @@ template <class T> void check_backward(const Run<T>& r, const std::vector<double
                     Near u = reference::exact(before[s * W + I + i]);
                     d_g = reference::times(d_g, u);
                     result = reference::times(result, u);
-                    check(gu[s * W + I + i], reference::times(dh, value).rounded(type), "d_up", s, i);
+                    check(gate_up[s * W + I + i], reference::times(dh, value).rounded(type), "d_up", s, i);
                 }
-                check(gu[s * W + i], d_g.rounded(type), "d_gate", s, i);
+                check(gate_up[s * W + i], d_g.rounded(type), "d_gate", s, i);
                 check(h[s * I + i], reference::times(w, result).rounded(type), "w h", s, i);
                 Near product = reference::times(q, result);
                 sums[i / r.tile_n].value += product.value;
@@ -316,9 +316,9 @@ template <class T> void check_backward(const Run<T>& r, const std::vector<double
                 check(r.d_weight[s * r.d_weight_stride + tile], sums[tile], "d_weight", s, tile);
             }
             for (u32 n = 0; n < H; n++) {
-                Near v = reference::dot({gu.data() + s * W, 0, 1}, 0, {(r.shape.gated ? gate : up).data() + in + n, 0, H}, 0, I);
+                Near v = reference::dot({gate_up.data() + s * W, 0, 1}, 0, {(r.shape.gated ? gate : up).data() + in + n, 0, H}, 0, I);
                 if (r.shape.gated) {
-                    Near second = reference::dot({gu.data() + s * W + I, 0, 1}, 0, {up.data() + in + n, 0, H}, 0, I);
+                    Near second = reference::dot({gate_up.data() + s * W + I, 0, 1}, 0, {up.data() + in + n, 0, H}, 0, I);
                     v.value += second.value;
                     v.error = 2 * (v.error + second.error) + 4 * reference::U * (std::fabs(v.value) + std::fabs(second.value));
                 }
@@ -337,14 +337,14 @@ template <class T> void check_backward(const Run<T>& r, const std::vector<double
                     check(out[at], v, what, i, j);
                 }
         };
-        if (r.shape.gated) gradient(r.d_gate, 0, {gu.data() + slot * W, 1, W}, {x.data() + slot * H, 1, H}, I, H, "gradient of gate");
-        gradient(r.d_up, 1, {gu.data() + slot * W + (r.shape.gated ? I : 0), 1, W}, {x.data() + slot * H, 1, H}, I, H, "gradient of up");
+        if (r.shape.gated) gradient(r.d_gate, 0, {gate_up.data() + slot * W, 1, W}, {x.data() + slot * H, 1, H}, I, H, "gradient of gate");
+        gradient(r.d_up, 1, {gate_up.data() + slot * W + (r.shape.gated ? I : 0), 1, W}, {x.data() + slot * H, 1, H}, I, H, "gradient of up");
         gradient(r.d_down, 2, {dy.data() + slot * H, 1, H}, {h.data() + slot * I, 1, I}, H, I, "gradient of down");
     }
 }
 
 template <class T> void check_memory(const Run<T>& r) {
-    r.gu.check_guards("gu");
+    r.gate_up.check_guards("gate_up");
     r.h.check_guards("h");
     r.y.check_guards("y");
     r.dx.check_guards("dx");
@@ -359,13 +359,14 @@ template <class T> void check_memory(const Run<T>& r) {
         if (!r.dx.untouched(end * r.H, (end + GAP) * r.H)) fail("dx written beyond the batch");
         if (!r.d_weight.untouched(end * r.d_weight_stride, (end + GAP) * r.d_weight_stride)) fail("d_weight beyond the batch");
         for (size_t i = end * r.W; i < (end + GAP) * r.W; i++)
-            if (r.gu[i].bits != r.poison[0].bits) fail("gu written beyond the batch");
+            if (r.gate_up[i].bits != r.poison[0].bits) fail("gate_up written beyond the batch");
         for (size_t i = end * r.I; i < (end + GAP) * r.I; i++)
             if (r.h[i].bits != r.poison[0].bits) fail("h written beyond the batch");
     }
 }
 
-// Of every row of gu, and of what is added to, the lines in which 64, or of f32 32, of its elements begin; and no line that nobody reads.
+// Prefetches must cover exactly the 128-byte lines that the epilogue reads: of every row of gate_up those with 64 elements each, of every
+// row accumulated into those with 32.
 template <class T> void check_prefetches(const Run<T>& r) {
     std::set<u64> read, begun;
     auto reads = [&](const auto* first, u32 rows, u32 width, u32 pitch) {
@@ -377,7 +378,7 @@ template <class T> void check_prefetches(const Run<T>& r) {
         }
     };
     for (u32 e = 0; e < r.experts; e++) {
-        for (u32 half = 0; half < r.W / r.I; half++) reads(&r.gu[size_t(r.first[e]) * r.W + half * r.I], r.shape.rows[e], r.I, r.W);
+        for (u32 half = 0; half < r.W / r.I; half++) reads(&r.gate_up[size_t(r.first[e]) * r.W + half * r.I], r.shape.rows[e], r.I, r.W);
         if (!r.shape.accumulate) continue;
         const size_t in = size_t(e) * r.I * r.H;
         if (r.shape.gated) reads(&r.d_gate[in], r.I, r.H, r.H);
@@ -387,7 +388,7 @@ template <class T> void check_prefetches(const Run<T>& r) {
     size_t outside = 0, missed = 0;
     for (u64 line : prefetched) outside += !read.count(line);
     for (u64 line : begun) missed += !prefetched.count(line);
-    CHECK(outside == 0, "%zu lines were prefetched that nobody reads", outside);
+    CHECK(outside == 0, "%zu prefetched lines are not read", outside);
     CHECK(missed == 0, "%zu lines of %zu were not prefetched", missed, begun.size());
 }
 
@@ -402,11 +403,11 @@ template <class T> std::vector<unsigned char> run(const Shape& shape, u32 tile_n
     std::vector<unsigned char> bytes;
     r.launch({{FORWARD_UP, 0}, {FORWARD_DOWN, 0}}, blocks, seed, delay);
     if (compare) check_forward(r);
-    append(bytes, r.gu);
+    append(bytes, r.gate_up);
     append(bytes, r.h);
     append(bytes, r.y);
     if (shape.training) {
-        auto before = widen(r.gu);
+        auto before = widen(r.gate_up);
         std::vector<std::vector<float>> old;
         for (auto* g : {&r.d_gate, &r.d_up, &r.d_down}) old.emplace_back(g->data(), g->data() + g->size());
         std::vector<std::pair<u32, u32>> kinds = {{BACKWARD_DOWN, 0}, {BACKWARD_UP, 0}};
@@ -418,7 +419,7 @@ template <class T> std::vector<unsigned char> run(const Shape& shape, u32 tile_n
         r.launch(kinds, blocks, seed + 1, delay);
         dev::prefetch_hook = nullptr;
         if (compare) check_backward(r, before, old), check_prefetches(r);
-        append(bytes, r.gu);
+        append(bytes, r.gate_up);
         append(bytes, r.h);
         append(bytes, r.dx);
         append(bytes, r.d_weight);
@@ -463,18 +464,18 @@ CASE(hopper_without_slot_maps_bf16) {
     shape.stored = false;
     CHECK(run<Bf16>(shape, 256, 2, 1, 0, false) == bytes, "another result without TMA");
 }
-// The same by pairs of blocks as by blocks on their own: the second block's half of a tile is often empty.
-template <class T> void test_pair(Shape shape, u32 tile_n) {
+// CTA pairs must give the same bits as single blocks; the second block's half of a tile is often empty.
+template <class T> void test_cta_pair(Shape shape, u32 tile_n) {
     const auto bytes = run<T>(shape, tile_n, 2, 1, 0, false);
     shape.pair = true;
     CHECK(run<T>(shape, tile_n, 1, 2, 0, true) == bytes, "another result by a pair of blocks");
     CHECK(run<T>(shape, tile_n, 2, 3, 5, false) == bytes, "another result by two pairs, with tasks known late");
 }
-CASE(hopper_pair_gated_bf16) { test_pair<Bf16>(GATED, 256); }
-CASE(hopper_pair_smallest_bf16) { test_pair<Bf16>(SMALLEST, 256); }
-CASE(hopper_pair_forward_only_bf16) { test_pair<Bf16>(FORWARD_ONLY, 256); }
-CASE(hopper_pair_128_plain_f16) { test_pair<F16>(PLAIN, 128); }
-CASE(hopper_pair_128_long_f16) { test_pair<F16>(LONG, 128); }
+CASE(hopper_cta_pair_gated_bf16) { test_cta_pair<Bf16>(GATED, 256); }
+CASE(hopper_cta_pair_smallest_bf16) { test_cta_pair<Bf16>(SMALLEST, 256); }
+CASE(hopper_cta_pair_forward_only_bf16) { test_cta_pair<Bf16>(FORWARD_ONLY, 256); }
+CASE(hopper_cta_pair_128_plain_f16) { test_cta_pair<F16>(PLAIN, 128); }
+CASE(hopper_cta_pair_128_long_f16) { test_cta_pair<F16>(LONG, 128); }
 CASE(hopper_128_gated_bf16) { test<Bf16>(GATED, 128); }
 CASE(hopper_128_plain_f16) { test<F16>(PLAIN, 128); }
 CASE(hopper_128_smallest_bf16) { test<Bf16>(SMALLEST, 128); }
@@ -482,9 +483,9 @@ CASE(hopper_128_whole_boxes_f16) { test<F16>(WHOLE_BOXES, 128); }
 CASE(hopper_128_forward_only_bf16) { test<Bf16>(FORWARD_ONLY, 128); }
 CASE(hopper_128_long_f16) { test<F16>(LONG, 128); }
 
-// A tile's results are read by other blocks as soon as it is reported done.
+// Other blocks read a tile's results as soon as it is reported done.
 CASE(tsan_hopper_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 256, 3, 1, 1, false); }
-CASE(tsan_hopper_pair_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}, true, true}, 256, 1, 1, 1, false); }
+CASE(tsan_hopper_cta_pair_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}, true, true}, 256, 1, 1, 1, false); }
 CASE(tsan_hopper_128_queue) { run<F16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 128, 3, 1, 1, false); }
 
 }  // namespace

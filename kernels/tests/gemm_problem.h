@@ -1,8 +1,8 @@
-// A batch with everything a GEMM kind reads and writes, in buffers with guard zones, and the check of the outcome against float64.
-// For tests of either GEMM path: make a Problem, launch its tasks, call `verify`.
+// A batch with everything that a GEMM kind reads and writes, in buffers with guard zones, and a check of the results against float64. For
+// tests of either GEMM path: make a Problem, launch its tasks, call `verify`.
 //
-// Guard zones, rows that no slot points to, and everything that a kind must not read hold bytes of 0xff: NaN in each element type,
-// and a bad address in a table of pointers.
+// Guard zones, rows that no slot points to, and everything that a kind must not read hold bytes of 0xff: NaN in each element type, and an
+// invalid address in a table of pointers.
 #pragma once
 #include <cstdio>
 #include <cstdlib>
@@ -44,7 +44,7 @@ public:
     }
 
 private:
-    static constexpr size_t GUARD = 4096;  // further than any stray row or piece of these tests reaches
+    static constexpr size_t GUARD = 4096;  // larger than any stray row or piece of these tests
     u8* begin() {
         auto address = reinterpret_cast<std::uintptr_t>(memory_.data()) + GUARD;
         return memory_.data() + GUARD + (128 - address % 128) % 128;
@@ -71,14 +71,14 @@ struct Case {
 
 class Problem {
 public:
-    Buffer x, row, gu, h, y, gate, up, down, gate_bias, up_bias, down_bias, weight, d_weight, out;
+    Buffer x, row, gate_up, h, y, gate, up, down, gate_bias, up_bias, down_bias, weight, d_weight, out;
     std::vector<GemmTask> tasks;
 
     Problem(const Case& c, u32 tile_m, u32 tile_n) : c_(c), type_(Type::of(c.f16)), tile_n_(tile_n) {
         const size_t R = c.rows, H = c.hidden, I = c.intermediate, G = c.gated ? 2 * I : I;
         const bool gathers = c.kind != FORWARD_DOWN && c.kind != BACKWARD_UP;
         if (gathers) {
-            // Rows at scattered places, in no order, some of them shared by two slots.
+            // Rows in scattered, unordered positions; some are shared by two slots.
             size_t used = R / 2 + 1;
             x.make((2 * used + 1) * H * 2);
             for (size_t i = 0; i < used; i++) fill(x, (2 * i + 1) * H, H, 1);
@@ -88,15 +88,15 @@ public:
                 memcpy(row.data() + r * sizeof(void*), &at, sizeof at);
             }
         }
-        gu.make(R * G * 2);
+        gate_up.make(R * G * 2);
         h.make(R * I * 2);
         y.make(R * H * 2);
         if (c.kind == BACKWARD_DOWN) {
-            fill(gu, 0, R * G, 4);
-            for (size_t i = 0; i < R * G; i += 11) set(gu, i, 0.0);  // where relu has its kink
-            for (size_t i = 5; i < R * G; i += 97) set(gu, i, i % 2 ? 60.0 : -60.0);
+            fill(gate_up, 0, R * G, 4);
+            for (size_t i = 0; i < R * G; i += 11) set(gate_up, i, 0.0);  // relu's kink
+            for (size_t i = 5; i < R * G; i += 97) set(gate_up, i, i % 2 ? 60.0 : -60.0);
         }
-        if (c.kind == BACKWARD_UP || c.kind == GRAD_UP) fill(gu, 0, R * G, 1);
+        if (c.kind == BACKWARD_UP || c.kind == GRAD_UP) fill(gate_up, 0, R * G, 1);
         if (c.kind == FORWARD_DOWN || c.kind == GRAD_DOWN) fill(h, 0, R * I, 1);
         const bool reads_up = c.kind == FORWARD_UP || c.kind == BACKWARD_UP;
         gate.make(I * H * 2), up.make(I * H * 2), down.make(H * I * 2);
@@ -117,7 +117,7 @@ public:
         t.gated = c.gated, t.activation = u8(c.activation), t.training = c.training, t.accumulate = c.accumulate;
         t.which = u8(c.which), t.d_weight_stride = stride_;
         t.row = reinterpret_cast<const void* const*>(row.data());
-        t.gu = gu.data(), t.h = h.data(), t.y = y.data();
+        t.gate_up = gate_up.data(), t.h = h.data(), t.y = y.data();
         t.gate = gate.data(), t.up = up.data(), t.down = down.data();
         t.gate_bias = c.bias ? f32(gate_bias) : nullptr;
         t.up_bias = c.bias ? f32(up_bias) : nullptr;
@@ -131,12 +131,13 @@ public:
         const u32 columns = c.kind == FORWARD_UP && c.gated ? tile_n / 2 : tile_n;
         for (t.m0 = 0; t.m0 < m; t.m0 += tile_m)
             for (t.n0 = 0; t.n0 < n; t.n0 += columns) tasks.push_back(t);
-        before_ = std::vector<Buffer>{x, row, gu, h, y, gate, up, down, gate_bias, up_bias, down_bias, weight, d_weight, out};
+        before_ = std::vector<Buffer>{x, row, gate_up, h, y, gate, up, down, gate_bias, up_bias, down_bias, weight, d_weight, out};
     }
     Problem(const Problem&) = delete;  // its tasks point into it
     Problem& operator=(const Problem&) = delete;
 
-    // Everything a kind may not write is as it was, and what it writes is near float64. Empty, or what is wrong.
+    // Checks that memory which the kind must not write is unchanged and that results are close to float64. Returns a description of the
+    // first error, or an empty string.
     std::string verify() {
         wrong_.clear();
         checked_ = 0;
@@ -144,8 +145,8 @@ public:
         const bool writes[] = {false, false, (f_up && c_.training) || b_down, f_up || b_down, c_.kind == FORWARD_DOWN || c_.kind == BACKWARD_UP,
                                false, false, false, false, false, false, false, b_down && c_.weighted,
                                c_.kind == GRAD_UP || c_.kind == GRAD_DOWN};
-        Buffer* all[] = {&x, &row, &gu, &h, &y, &gate, &up, &down, &gate_bias, &up_bias, &down_bias, &weight, &d_weight, &out};
-        const char* names[] = {"x", "row", "gu", "h", "y", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "d_weight", "out"};
+        Buffer* all[] = {&x, &row, &gate_up, &h, &y, &gate, &up, &down, &gate_bias, &up_bias, &down_bias, &weight, &d_weight, &out};
+        const char* names[] = {"x", "row", "gate_up", "h", "y", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "d_weight", "out"};
         for (int i = 0; i < 14; i++) {
             if (!all[i]->guards_intact()) wrong_ += std::string(" guard of ") + names[i];
             if (!writes[i] && !all[i]->same(before_[i])) wrong_ += std::string(" wrote ") + names[i];
@@ -162,7 +163,7 @@ public:
     }
 
     bool same_outputs(const Problem& other) const {
-        return gu.same(other.gu) && h.same(other.h) && y.same(other.y) && d_weight.same(other.d_weight) && out.same(other.out);
+        return gate_up.same(other.gate_up) && h.same(other.h) && y.same(other.y) && d_weight.same(other.d_weight) && out.same(other.out);
     }
     double worst() const { return worst_; }  // largest error as a fraction of its bound
 
@@ -177,11 +178,11 @@ private:
     double worst_ = 0;
 
     static float* f32(Buffer& b) { return reinterpret_cast<float*>(b.data()); }
-    double random() {  // of (-1, 1)
+    double random() {  // in (-1, 1)
         state_ ^= state_ << 13, state_ ^= state_ >> 7, state_ ^= state_ << 17;
         return double(i32(state_ >> 32)) / 2147483648.0;
     }
-    // Conversions of the test's own: _Float16, and the upper half of a float.
+    // Independent conversions: _Float16, and the upper half of a float.
     double get(const Buffer& b, size_t i) const {
         u16 bits;
         memcpy(&bits, b.data() + i * 2, 2);
@@ -259,13 +260,13 @@ private:
                 Near v = value_f32(c_.activation, g);
                 compare("h", r, i, get(h, r * I + i), (c_.gated ? times(v, u) : v).rounded(type_));
                 if (!c_.training) continue;
-                compare("gu", r, i, get(gu, r * G + i), g.rounded(type_));
-                if (c_.gated) compare("gu", r, I + i, get(gu, r * G + I + i), u.rounded(type_));
+                compare("gate_up", r, i, get(gate_up, r * G + i), g.rounded(type_));
+                if (c_.gated) compare("gate_up", r, I + i, get(gate_up, r * G + I + i), u.rounded(type_));
             }
     }
     void product_y(bool backward) {
         const size_t H = c_.hidden, I = c_.intermediate, G = c_.gated ? 2 * I : I;
-        Matrix a = wide(backward ? gu : h), b(H * (backward ? G : I));
+        Matrix a = wide(backward ? gate_up : h), b(H * (backward ? G : I));
         if (backward) {  // [G, H]: gate's rows, then up's
             Matrix wg = c_.gated ? wide(gate) : Matrix(), wu = wide(up);
             wg.insert(wg.end(), wu.begin(), wu.end());
@@ -294,9 +295,9 @@ private:
                     Near u = exact(seen[r * G + I + i]);
                     hidden = times(v, u);
                     d_g = times(d_g, u);
-                    compare("d_up", r, i, get(gu, r * G + I + i), times(dh, v).rounded(type_));
+                    compare("d_up", r, i, get(gate_up, r * G + I + i), times(dh, v).rounded(type_));
                 }
-                compare("d_gate", r, i, get(gu, r * G + i), d_g.rounded(type_));
+                compare("d_gate", r, i, get(gate_up, r * G + i), d_g.rounded(type_));
                 compare("w h", r, i, get(h, r * I + i), times(w, hidden).rounded(type_));
                 Near part = times(q, hidden);
                 sum.value += part.value, sum.error += part.error;
@@ -316,7 +317,7 @@ private:
     void gradient() {
         const size_t H = c_.hidden, I = c_.intermediate, G = c_.gated ? 2 * I : I, R = c_.rows;
         const bool is_up = c_.kind == GRAD_UP;
-        Matrix rows = gathered(), inner = wide(is_up ? gu : h);
+        Matrix rows = gathered(), inner = wide(is_up ? gate_up : h);
         const double* d = inner.data() + (is_up && c_.gated && c_.which ? I : 0);
         View of_rows{rows.data(), 1, H}, of_inner{d, 1, is_up ? G : I};
         const size_t m = is_up ? I : H, n = is_up ? H : I;

@@ -1,7 +1,7 @@
-// The products of gemm.h in float64, over the same rounded inputs, with the error that rounding allows the kernels.
+// The products of gemm.h in float64 from the same rounded inputs, with bounds on the kernels' rounding errors.
 //
-// Bounds. u = 2^-24, u_T = 2^-8 (bf16) or 2^-11 (f16). A dot product of K terms in f32, in any order, with sums that may be
-// truncated rather than rounded as tensor cores do: 2 (K + 2) u sum |a b|. The rest is first order in each function's inputs.
+// u = 2^-24, u_T = 2^-8 (bf16) or 2^-11 (f16). A dot product of K terms in f32, in any order, with sums that may be truncated rather than
+// rounded, as in tensor cores: 2 (K + 2) u sum |a b|. All other errors are first order in each function's inputs.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -15,12 +15,12 @@ using namespace aristos;
 constexpr double U = 1.0 / (1 << 24);
 
 struct Type {
-    double unit, tiny;  // relative error of rounding, and half the smallest subnormal
+    double unit, tiny;  // relative rounding error, and half of the smallest subnormal
     static Type of(bool f16) { return f16 ? Type{1.0 / 2048, 0x1p-25} : Type{1.0 / 256, 0x1p-134}; }
     double rounding(double v) const { return unit * std::fabs(v) + tiny; }
 };
 
-// A value, and how far from it a kernel's value may be.
+// A value, and the allowed distance of a kernel's value.
 struct Near {
     double value = 0, error = 0;
     Near rounded(Type type) const { return {value, error + type.rounding(std::fabs(value) + error)}; }
@@ -42,7 +42,7 @@ inline Near dot(View a, size_t i, View b, size_t j, size_t k_end) {
 
 inline double phi(double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)); }
 
-// By definition, not by the kernel's formulas.
+// By definition, not with the kernel's formulas.
 inline double value(u32 activation, double x) {
     switch (activation) {
         case ACT_SILU: return x / (1 + std::exp(-x));
@@ -62,11 +62,11 @@ inline double slope(u32 activation, double x) {
         default: return x > 0 ? 1 : 0;
     }
 }
-// f32 evaluation: 16 roundings at most, of numbers up to |x| (value) or 1 + |x| (slope; x times a slope that falls off faster).
+// f32 evaluation: at most 16 roundings of numbers up to |x| (value) or 1 + |x| (slope; x times a slope that falls off faster).
 inline Near value_f32(u32 activation, double x) { return {value(activation, x), 16 * U * std::fabs(x)}; }
 inline Near slope_f32(u32 activation, double x) { return {slope(activation, x), 24 * U * (1 + std::fabs(x))}; }
 
-// For an argument that itself has an error: no activation here is steeper than 1.2.
+// For an argument with an error: no activation here is steeper than 1.2.
 inline Near value_f32(u32 activation, Near x) {
     Near v = value_f32(activation, x.value);
     v.error += 1.2 * x.error + 16 * U * x.error;

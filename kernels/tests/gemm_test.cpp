@@ -1,4 +1,4 @@
-// The GEMM tile by mma.sync, and the activations, against float64: all kinds, element types, activations, tails.
+// The GEMM tile with mma.sync, and the activations, against float64: all kinds, element types, activations, tails.
 //
 //     make -C kernels/host tests && target/kernels/gemm_test
 #include <algorithm>
@@ -16,7 +16,7 @@ using GemmCase = reference::Case;
 
 namespace {
 
-// Runs tiles on an emulated device that schedules by `seed`, several in each block, one after the other.
+// Runs tiles on an emulated device that schedules by `seed`; each block runs several in sequence.
 template <class Tile> void launch(const std::vector<GemmTask>& list, u32 blocks, bool f16, u64 seed) {
     testing::World world(1, 4096, seed);
     const GemmTask* tasks = list.data();
@@ -52,7 +52,7 @@ template <class Tile> double products(u32 kind) {
     return worst;
 }
 void products(u32 kind) {
-    const double large = products<LargeTile>(kind), little = products<LittleTile>(kind);
+    const double large = products<LargeTile>(kind), little = products<SmallTile>(kind);
     std::printf("  worst error %.3f of its bound, in small tiles %.3f\n", large, little);
 }
 
@@ -61,7 +61,7 @@ template <class Act> void test_activation(u32 activation) {
     auto at = [&](float x) {
         ValueSlope got = Act::at(x);
         Near v = reference::value_f32(activation, x), s = reference::slope_f32(activation, x);
-        // Plus half of the smallest normal number: results below it may be flushed to zero.
+        // Allows half of the smallest normal number in addition, because results below it may be flushed to zero.
         double off_value = std::fabs(got.value - v.value) / (v.error + 0x1p-127);
         double off_slope = std::fabs(got.slope - s.value) / (s.error + 0x1p-127);
         CHECK(off_value <= 1 && off_slope <= 1, "activation %u at %.9g: %.9g, slope %.9g, not %.9g, %.9g", activation, x, got.value,
@@ -97,7 +97,7 @@ CASE(grad_down) { products(GRAD_DOWN); }
 
 namespace {
 
-// The order in which the device runs warps and copies must not show in any bit.
+// Results must not depend on the order in which the device runs warps and copies.
 template <class Tile> void repeatable() {
     for (u32 kind = 0; kind < GEMM_KINDS; kind++) {
         GemmCase c{kind, 137, 136, 328, kind % 2 != 0, true, ACT_SILU, true, true, true, true, 1};
@@ -112,7 +112,7 @@ template <class Tile> void repeatable() {
     }
 }
 
-// One block computes tiles of different kinds in turn, so nothing may be left over from one for the next.
+// One block computes tiles of different kinds in sequence, so one must leave no state for the next.
 template <class Tile> void kinds_in_turn() {
     for (u64 seed = 1; seed < 4; seed++) {
         std::vector<GemmCase> cases;
@@ -142,7 +142,7 @@ template <class Tile> void tsan_products() {
     }
 }
 
-// Of a tile with `rows` rows: what is multiplied, and what is copied of A.
+// Counts of products and of copies of A for a tile with `rows` rows.
 template <class Tile> void empty_rows(u32 kind) {
     auto run = [&](u32 rows, u64& products, u64& copies) {
         GemmCase c{kind, rows, 128, 128, false, true, ACT_SILU, true, true, true, true, 0};
@@ -168,8 +168,8 @@ template <class Tile> void empty_rows(u32 kind) {
 
 namespace {
 
-// How often shared memory serves an access in which lane l has `bytes` bytes at `at(l)`: lanes go together that have 128 bytes in all, 4 of each bank, and wait for
-// each other where they want different words of a bank.
+// Number of shared-memory cycles of an access in which lane l has `bytes` bytes at `at(l)`: lanes with 128 bytes in total, 4 from each
+// bank, go together, and bank conflicts add cycles.
 template <class At> u32 wavefronts(u32 bytes, At at) {
     u32 count = 0;
     for (u32 first = 0, together = 128 / bytes; first < 32; first += together) {
@@ -183,7 +183,7 @@ template <class At> u32 wavefronts(u32 bytes, At at) {
     return count;
 }
 
-// Of every unit of a tile, all accesses of its epilogue: none is served more often than its bytes need, 128 at a time. Lanes take consecutive pieces of a unit.
+// All accesses of the epilogue to every unit of a tile must be free of bank conflicts. Lanes access consecutive pieces of a unit.
 template <class Tile, bool HALVES> void bank_conflicts() {
     std::set<u32> written;
     for (u32 unit = 0; unit < Tile::UNITS; unit++) {
@@ -207,20 +207,20 @@ template <class Tile, bool HALVES> void bank_conflicts() {
                     }
         }
     }
-    CHECK(written.size() == Tile::M * Tile::N / 2, "places that two accumulators share");
+    CHECK(written.size() == Tile::M * Tile::N / 2, "offsets shared by two accumulators");
 }
 template <class Tile> void bank_conflicts() { bank_conflicts<Tile, true>(), bank_conflicts<Tile, false>(); }
 
 }  // namespace
 
-CASE(bank_conflicts) { bank_conflicts<LargeTile>(), bank_conflicts<LittleTile>(); }
+CASE(bank_conflicts) { bank_conflicts<LargeTile>(), bank_conflicts<SmallTile>(); }
 
-CASE(repeatable) { repeatable<LargeTile>(), repeatable<LittleTile>(); }
-CASE(kinds_in_turn) { kinds_in_turn<LargeTile>(), kinds_in_turn<LittleTile>(); }
-CASE(tsan_products) { tsan_products<LargeTile>(), tsan_products<LittleTile>(); }
+CASE(repeatable) { repeatable<LargeTile>(), repeatable<SmallTile>(); }
+CASE(kinds_in_turn) { kinds_in_turn<LargeTile>(), kinds_in_turn<SmallTile>(); }
+CASE(tsan_products) { tsan_products<LargeTile>(), tsan_products<SmallTile>(); }
 
 CASE(empty_rows) {
-    for (u32 kind : {FORWARD_UP, FORWARD_DOWN, BACKWARD_DOWN, BACKWARD_UP}) empty_rows<LargeTile>(kind), empty_rows<LittleTile>(kind);
+    for (u32 kind : {FORWARD_UP, FORWARD_DOWN, BACKWARD_DOWN, BACKWARD_UP}) empty_rows<LargeTile>(kind), empty_rows<SmallTile>(kind);
 }
 
 int main(int argc, char** argv) { return testing::testing_main(argc, argv); }

@@ -10,7 +10,7 @@ void right(Layers& t) {
     t.verify();
 }
 
-// What PE 1 sends never arrives: both PEs give up, and each names the other.
+// Messages of PE 1 never arrive: both PEs time out, and each names the other.
 void lost(Layers& t) {
     aristos_host_fault(t.w->handle, 1, ARISTOS_FAULT_SIGNAL_LOST);
     t.run();
@@ -22,7 +22,7 @@ void lost(Layers& t) {
     }
 }
 
-// A header whose results would lie outside of its sender's area.
+// A header whose results would lie outside of its sender's return area.
 void wrong(Layers& t) {
     t.w->all([&](u32 pe) {
         Pass p = t.pass(pe, 0);
@@ -72,10 +72,10 @@ int main(int argc, char** argv) {
     add("hopper_rounds", [](Options& o) { o.path = PATH_HOPPER, o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.dtype = DTYPE_BF16; });
     add("hopper_narrow_tiles", [](Options& o) { o.path = PATH_HOPPER_128X128, o.n_pes = 2, o.shared = 1, o.bias = 1, o.tokens = 150, o.intermediate = 200; });
     add("hopper_narrow_tiles_rounds", [](Options& o) { o.path = PATH_HOPPER_128X128, o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.dtype = DTYPE_BF16; });
-    add("hopper_pairs", [](Options& o) { o.path = PATH_HOPPER_256X256, o.n_pes = 2, o.shared = 1, o.bias = 1, o.tokens = 300, o.intermediate = 200, o.experts = 3; });
-    add("hopper_pairs_rounds", [](Options& o) { o.path = PATH_HOPPER_256X256, o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.dtype = DTYPE_BF16; });
-    *add("hopper_pairs_lost", [](Options& o) { o.path = PATH_HOPPER_256X256, o.n_pes = 2, o.reachable = {1, 0, 0, 1}, o.wait_limit_ns = 2'000'000'000; }) = lost;
-    *add("hopper_pairs_wrong", [](Options& o) { o.path = PATH_HOPPER_256X256, o.n_pes = 2, o.wait_limit_ns = 2'000'000'000; }) = wrong;
+    add("hopper_cta_pairs", [](Options& o) { o.path = PATH_HOPPER_256X256, o.n_pes = 2, o.shared = 1, o.bias = 1, o.tokens = 300, o.intermediate = 200, o.experts = 3; });
+    add("hopper_cta_pairs_rounds", [](Options& o) { o.path = PATH_HOPPER_256X256, o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.dtype = DTYPE_BF16; });
+    *add("hopper_cta_pairs_lost", [](Options& o) { o.path = PATH_HOPPER_256X256, o.n_pes = 2, o.reachable = {1, 0, 0, 1}, o.wait_limit_ns = 2'000'000'000; }) = lost;
+    *add("hopper_cta_pairs_wrong", [](Options& o) { o.path = PATH_HOPPER_256X256, o.n_pes = 2, o.wait_limit_ns = 2'000'000'000; }) = wrong;
     add("little_tiles", [](Options& o) { o.path = PATH_AMPERE_64X128, o.n_pes = 2, o.shared = 1, o.bias = 1, o.tokens = 150, o.intermediate = 136; });
     add("little_tiles_rounds", [](Options& o) { o.path = PATH_AMPERE_64X128, o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.dtype = DTYPE_BF16; });
     add("many_blocks", [](Options& o) { o.n_pes = 2, o.blocks = 8, o.tokens = 150, o.intermediate = 264; });

@@ -1,5 +1,5 @@
-// Small layers with weights on the emulator, for the tests of the persistent kernels: several passes of every PE, what they left
-// in memory, and the same in float64. Routing is the layer's own (route_test.cpp checks it): what it chose is read back.
+// Small layers with weights on the emulator, for tests of the persistent kernels: several passes of every PE, their results in memory,
+// and the same in float64. Routing is the layer's own (checked by route_test.cpp), and its choices are read back.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -16,48 +16,49 @@
 
 namespace world {
 
-// One forward pass of all PEs, and perhaps its backward.
+// One forward pass of all PEs, optionally with its backward.
 struct Forward {
     std::vector<u32> tokens;  // by PE
     bool backward = true;
-    bool hot = false;         // tokens go where Options::hot says
+    bool hot = false;         // tokens prefer Options::hot
 };
 
-// Places of a window as the host has them (src/moe/device/windows.rs), of layers whose experts are spread evenly: at least what even routing fills.
-inline u32 window_places(u32 tokens, u32 experts, u32 top_k, u32 pes, u32 chunk_rows, u32 round_chunks) {
+// Chunk buffers of a window as chosen by the host (src/moe/device/windows.rs) for evenly spread experts: at least as many as even routing
+// fills.
+inline u32 window_buffers(u32 tokens, u32 experts, u32 top_k, u32 pes, u32 chunk_rows, u32 round_chunks) {
     double none = 1;
     for (u32 i = 0; i < top_k; i++) none *= std::max(0.0, 1.0 - double((experts + pes - 1) / pes) / (experts - i));
     const double rows = std::min(double(tokens), std::ceil(tokens * (1 - none) + 3 * std::sqrt(tokens * (1 - none) * none)));
     return std::min(round_chunks, std::max((7 * round_chunks + 15) / 16, u32(std::ceil(rows / chunk_rows))));
 }
 
-enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL, PATH_AMPERE_64X128, PATH_HOPPER_128X128, PATH_HOPPER_256X256, PATH_SMALL_PAIR };
+enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL, PATH_AMPERE_64X128, PATH_HOPPER_128X128, PATH_HOPPER_256X256, PATH_SMALL_CTA_PAIR };
 inline bool is_hopper(Path path) { return path == PATH_HOPPER || path == PATH_HOPPER_128X128 || path == PATH_HOPPER_256X256; }
-inline bool in_pairs(Path path) { return path == PATH_HOPPER_256X256 || path == PATH_SMALL_PAIR; }
-inline bool is_small(Path path) { return path == PATH_SMALL || path == PATH_SMALL_PAIR; }
+inline bool in_cta_pairs(Path path) { return path == PATH_HOPPER_256X256 || path == PATH_SMALL_CTA_PAIR; }
+inline bool is_small(Path path) { return path == PATH_SMALL || path == PATH_SMALL_CTA_PAIR; }
 
 struct Options {
     u32 n_pes = 1, tokens = 40, hidden = 64, intermediate = 48, experts = 4, top_k = 2, dtype = DTYPE_F16;
     u32 shared = 0, bias = 0, gated = 1, round_chunks = 0, chunk_rows = 16, round_slots = 0, bulk = 0;
     u32 window_chunks = 0, blocks = 3, training = 1;
-    u32 tile = 0, tile_columns = 0;  // rows of a tile, of pairs half of them, and columns; 0: of the path
+    u32 tile = 0, tile_columns = 0;  // tile size; for CTA pairs half of the rows; 0: the path's
     u32 hosts = 0;                // PEs with experts; 0: all
-    u32 copies = 1;               // PEs that hold an expert; several with host_plan only
+    u32 copies = 1;               // PEs that hold each expert; several with host_plan only
     double capacity = 0;
     float aux_loss = 0, z_loss = 0;
-    u32 hot = NONE;               // the expert that hot passes prefer; with `cold`, the one that they avoid
+    u32 hot = NONE;               // experts that hot passes prefer, and avoid
     bool cold = false;
-    std::vector<Forward> passes;  // none: two, with changing counts of tokens
-    std::vector<u8> reachable;    // as aristos_host_world; none: all
-    std::vector<u32> host_of;     // of each PE, where rows cross once to each host; none: to each PE
-    std::vector<u32> group_of;    // of each PE: expert-parallel groups, each with all experts; none: one, and `copies` are replicas in it
+    std::vector<Forward> passes;  // empty: two passes, with different token counts
+    std::vector<u8> reachable;    // as for aristos_host_world; empty: all
+    std::vector<u32> host_of;     // host of each PE, with one row per host; empty: one row per PE
+    std::vector<u32> group_of;    // EP group of each PE; each group has all experts; empty: one group, where `copies` are replicas
     Path path = PATH_AMPERE;
     u64 seed = 1;                 // of all data
     u64 schedule = 1;             // of the emulator and of delays between launches
-    u32 delay_us = 0;             // the longest of them
+    u32 delay_us = 0;             // maximum delay
     u64 first_pass = 1, first_forward = 1;
     const char* forward_kernel = nullptr;  // null: of `path`
-    bool host_plan = false;       // routing and plan by the test, at random, instead of by the kernels
+    bool host_plan = false;       // routing and plan made at random by the test instead of the kernels
     u64 wait_limit_ns = 60'000'000'000;
 };
 
@@ -70,7 +71,7 @@ struct Doubles {
     std::vector<double> gate, up, down, gate_bias, up_bias, down_bias;
 };
 
-// What one PE had after one forward pass and its backward.
+// Results of one PE after one forward pass and its backward.
 struct Snapshot {
     bool done = false;
     std::vector<float> out, dx, weights, d_weights, shared_weight, d_shared_weight;
@@ -78,14 +79,14 @@ struct Snapshot {
     std::vector<double> loss_sums;
     std::vector<std::vector<float>> gradients;  // six of each expert
     PassStats forward{}, backward{};
-    u64 hidden_bytes = 0;  // of sums of gradients, put by the persistent kernel
+    u64 hidden_bytes = 0;  // bytes of gradient sums put by the persistent kernel
 };
 
 struct Layers {
     Options o;
     std::mt19937_64 random;
     std::unique_ptr<World> w;
-    std::vector<Expert> experts;  // routed by global number, then the shared one
+    std::vector<Expert> experts;  // routed experts by global number, then the shared one
     std::vector<std::vector<MlpWeights>> weights;    // by PE
     std::vector<std::vector<std::vector<float>>> gradients;  // by PE: six per expert
     std::vector<std::vector<std::vector<u16>>> x, grad_output;  // by PE and pass
@@ -104,7 +105,8 @@ struct Layers {
         return v;
     }
 
-    // Without groups, copies of experts are on as many ranges of PEs, which follow one another; with them each group's PEs have all. A PE's range or group.
+    // A PE's range or group. Without groups, copies of experts are on as many consecutive ranges of PEs; with groups, each group's PEs
+    // hold all experts.
     std::vector<std::vector<u32>> ranges;
     u32 range_of(u32 pe) const { return o.group_of.empty() ? pe * o.copies / o.n_pes : o.group_of[pe]; }
     void list_ranges() {
@@ -113,7 +115,7 @@ struct Layers {
         ranges.resize(o.copies);
         for (u32 pe = 0; pe < hosts; pe++) ranges[o.group_of.empty() ? pe * o.copies / hosts : o.group_of[pe]].push_back(pe);
     }
-    // Where PE `from` sends what it has for expert `e`.
+    // Destination of PE `from`'s rows for expert `e`.
     u32 holder(u32 e, u32 from) const {
         const auto& of = ranges[range_of(from)];
         return of[e % of.size()];
@@ -132,7 +134,7 @@ struct Layers {
             for (u32 pe = 0; pe < o.n_pes; pe++) f.tokens.push_back(o.tokens - (i * 7 + pe * 3) % o.tokens);
             o.passes.push_back(f);
         }
-        if (in_pairs(o.path)) o.blocks = (o.blocks + 1) / 2 * 2;
+        if (in_cta_pairs(o.path)) o.blocks = (o.blocks + 1) / 2 * 2;
         LayerShape s = world::shape();
         s.n_pes = o.n_pes, s.hidden = o.hidden, s.intermediate = o.intermediate, s.n_experts = o.experts, s.top_k = o.top_k;
         s.dtype = o.dtype, s.gated = o.gated, s.bias = o.bias, s.activation = ACT_SILU;
@@ -142,10 +144,10 @@ struct Layers {
         s.max_tokens = o.tokens, s.chunk_rows = o.chunk_rows, s.round_chunks = o.round_chunks, s.window_chunks = o.window_chunks, s.round_slots = o.round_slots;
         s.training = o.training, s.bulk = o.bulk, s.blocks = o.blocks;
         s.tile_m = is_small(o.path) ? SmallTile::M : 128, s.tile_n = is_small(o.path) ? SmallTile::N : 256;
-        if (in_pairs(o.path)) s.tile_m *= 2;
+        if (in_cta_pairs(o.path)) s.tile_m *= 2;
         if (o.path == PATH_AMPERE_64X128) s.tile_m = 64, s.tile_n = 128;
         if (o.path == PATH_HOPPER_128X128) s.tile_n = 128;
-        if (o.tile) s.tile_m = in_pairs(o.path) ? 2 * o.tile : o.tile, s.tile_n = o.tile_columns;
+        if (o.tile) s.tile_m = in_cta_pairs(o.path) ? 2 * o.tile : o.tile, s.tile_n = o.tile_columns;
         s.wait_limit_ns = o.wait_limit_ns;
         for (u8 r : o.reachable) s.stage |= !r;
         w = std::make_unique<World>(s, [&](u32 e) { return holders(e)[0]; }, o.reachable, o.schedule, [&](u32 e) { return holders(e); }, o.host_of, o.group_of);
@@ -160,7 +162,7 @@ struct Layers {
         }
         weights.resize(o.n_pes), gradients.resize(o.n_pes), x.resize(o.n_pes), grad_output.resize(o.n_pes), seen.resize(o.n_pes);
         std::vector<float> router = vector(u64(o.experts) * o.hidden), gate = vector(o.hidden);
-        // The first feature tells whether a token is hot.
+        // The first feature marks hot tokens.
         if (o.hot != NONE) {
             for (u32 e = 0; e < o.experts; e++) router[u64(e) * o.hidden] = 0;
             router[u64(o.hot) * o.hidden] = o.cold ? -16.0f : 16.0f;
@@ -168,7 +170,7 @@ struct Layers {
         for (u32 pe = 0; pe < o.n_pes; pe++) make(pe, router, gate);
     }
 
-    // The world reads the tables' addresses when it makes the layers; weights are added and the layers made again.
+    // The world reads the tables' addresses when it makes the layers, so the layers are made again after the weights are added.
     void make(u32 pe, const std::vector<float>& router, const std::vector<float>& gate) {
         Pe& p = *w->pes[pe];
         p.router_f32 = router;
@@ -227,7 +229,7 @@ struct Layers {
     bool failed(u32 pe) const { return w->pes[pe]->layer().error->kind != ERROR_NONE; }
 
     std::string kernel(const std::string& direction) const {
-        if (is_small(o.path)) return "test_" + direction + (o.path == PATH_SMALL ? "_small" : "_small_pair");
+        if (is_small(o.path)) return "test_" + direction + (o.path == PATH_SMALL ? "_small" : "_small_cta_pair");
         const char* infix = tile_launch(is_hopper(o.path) ? HOPPER : AMPERE, w->pes[0]->s.tile_m, w->pes[0]->s.tile_n).infix;
         return "aristos_" + direction + infix + (o.dtype == DTYPE_F16 ? "_f16" : "_bf16");
     }
@@ -237,14 +239,14 @@ struct Layers {
         if (!planned || !w->launch(pe, KERNEL_FORWARD, o.forward_kernel ? o.forward_kernel : kernel("forward").c_str(), p) || failed(pe)) return false;
         return !sums_losses() || (w->launch(pe, KERNEL_SUM_LOSSES, "aristos_sum_losses", p) && !failed(pe));
     }
-    // Of several groups.
+    // With several groups.
     bool sums_losses() const { return w->groups.size() > 1 && (o.aux_loss != 0 || o.z_loss != 0); }
     bool backward(u32 pe, Pass& p, u64& hidden_bytes) {
         if (!w->launch(pe, KERNEL_BACKWARD, kernel("backward").c_str(), p) || failed(pe)) return false;
         hidden_bytes = w->pes[pe]->layer().stats->all_reduce_bytes;
         return o.copies == 1 || (w->launch(pe, KERNEL_ALL_REDUCE, "aristos_all_reduce", p) && !failed(pe));
     }
-    // What the kernels of routing leave, for random choices. Under ThreadSanitizer those kernels take long, with their many threads.
+    // Writes random choices in place of the routing kernels, which have many threads and take long under ThreadSanitizer.
     bool plan(u32 pe, u32 i) {
         const Layer& l = w->pes[pe]->layer();
         const LayerShape& s = l.shape;
@@ -270,7 +272,7 @@ struct Layers {
             u32* row_return = l.plan.row_return + u64(d) * s.max_tokens;
             // Rows by (first local expert, token).
             const u32 dest = w->peers(pe)[d];
-            auto at_d = [&](u32 k) { return w->home(pe, holder(l.routing.chosen[k], pe)) == dest; };
+            auto at_d = [&](u32 k) { return w->relay_for(pe, holder(l.routing.chosen[k], pe)) == dest; };
             auto local = [&](u32 k) { return w->number_for(pe, l.routing.chosen[k], holder(l.routing.chosen[k], pe)); };
             const u32 split = w->split(pe, dest);
             std::vector<std::pair<u32, u32>> heads;
@@ -298,13 +300,13 @@ struct Layers {
                 lasts.push_back(last);
             }
             row_slot[to.rows] = to.slots;
-            // Rounds, and in each the ranks from 0.
+            // Rounds, with ranks from 0 in each.
             to.chunks = (to.rows + s.chunk_rows - 1) / s.chunk_rows;
             std::vector<u32> ranks(s.max_local, 0);
             u32 first = 0;
             for (u32 c = 0; c < to.chunks; c++) {
                 const u32 begin = row_slot[c * s.chunk_rows], end = row_slot[std::min((c + 1) * s.chunk_rows, to.rows)];
-                std::vector<u32> slots(split, 0);  // of the round at each PE that the destination stands for
+                std::vector<u32> slots(split, 0);  // slots of the round at each PE that the destination represents
                 for (u32 at = slot_base + row_slot[first * s.chunk_rows]; at < slot_base + end; at++) slots[slot_expert(l.plan.slot_word[at]) % split]++;
                 if (c == 0 || c - first == s.round_chunks || *std::max_element(slots.begin(), slots.end()) > s.round_slots) {
                     round_chunk[to.rounds++] = first = c;
@@ -330,7 +332,7 @@ struct Layers {
         }
         return true;
     }
-    // Number of pass `i` among all, and among the forward ones.
+    // Number of pass `i` among all passes, and among the forward ones.
     Pass pass(u32 pe, u32 i) {
         u64 number = o.first_pass + i;
         for (u32 k = 0; k < i; k++) number += o.passes[k].backward;
@@ -384,7 +386,7 @@ struct Layers {
         s.done = true;
     }
 
-    // ---- What they should leave.
+    // ---- Expected results.
     // Choices of a pass that the capacity limit keeps, by PE.
     std::vector<std::vector<u8>> kept(u32 i) const {
         std::vector<std::vector<u8>> all(o.n_pes);
@@ -399,7 +401,7 @@ struct Layers {
 
     double wide(u16 v) const { return widen(v, o.dtype); }
 
-    // One token through one expert; with `dy`, gradients too: of x into `dx`, of the weights into `d`, and <dy, y>.
+    // One token through one expert. With `dy`, also gradients: of x into `dx`, of the weights into `d`, and <dy, y>.
     std::vector<double> mlp(u32 e, const u16* x, double weight, const u16* dy, double* dx, Doubles* d, double* d_weight) const {
         const Expert& m = experts[e];
         bool shared = e == o.experts, gated = shared || o.gated;
@@ -465,7 +467,7 @@ struct Layers {
               double(got[at]), want[at], scale);
     }
 
-    // No error, and every pass as in float64.
+    // Checks that there is no error and that every pass agrees with float64.
     void verify() {
         for (u32 pe = 0; pe < o.n_pes; pe++) {
             const ErrorRecord& e = *w->pes[pe]->layer().error;

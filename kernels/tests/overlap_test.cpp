@@ -1,12 +1,13 @@
-// How far communication hides behind the GEMMs, in virtual time (host/virtual_time.h): the persistent kernels as they are, but for the products,
-// of which each takes the time of its FLOP, over a network whose rate makes the wire as long as a share of the GEMMs. Copies inside a PE cost nothing.
+// Measures how much communication the GEMMs hide, in virtual time (host/virtual_time.h). The persistent kernels run unchanged except that
+// each product only takes the time of its FLOP. The network's rate makes the transfers as long as a given share of the GEMMs. Copies
+// inside a PE cost no time.
 //
-//   overlap_test table     prints the tables of docs/measurements for models' shapes ("equal": of the first where the wire takes as long as the GEMMs;
-//                          "sums": the second alone; "pairs": the first's of 8 PEs, blocks on their own beside pairs; "counts": fences, signals, puts and
-//                          bytes); otherwise only small ones run, and are checked.
+//   overlap_test table     prints the tables of docs/measurements for models' shapes. "equal": only transfers as long as the GEMMs; "sums": only
+//                          gradient sums; "pairs": CTA pairs against single blocks on 8 PEs; "counts": fences, signals, puts and bytes.
 //
-// Models are at 1/8: of their 4,096 tokens, of their columns, of a tile's rows and columns, and of a chunk's rows; on as many blocks as an H100 has
-// multiprocessors, so that each has as many tasks of each kind, and they take as long as at 6 TFLOP/s of a multiprocessor.
+// Without an argument only small layers run, with checks. Models are scaled to 1/8 of their 4,096 tokens and columns, of a tile's rows
+// and columns, and of a chunk's rows. Scaled models run on as many blocks as an H100 has SMs, so that each block has the usual number of
+// tasks of each kind, which take as long as at 6 TFLOP/s per SM.
 #include "testing.h"
 
 #include "../host/virtual_time.h"
@@ -19,18 +20,18 @@ using namespace aristos;
 constexpr u32 THREADS = 64, SCRATCH = 8192, TILE = 16;
 constexpr u32 CHUNKS_LEAST = 16, LEAST_CHUNK_ROWS = 128 / 8, MOST_CHUNK_ROWS = 256 / 8;
 constexpr u64 LATENCY_NS = 2000, POLL_NS = 1000;
-constexpr double SHARES[] = {0.5, 0.82, 0.91};  // of the wire time of the rows, at which tiles are counted
+constexpr double SHARES[] = {0.5, 0.82, 0.91};  // of the rows' transfer time, at which tiles are counted
 
-// By PE: what the tasks took, and when the last ended, ns.
+// Per PE: total time of the tasks, and end of the last one, ns.
 std::vector<std::atomic<u64>> busy(64), last_end(64);
 
-// What the layer runs on: blocks, columns of their tiles, and what each computes.
+// The simulated device: blocks, columns of a tile, and the rate of a block.
 struct Device {
     u32 blocks, tile_columns;
     double flop_per_ns;
 };
 constexpr Device SMALL_DEVICE{32, TILE, 8}, H100{132, 32, 6000.0 / (8 * 8 * 8)};
-double flop_per_ns = 0;  // of the device at hand
+double flop_per_ns = 0;  // of the current device
 
 u64 task_ns(const Block& b, const GemmTask& t) {
     const u32 tile_n = b.l.shape.tile_n;
@@ -38,7 +39,7 @@ u64 task_ns(const Block& b, const GemmTask& t) {
     return u64(2.0 * TILE * columns * products * gemm_k(t) / flop_per_ns);
 }
 
-void take_time(Block& b, u64 ns) {
+void spend_time(Block& b, u64 ns) {
     host::spend(ns);
     busy[b.l.shape.my_pe] += ns;
     std::atomic<u64>& last = last_end[b.l.shape.my_pe];
@@ -47,7 +48,7 @@ void take_time(Block& b, u64 ns) {
 
 template <bool IS_BACKWARD> struct TimedPath {
     using Element = F16;
-    static constexpr bool BACKWARD = IS_BACKWARD, PAIR = false;
+    static constexpr bool BACKWARD = IS_BACKWARD, CTA_PAIR = false;
     static constexpr u32 SHARED_BYTES = SCRATCH;
     static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {
@@ -56,7 +57,7 @@ template <bool IS_BACKWARD> struct TimedPath {
             dev::sync_block();
             if (!b.state.more) return;
             if (dev::thread() == 0) {
-                take_time(b, task_ns(b, b.state.task));
+                spend_time(b, task_ns(b, b.state.task));
                 task_done(b);
             }
             dev::sync_block();
@@ -64,18 +65,19 @@ template <bool IS_BACKWARD> struct TimedPath {
     }
 };
 
-// The same by pairs of blocks, in tiles of twice the rows: what a pair does around its tasks is the layer's (pair.h). A half without rows takes no time.
-template <bool IS_BACKWARD> struct TimedPairPath {
+// Path of CTA pairs, with tiles of twice the rows. Everything around the tasks is the layer's code (cta_pair.h). A half without rows
+// takes no time.
+template <bool IS_BACKWARD> struct TimedCtaPairPath {
     using Element = F16;
-    static constexpr bool BACKWARD = IS_BACKWARD, PAIR = true;
-    using Pair = ClusterPair;
+    static constexpr bool BACKWARD = IS_BACKWARD, CTA_PAIR = true;
+    using CtaPair = aristos::CtaPair;
     static constexpr u32 SHARED_BYTES = SCRATCH;
     static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {
         State& s = b.state;
-        PairSource source{b};
-        const bool first = !ClusterPair::is_second(), one = dev::thread() == 0;
-        ClusterPair::call(b);
+        CtaPairScheduler source{b};
+        const bool first = !CtaPair::is_second(), one = dev::thread() == 0;
+        CtaPair::call(b);
         for (;;) {
             if (one && first) s.more = source.next(s.task, [] { return false; });
             if (one && !first) source.await();
@@ -87,9 +89,9 @@ template <bool IS_BACKWARD> struct TimedPairPath {
             }
             dev::cluster_sync();
             if (!s.more) return;
-            if (one && s.task.m0 < gemm_m(s.task)) take_time(b, task_ns(b, s.task));
+            if (one && s.task.m0 < gemm_m(s.task)) spend_time(b, task_ns(b, s.task));
             dev::cluster_sync();
-            if (one && first) report(source.ended(s.task));
+            if (one && first) count_done(source.done_counters(s.task));
         }
     }
 };
@@ -101,10 +103,10 @@ KERNEL(test_forward_timed, THREADS, 1)(const Layer* layer, Pass pass) { run_pass
 REGISTER_KERNEL(test_forward_timed)
 KERNEL(test_backward_timed, THREADS, 1)(const Layer* layer, Pass pass) { run_pass<TimedPath<true>>(*layer, pass); }
 REGISTER_KERNEL(test_backward_timed)
-CLUSTER_KERNEL(test_forward_timed_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedPairPath<false>>(*layer, pass); }
-REGISTER_CLUSTER_KERNEL(test_forward_timed_pair)
-CLUSTER_KERNEL(test_backward_timed_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedPairPath<true>>(*layer, pass); }
-REGISTER_CLUSTER_KERNEL(test_backward_timed_pair)
+CLUSTER_KERNEL(test_forward_timed_cta_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedCtaPairPath<false>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_forward_timed_cta_pair)
+CLUSTER_KERNEL(test_backward_timed_cta_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedCtaPairPath<true>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_backward_timed_cta_pair)
 }  // namespace aristos
 
 namespace {
@@ -116,13 +118,13 @@ struct Model {
 // Mixtral 8x7B: 4096, 14336; Qwen3-30B-A3B: 2048, 768; DeepSeek-V3: 7168, 2048.
 constexpr Model MIXTRAL{"Mixtral", 512, 1792, 8, 2}, QWEN{"Qwen3-30B", 256, 96, 128, 8}, DEEPSEEK{"DeepSeek-V3", 896, 256, 256, 8};
 
-// What one pass of all PEs took, ns; of tiles the share that could start.
+// Times of one pass over all PEs, ns; share of tiles that could start.
 struct Result {
     double compute = 0, end = 0, gemm_end = 0, waits = 0, wire_bytes = 0, row_bytes = 0, sum_bytes = 0;
     double startable[3] = {};
 };
 
-// Rows of each tile of a PE, its own ones first.
+// Rows of each tile of a PE, own tiles first.
 std::vector<u32> tile_rows(const Layer& l) {
     std::vector<u32> rows(l.sizes.max_tiles, 0);
     for (u32 e = 0; e < l.shape.n_local; e++) {
@@ -134,7 +136,7 @@ std::vector<u32> tile_rows(const Layer& l) {
     return rows;
 }
 
-// What follows a backward: no sums, or those of experts that several PEs hold, of which the persistent kernel does what it can or nothing.
+// Gradient sums after a backward: none, or those of experts that several PEs hold, with or without the persistent kernel's part.
 enum Sums { NO_SUMS, SUMS_HIDDEN, SUMS_AFTER };
 
 Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wire_ns, Sums sums = NO_SUMS) {
@@ -142,7 +144,7 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
     host::VirtualTime time(n, n * t.o.blocks, {bytes_per_ns, LATENCY_NS, POLL_NS});
     host::World& w = *static_cast<host::World*>(t.w->handle);
     for (u32 pe = 0; pe < n; pe++) busy[pe] = last_end[pe] = 0;
-    // [share][pe]: the tiles' counts of rows that have arrived.
+    // [share][pe]: counts of arrived rows per tile.
     std::vector<std::vector<std::vector<u32>>> arrived(3, std::vector<std::vector<u32>>(n));
     for (u32 i = 0; i < 3; i++) {
         time.at(u64(SHARES[i] * row_wire_ns), [&, i] {
@@ -163,12 +165,12 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
         const u32 as_made = summed;
         if (sums != SUMS_HIDDEN) summed = 0;
         const std::string kernel = backward ? "test_backward_timed" : "test_forward_timed";
-        t.w->launch(pe, backward ? KERNEL_BACKWARD : KERNEL_FORWARD, (kernel + (world::in_pairs(t.o.path) ? "_pair" : "")).c_str(), p);
+        t.w->launch(pe, backward ? KERNEL_BACKWARD : KERNEL_FORWARD, (kernel + (world::in_cta_pairs(t.o.path) ? "_cta_pair" : "")).c_str(), p);
         summed = as_made;
     });
     if (sums != NO_SUMS) {
         time.next(n * t.w->pes[0]->info.launches[KERNEL_ALL_REDUCE].grid);
-        // By the caller's routing, so of experts alone.
+        // With a caller's routing, so only experts' gradients are summed.
         float given;
         t.w->all([&](u32 pe) {
             Pass p = t.pass(pe, 0);
@@ -204,19 +206,19 @@ struct Scaled {
     Device device;
     explicit Scaled(const Model& m, u32 pes, u32 tokens, const Device& device, u32 copies = 1, bool pair = false) : device(device) {
         o.copies = copies;
-        o.path = pair ? world::PATH_SMALL_PAIR : world::PATH_SMALL, o.tile = TILE, o.tile_columns = device.tile_columns, o.blocks = device.blocks;
+        o.path = pair ? world::PATH_SMALL_CTA_PAIR : world::PATH_SMALL, o.tile = TILE, o.tile_columns = device.tile_columns, o.blocks = device.blocks;
         o.host_plan = true;
         o.n_pes = pes, o.tokens = tokens, o.hidden = m.hidden, o.intermediate = m.intermediate, o.experts = m.experts, o.top_k = m.top_k;
         o.reachable.assign(pes * pes, 0);
-        // Twice the even share of rows in a round, chunks, and a window, as the host has them.
+        // Twice the even share of rows per round, with chunks and windows as chosen by the host.
         const u32 group = pes / copies, round_rows = std::min(tokens, 2 * tokens * std::min(m.top_k, group) / group);
         o.chunk_rows = std::clamp(round_rows / CHUNKS_LEAST, LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS);
         o.round_chunks = round_rows / o.chunk_rows;
-        o.window_chunks = world::window_places(tokens, m.experts, m.top_k, group, o.chunk_rows, o.round_chunks);
+        o.window_chunks = world::window_buffers(tokens, m.experts, m.top_k, group, o.chunk_rows, o.round_chunks);
         o.wait_limit_ns = 1'000'000'000'000;
         o.passes = {{std::vector<u32>(pes, tokens)}};
     }
-    // Forward, or the backward after it, with a wire that takes `ratio` of the GEMMs.
+    // Forward, or the backward after it, with transfers that take `ratio` of the GEMMs' time.
     Result run(bool backward, double ratio) const {
         flop_per_ns = device.flop_per_ns;
         world::Layers t(o);
@@ -232,7 +234,7 @@ struct Scaled {
         pass(again, false, fast, 0);
         return pass(again, true, rate, free.row_bytes / rate);
     }
-    // A backward with sums over a wire that takes `ratio` of the GEMMs for the sums alone.
+    // A backward with sums whose transfers alone take `ratio` of the GEMMs' time.
     Result run_sums(Sums sums, double ratio) const {
         flop_per_ns = device.flop_per_ns;
         auto backward = [&](double rate) {
@@ -252,7 +254,7 @@ void print(const char* name, u32 pes, bool backward, double ratio, const Result&
     std::fflush(stdout);
 }
 
-// Beyond the GEMMs: what a backward and the sums take, the sums after it and inside it.
+// Time beyond the GEMMs of backward and the sums: with the sums after it, and inside it.
 void print_sums(const char* name, u32 groups, u32 pes, double ratio, const Result& after, const Result& hidden) {
     const double was = after.end / after.compute - 1, is = hidden.end / hidden.compute - 1;
     std::printf("| %s | %u x %u | %.1f | %.2f | %.2f | %.2f | %.0f |\n", name, groups, pes / groups, ratio, was, is, is / was, 100 * (was - is) / ratio);
@@ -272,9 +274,9 @@ void sums_table() {
     }
 }
 
-// Of the PE that has most of each, with chunks of 1/8 of 256 rows, so that chunks are as many as of 4,096 tokens.
+// Maximum over the PEs, with chunks of 1/8 of 256 rows, so that there are as many chunks as with 4,096 tokens.
 void counts_table() {
-    std::puts("| model | PEs | far | pass | fences | signals | puts | bytes over the network |\n|---|---:|---:|---|---:|---:|---:|---:|");
+    std::puts("| model | PEs | inter-node peers | pass | fences | signals | puts | bytes over the network |\n|---|---:|---:|---|---:|---:|---:|---:|");
     for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
         for (u32 pes : {2u, 4u, 8u, 16u}) {
             if (m.experts < pes) continue;
@@ -306,10 +308,10 @@ void counts_table() {
         p.s.gated = p.s.training = p.s.stage = p.s.summed = 1, p.s.bias = p.s.shared_intermediate = 0, p.s.channels = 108;
         p.sum_holders = {{0, 0}, {f.pes, 0}};
         for (u32 e = 0; e < f.experts / f.pes; e++) p.sum_units.push_back({e, 2, 0, 0});
-        const auto far = [](u32) { return true; };
-        const protocol_cases::SumCounts c = protocol_cases::expected_sum_counts(p, far);
+        const auto inter_node = [](u32) { return true; };
+        const protocol_cases::SumCounts c = protocol_cases::expected_sum_counts(p, inter_node);
         std::printf("| %s | 2 x %u | %u | %llu | %llu | %llu | %llu |\n", f.name, f.pes, f.experts / f.pes, (unsigned long long)c.puts, (unsigned long long)c.fences,
-                    (unsigned long long)c.puts, (unsigned long long)protocol_cases::expected_sums(p, far));
+                    (unsigned long long)c.puts, (unsigned long long)protocol_cases::expected_sums(p, inter_node));
     }
 }
 
@@ -318,7 +320,7 @@ void table_head() {
     std::puts("| model | PEs | pass | wire | startable | end of GEMMs | tensor cores wait | exposed |\n|---|---:|---|---:|---|---:|---:|---:|");
 }
 
-void pairs_table() {
+void cta_pairs_table() {
     table_head();
     for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
         for (bool backward : {false, true}) {
@@ -344,16 +346,17 @@ void table(std::initializer_list<double> ratios) {
 
 }  // namespace
 
-// What a network as long as the GEMMs costs, of a small layer: the bound is far above what it does, and far below what an order by tokens does.
-CASE(most_of_the_wire_is_hidden) {
+// Cost of a network as slow as the GEMMs for a small layer. The bound is far above the actual cost, and far below that of sending rows in
+// token order.
+CASE(communication_is_mostly_hidden) {
     const Result r = Scaled({"small", 64, 64, 32, 4}, 4, 256, SMALL_DEVICE).run(false, 1);
     print("small", 4, false, 1, r);
     CHECK(r.end < 1.5 * r.compute, "%.2f of the GEMMs", r.end / r.compute);
     CHECK(r.startable[1] > 0.4, "%.0f%% of tiles", 100 * r.startable[1]);
 }
 
-// By pairs of blocks, whose tiles are half as many: about as much is hidden. What a pair does beside tasks, each of its blocks does for itself.
-CASE(most_of_the_wire_is_hidden_by_pairs) {
+// With CTA pairs, which have half as many tiles, about as much is hidden. Outside tasks each block of a pair works on its own.
+CASE(communication_is_mostly_hidden_with_cta_pairs) {
     const Model small{"small, pairs", 64, 64, 32, 4};
     const Scaled layer(small, 4, 256, SMALL_DEVICE, 1, true);
     const Result r = layer.run(false, 1), back = layer.run(true, 1);
@@ -362,8 +365,8 @@ CASE(most_of_the_wire_is_hidden_by_pairs) {
     CHECK(r.end < 1.5 * r.compute && back.end < 1.5 * back.compute, "%.2f and %.2f of the GEMMs", r.end / r.compute, back.end / back.compute);
 }
 
-// Sums that take as long on the wire as a quarter of the GEMMs: what a backward waits for beyond its own end is less than half of what it was.
-CASE(most_of_the_sums_is_hidden) {
+// With sums that take a quarter of the GEMMs' time, less than half of it remains exposed after backward.
+CASE(gradient_sums_are_mostly_hidden) {
     const Scaled layer({"small", 64, 64, 16, 4}, 4, 256, SMALL_DEVICE, 2);
     const Result after = layer.run_sums(SUMS_AFTER, 0.25), hidden = layer.run_sums(SUMS_HIDDEN, 0.25);
     print_sums("small", 2, 4, 0.25, after, hidden);
@@ -375,6 +378,6 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "equal") return table({1.0}), world::failures > 0;
     if (argc == 2 && std::string(argv[1]) == "sums") return sums_table(), world::failures > 0;
     if (argc == 2 && std::string(argv[1]) == "counts") return counts_table(), world::failures > 0;
-    if (argc == 2 && std::string(argv[1]) == "pairs") return pairs_table(), world::failures > 0;
+    if (argc == 2 && std::string(argv[1]) == "pairs") return cta_pairs_table(), world::failures > 0;
     return testing::testing_main(argc, argv);
 }

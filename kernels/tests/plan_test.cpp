@@ -1,4 +1,4 @@
-// aristos_plan against a plan made one token after another: rows, slots, ranks, chunks, rounds, and the capacity limit over PEs.
+// aristos_plan against a plan built token by token: rows, slots, ranks, chunks, rounds, and the capacity limit over PEs.
 #include <algorithm>
 
 #include "../plan.h"
@@ -12,26 +12,26 @@ struct Slot { u32 expert, rank; float weight; u32 choice; };
 struct Row { u32 token; std::vector<Slot> slots; u32 number = 0, slots_before = 0; };
 struct Dest { std::vector<Row> rows; std::vector<u32> round_chunk; };
 
-// What one PE sends to whom. `kept[choice]`.
+// The rows of one PE for each destination. `kept[choice]`.
 std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const std::vector<float>& weights,
                               const std::vector<bool>& kept) {
     const LayerShape& s = p.s;
     std::vector<Dest> all(s.n_pes);
-    std::vector<u64> pairs(s.n_experts, 0), dealt(s.n_experts, 0);
+    std::vector<u64> pairs(s.n_experts, 0), assigned(s.n_experts, 0);
     for (u32 choice = 0; choice < chosen.size(); choice++)
         if (kept[choice]) pairs[chosen[choice]]++;
     for (u32 choice = 0; choice < chosen.size(); choice++) {
         if (!kept[choice]) continue;
         const u32 token = choice / s.top_k, e = chosen[choice], first = p.first_holder[e], holders = p.first_holder[e + 1] - first;
-        // A holder gets the pairs below its share of all, rounded down after an offset that differs by source and expert.
+        // A holder gets the pairs below its cumulative share, rounded down after an offset that differs by source and expert.
         u32 holder = 0;
         const u64 offset = u32((s.my_pe + e) * 0x9E3779B9u);
-        while (holder + 1 < holders && dealt[e] >= (pairs[e] * p.holder_until[first + holder] + offset) >> 32) holder++;
-        dealt[e]++;
-        const u32 place = p.holder_place[first + holder], pe = p.place_pe[place];
+        while (holder + 1 < holders && assigned[e] >= (pairs[e] * p.holder_until[first + holder] + offset) >> 32) holder++;
+        assigned[e]++;
+        const u32 physical = p.holder_place[first + holder], pe = p.place_pe[physical];
         auto& rows = all[pe].rows;
         if (rows.empty() || rows.back().token != token) rows.push_back({token, {}});
-        rows.back().slots.push_back({place - p.first_place[pe], 0, weights[choice], choice});
+        rows.back().slots.push_back({physical - p.first_place[pe], 0, weights[choice], choice});
     }
     for (Dest& d : all) {
         auto first = [](const Row& row) { return row.slots.front().expert; };
@@ -121,7 +121,7 @@ struct Case {
     Skew skew = EVEN;
     u32 network = 0;
     u32 losses = 0;
-    u32 none = 0;  // one in this many choices is no expert; a caller's routing, which has no losses
+    u32 none = 0;  // one in this many choices has no expert; with a caller's routing, which has no losses
     u32 replicas = 0;  // one in this many experts is on up to three PEs
 };
 
@@ -136,7 +136,7 @@ void run(const Case& c, u32 seed) {
     s.aux_loss_coef = c.losses ? 0.1f : 0.0f;
     std::vector<u8> reachable;
     for (u32 i = 0; i < c.n_pes * c.n_pes; i++) reachable.push_back(!c.network || i / c.n_pes == i % c.n_pes);
-    // Neither contiguous nor even; PE 0 has most.
+    // Neither contiguous nor even; PE 0 has the most.
     auto replicas = [&](u32 e) {
         return c.replicas && e % c.replicas == 0 ? std::vector<u32>{(e + 1) % c.n_pes, (e + 2) % c.n_pes} : std::vector<u32>{};
     };
@@ -160,11 +160,11 @@ void run(const Case& c, u32 seed) {
                 for (u32 e : mine) chosen[pe].push_back(e), weights[pe].push_back(float(random() % 1000));
             }
         }
-        // The capacity limit as it is defined: by global token index, the first ceil(factor k T / E) pairs of an expert.
+        // The capacity limit by its definition: by global token index, the first ceil(factor k T / E) pairs of an expert.
         std::vector<std::vector<bool>> kept(c.n_pes);
         u64 pairs = 0;
         for (auto& of_pe : chosen) pairs += u64(of_pe.size() - std::count(of_pe.begin(), of_pe.end(), NONE));
-        const u64 all_tokens = pairs / c.k;  // of full choices each
+        const u64 all_tokens = pairs / c.k;  // of k choices each
         const u64 limit = c.capacity > 0 ? u64(std::ceil(c.capacity * c.k * double(all_tokens) / c.experts)) : ~0ull;
         std::vector<u64> count(c.experts, 0);
         for (u32 pe = 0; pe < c.n_pes; pe++)
@@ -174,10 +174,10 @@ void run(const Case& c, u32 seed) {
             const Layer& l = w.pes[pe]->layer();
             std::copy(chosen[pe].begin(), chosen[pe].end(), l.routing.chosen);
             std::copy(weights[pe].begin(), weights[pe].end(), l.routing.routing_weights);
-            *reinterpret_cast<u64*>(l.plan.scratch + plan_scratch(s).barrier) = 0;  // as aristos_route does
+            *reinterpret_cast<u64*>(l.plan.scratch + plan_scratch(s).barrier) = 0;  // like aristos_route
             if (c.losses) std::memset(l.plan.scratch + plan_scratch(w.s).loss_parts, 0, plan_scratch(w.s).histogram);
             Pass pass = w.pass(pe, forward * 2 - 1, forward, c.tokens[pe]);
-            const i32 ids[1] = {};  // which the plan does not read
+            const i32 ids[1] = {};  // not read by the plan
             if (c.none) pass.ids = ids;
             w.launch(pe, KERNEL_PLAN, "aristos_plan", pass);
         });
@@ -195,7 +195,7 @@ void run(const Case& c, u32 seed) {
     }
 }
 
-// A PE whose counts never come, and one whose counts are invalid.
+// A PE whose counts never arrive, and one whose counts are invalid.
 void faults() {
     context = "faults";
     LayerShape s = shape();
@@ -231,12 +231,12 @@ int main(int argc, char** argv) {
             run({3, experts, k, 1000, {tokens, 300, 1}, 0.5 + seed % 3 * 0.5}, seed++);
         }
     }
-    // Many PEs, many experts (more than are counted in one pass), many choices.
+    // Many PEs, more experts than are counted in one pass, many choices.
     if (!brief) run({40, 80, 8, 300, std::vector<u32>(40, 70)}, seed++);
     run({18, 40, 8, 20, std::vector<u32>(18, 20)}, seed++);
     if (!brief) run({2, 1100, 8, 600, {600, 520}, 1.0}, seed++);
     run({2, 128, 128, 300, {300, 10}}, seed++);
-    // Rounds: by chunks, by slots, by both; the last chunk of a round just fits.
+    // Rounds limited by chunks, by slots, and by both; the last chunk of a round just fits.
     for (Skew skew : {EVEN, SKEWED, ONE_EXPERT}) {
         for (double capacity : {0.0, 1.0}) {
             if (brief && (skew == EVEN || capacity > 0)) continue;
@@ -247,8 +247,8 @@ int main(int argc, char** argv) {
         }
     }
     run({1, 1, 1, 1000, {1000}, 0.0, 10, 100, 1000, ONE_EXPERT}, seed++);  // one round, to the last slot
-    run({1, 1, 1, 1000, {1000}, 0.0, 10, 100, 999, ONE_EXPERT}, seed++);   // a slot too many
-    run({1, 1, 1, 1000, {1000}, 0.0, 10, 99, 0, ONE_EXPERT}, seed++);      // a chunk too many
+    run({1, 1, 1, 1000, {1000}, 0.0, 10, 100, 999, ONE_EXPERT}, seed++);   // one slot too many
+    run({1, 1, 1, 1000, {1000}, 0.0, 10, 99, 0, ONE_EXPERT}, seed++);      // one chunk too many
     for (u32 n : {2u, 4u}) run({n, 8, 2, 400, std::vector<u32>(n, 390), 0.75, 16, 0, 0, SKEWED, 1}, seed++);  // over a network
     run({2, 60, 4, 600, {600, 3}, 1.25, 16, 0, 0, SKEWED, 0, 1}, seed++);
     run({1, 8, 2, 600, {600}, 0, 16, 0, 0, SKEWED, 0, 1}, seed++);

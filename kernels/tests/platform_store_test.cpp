@@ -1,4 +1,4 @@
-// The emulated platform: stmatrix and stores by TMA, with the faults that a kernel can make with them.
+// The emulated platform: stmatrix and TMA stores, and the mistakes that kernels can make with them.
 #include <string>
 
 #include "testing.h"
@@ -32,17 +32,17 @@ CASE(tsan_stmatrix) {
 
 enum StoreFault : u32 { STORE_RIGHT, STORE_WITHOUT_FENCE, STORE_REUSED, STORE_UNFINISHED, STORE_FORGOTTEN };
 
-// Two boxes of 16 rows through the same shared memory, from row 8 and column 40 on; then a flag, and another block reads them.
+// Two boxes of 16 rows through the same shared memory, from row 8 and column 40 on; then a flag, after which another block reads them.
 KERNEL(test_tma_store, 32, 1)(const TensorMap* map, u16* out, u32* flag, u32 fault) {
     u16* s = reinterpret_cast<u16*>(shared());
     if (block() == 0) {
         for (u32 box = 0; box < 2; ++box) {
             for (u32 row = 0; row < 16; row += 4) {
-                // Four rows of 8 pieces: piece p of row r is at p ^ r % 8, each element the box's number, its row and its column.
+                // Four rows of 8 pieces: piece p of row r is at p ^ r % 8; each element encodes the box, its row and its column.
                 const u32 r = row + lane() / 8;
                 u32 words[4];
                 for (u32 i = 0; i < 4; ++i) {
-                    // Register i of lane l is of row l / 4 of matrix i, whose rows are those at the addresses of lanes 8 i to 8 i + 7.
+                    // Register i of lane l belongs to row l / 4 of matrix i; its rows are at the addresses of lanes 8 i to 8 i + 7.
                     const u32 of = 8 * i + lane() / 4, its_row = row + of / 8, column = of % 8 * 8 + lane() % 4 * 2;
                     words[i] = (box << 12 | its_row << 6 | column) | (box << 12 | its_row << 6 | (column + 1)) << 16;
                 }
@@ -75,14 +75,14 @@ KERNEL(test_tma_store, 32, 1)(const TensorMap* map, u16* out, u32* flag, u32 fau
 }
 REGISTER_KERNEL(test_tma_store)
 
-// Of the boxes' elements that the other block read those that are wrong; `error` is the launch's.
+// Number of wrong elements that the other block read; `error` is the launch's.
 u32 store_by_tma(u32 fault, u32 seed, std::string& error) {
     World world(1, 1 << 20, seed);
     u16* out = world.heap<u16>(0);
     u16* matrix = out + 40 * 72;
     u32* flag = world.heap<u32>(0, 1 << 16);
     TensorMap* map = world.heap<TensorMap>(0, 1 << 17);
-    // 36 rows of 72 columns: of the second box 12 rows, of both 32 columns.
+    // 36 rows of 72 columns: the second box has 12 valid rows, both have 32 valid columns.
     CHECK(aristos_host_tensor_map(map, reinterpret_cast<u64>(matrix), 36, 72, 144, 16, 64, 2) == 0, "%s", aristos_host_error());
     for (u32 i = 0; i < 2 * 40 * 72; ++i) out[i] = 0xeeee;
     flag[0] = flag[1] = 0;
@@ -106,16 +106,16 @@ CASE(tsan_tma_store) {
     }
 }
 
-CASE(tma_store_wants_its_fence_and_its_waits) {
+CASE(tma_store_without_fence_or_wait_is_reported) {
     u32 reused = 0, unfinished = 0, forgotten = 0;
     for (u32 seed = 0; seed < 16; ++seed) {
         std::string error;
         store_by_tma(STORE_WITHOUT_FENCE, seed, error);
-        CHECK(error.find("tma_store_2d reads what thread") != std::string::npos, "without a fence: %s", error.c_str());
+        CHECK(error.find("tma_store_2d reads data of thread") != std::string::npos, "without a fence: %s", error.c_str());
         reused += store_by_tma(STORE_REUSED, seed, error) != 0;
         unfinished += store_by_tma(STORE_UNFINISHED, seed, error) != 0;
         store_by_tma(STORE_FORGOTTEN, seed, error);
-        forgotten += error.find("has not waited for its tma_store_2d") != std::string::npos;
+        forgotten += error.find("without waiting for its tma_store_2d") != std::string::npos;
     }
     CHECK(reused > 0 && unfinished > 0 && forgotten > 0, "unnoticed: %u, %u, %u", reused, unfinished, forgotten);
 }

@@ -1,4 +1,4 @@
-// Tensor-core instructions and the copies that feed them, on the CPU, each against independent arithmetic.
+// Tensor-core instructions and their operand copies on the CPU, each against independent arithmetic.
 #include "testing.h"
 
 namespace aristos {
@@ -11,7 +11,7 @@ using testing::World;
 template <class T> struct Mma {
     const T *a, *b;
     float* d;
-    u32 turns;
+    u32 iterations;
 };
 template <class T> DEVICE void multiply(Mma<T> m) {
     const u32 g = lane() / 4, t = lane() % 4;
@@ -26,7 +26,7 @@ template <class T> DEVICE void multiply(Mma<T> m) {
         const T* p = m.b + (2 * t + 8 * i) * 8 + g;
         b[i] = u32(p[0].bits) | u32(p[8].bits) << 16;
     }
-    for (u32 turn = 0; turn < m.turns; ++turn) mma<T>(d, a, b);
+    for (u32 iteration = 0; iteration < m.iterations; ++iteration) mma<T>(d, a, b);
     if (warp() == 0) {
         for (u32 i = 0; i < 4; ++i) m.d[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2] = d[i];
     }
@@ -65,16 +65,16 @@ CASE(mma_f16) { check_mma<F16>("test_mma_f16"); }
 CASE(mma_speed) {
     World world;
     Bf16* a = world.heap<Bf16>(0);
-    const u32 turns = 20000;
+    const u32 iterations = 20000;
     const u64 start = nanoseconds();
-    world.launch(0, "test_mma_bf16", 1, 128, 0, Mma<Bf16>{a, a + 256, reinterpret_cast<float*>(a + 512), turns});
-    std::printf("  %.0f ns an mma of 32 lanes\n", double(nanoseconds() - start) / turns / 4);
+    world.launch(0, "test_mma_bf16", 1, 128, 0, Mma<Bf16>{a, a + 256, reinterpret_cast<float*>(a + 512), iterations});
+    std::printf("  %.0f ns an mma of 32 lanes\n", double(nanoseconds() - start) / iterations / 4);
 }
 
 // ---- ldmatrix
 
 KERNEL(test_ldmatrix, 32, 1)(const u16* in, u32* out) {
-    // Rows of 24 elements, so that they do not lie one after the other.
+    // Rows of 24 elements, so that they are not contiguous.
     u16* s = reinterpret_cast<u16*>(shared());
     for (u32 i = lane(); i < 32 * 8; i += 32) s[i / 8 * 24 + i % 8] = in[i];
     sync_warp();
@@ -123,7 +123,7 @@ KERNEL(test_cp_async, 32, 1)(const Vec16* in, Vec16* out, u32 mode) {
 }
 REGISTER_KERNEL(test_cp_async)
 
-CASE(tsan_cp_async_comes_at_the_wait) {
+CASE(tsan_cp_async_lands_at_the_wait) {
     u32 early = 0;
     for (u32 mode = 0; mode < 3; ++mode) {
         for (u32 seed = 0; seed < 4; ++seed) {
@@ -141,8 +141,8 @@ CASE(tsan_cp_async_comes_at_the_wait) {
             }
         }
     }
-    CHECK(early < 4 * 96 / 3, "%u pieces of %u came before a wait", early, 4 * 96);
-    CHECK(early > 0, "no copy ever came early");
+    CHECK(early < 4 * 96 / 3, "%u pieces of %u arrived before a wait", early, 4 * 96);
+    CHECK(early > 0, "no copy arrived early");
 }
 
 // ---- TMA
@@ -155,16 +155,16 @@ KERNEL(test_tma, 64, 1)(const TensorMap* map, u16* out, i32 col, i32 row) {
         mbarrier_fence_init();
     }
     sync_block();
-    for (u32 turn = 0; turn < 3; ++turn) {
-        char* to = shared() + (turn == 1 ? 1024 + 3072 : 1024);
+    for (u32 iteration = 0; iteration < 3; ++iteration) {
+        char* to = shared() + (iteration == 1 ? 1024 + 3072 : 1024);
         if (thread() == 0) {
             mbarrier_arrive_expect(bar, BOX_ROWS * 128);
-            tma_load_2d(to, map, bar, col, row + i32(turn));
+            tma_load_2d(to, map, bar, col, row + i32(iteration));
         }
-        mbarrier_wait(bar, turn % 2);
+        mbarrier_wait(bar, iteration % 2);
         for (u32 i = thread(); i < BOX_ROWS * 64; i += threads()) {
             const u32 r = i / 64, c = i % 64;
-            out[turn * BOX_ROWS * 64 + i] = *reinterpret_cast<u16*>(to + r * 128 + (c / 8 ^ r % 8) * 16 + c % 8 * 2);
+            out[iteration * BOX_ROWS * 64 + i] = *reinterpret_cast<u16*>(to + r * 128 + (c / 8 ^ r % 8) * 16 + c % 8 * 2);
         }
         sync_block();
     }
@@ -193,7 +193,7 @@ CASE(tsan_tma) {
 }
 
 // A ring of stages between a producer warp and a consumer warpgroup.
-KERNEL(test_ring, 160, 1)(const TensorMap* map, u32* sums, u32 turns) {
+KERNEL(test_ring, 160, 1)(const TensorMap* map, u32* sums, u32 iterations) {
     constexpr u32 STAGES = 3;
     u64* full = reinterpret_cast<u64*>(shared() + STAGES * 8192);
     u64* empty = full + STAGES;
@@ -206,18 +206,18 @@ KERNEL(test_ring, 160, 1)(const TensorMap* map, u32* sums, u32 turns) {
     }
     sync_block();
     if (warp() == 4) {
-        for (u32 turn = 0; turn < turns && lane() == 0; ++turn) {
-            const u32 stage = turn % STAGES;
-            mbarrier_wait(empty + stage, turn / STAGES % 2 ^ 1);
+        for (u32 iteration = 0; iteration < iterations && lane() == 0; ++iteration) {
+            const u32 stage = iteration % STAGES;
+            mbarrier_wait(empty + stage, iteration / STAGES % 2 ^ 1);
             mbarrier_arrive_expect(full + stage, 8192);
-            tma_load_2d(shared() + stage * 8192, map, full + stage, 0, i32(turn));
+            tma_load_2d(shared() + stage * 8192, map, full + stage, 0, i32(iteration));
         }
     } else {
         u32 sum = 0;
-        for (u32 turn = 0; turn < turns; ++turn) {
-            const u32 stage = turn % STAGES;
-            while (!mbarrier_test(full + stage, turn / STAGES % 2)) pause();
-            for (u32 i = 0; i < 32; ++i) sum += reinterpret_cast<u16*>(shared() + stage * 8192)[thread() * 32 + i] * (turn + 1);
+        for (u32 iteration = 0; iteration < iterations; ++iteration) {
+            const u32 stage = iteration % STAGES;
+            while (!mbarrier_test(full + stage, iteration / STAGES % 2)) pause();
+            for (u32 i = 0; i < 32; ++i) sum += reinterpret_cast<u16*>(shared() + stage * 8192)[thread() * 32 + i] * (iteration + 1);
             mbarrier_arrive(empty + stage);
         }
         sums[thread()] = sum;
@@ -236,22 +236,23 @@ CASE(tsan_ring_of_mbarriers) {
         world.launch(0, "test_ring", 1, 160, 3 * 8192 + 48, static_cast<const TensorMap*>(map), sums, 20u);
         u32 sum = 0, want = 0;
         for (u32 t = 0; t < 128; ++t) sum += sums[t];
-        for (u32 turn = 0; turn < 20; ++turn) {
-            for (u32 i = 0; i < 64 * 64; ++i) want += matrix[turn * 64 + i] * (turn + 1);
+        for (u32 iteration = 0; iteration < 20; ++iteration) {
+            for (u32 i = 0; i < 64 * 64; ++i) want += matrix[iteration * 64 + i] * (iteration + 1);
         }
         CHECK(sum == want, "%u, not %u", sum, want);
     }
 }
 
-// ---- cp.async that an mbarrier counts
+// ---- cp.async counted by an mbarrier
 
-// A warp copies, a warpgroup multiplies by itself what has come, `turns` times, through two stages. `mode`, a mistake: 1, no fence; 2, the fence before
-// the wait; 3, no wait; 4, only one warp fences; 5, TMA writes over what was copied without a fence; 6, one thread's copies are not counted.
+// A warp copies and a warpgroup multiplies the data with itself, `iterations` times, through two stages. `mode` selects a mistake: 1, no
+// fence; 2, the fence before the wait; 3, no wait; 4, only one warp fences; 5, TMA overwrites copied data without a fence; 6, one
+// thread's copies are not counted.
 struct Counted {
     const Vec16* in;
     float* out;
     const TensorMap* map;
-    u32 turns, mode;
+    u32 iterations, mode;
 };
 KERNEL(test_counted, 160, 1)(Counted c) {
     u64* full = reinterpret_cast<u64*>(shared() + 2 * 8192);
@@ -263,12 +264,12 @@ KERNEL(test_counted, 160, 1)(Counted c) {
     fence_proxy_async();
     sync_block();
     float acc[32] = {};
-    for (u32 turn = 0; turn < c.turns; ++turn) {
-        const u32 s = turn % 2, phase = turn / 2 % 2;
+    for (u32 iteration = 0; iteration < c.iterations; ++iteration) {
+        const u32 s = iteration % 2, phase = iteration / 2 % 2;
         char* stage = shared() + s * 8192;
         if (warp() == 4) {
             mbarrier_wait(empty + s, phase ^ 1);
-            for (u32 i = lane(); i < 512; i += 32) cp_async16(stage + i * 16, c.in + turn * 512 + i, true);
+            for (u32 i = lane(); i < 512; i += 32) cp_async16(stage + i * 16, c.in + iteration * 512 + i, true);
             if (c.mode == 6 && lane() == 7) mbarrier_arrive(full + s);
             else cp_async_mbarrier_arrive(full + s);
             continue;
@@ -293,22 +294,22 @@ KERNEL(test_counted, 160, 1)(Counted c) {
 }
 REGISTER_KERNEL(test_counted)
 
-// How many sums are wrong; the launch's error in `error`.
+// Number of wrong sums; the launch's error in `error`.
 u32 run_counted(u32 mode, u64 seed, std::string& error) {
-    constexpr u32 TURNS = 7;
+    constexpr u32 ITERATIONS = 7;
     World world(1, 1 << 20, seed);
     Vec16* in = world.heap<Vec16>(0);
     float* out = world.heap<float>(0, 1 << 19);
     TensorMap* map = world.heap<TensorMap>(0, 1 << 18);
     CHECK(aristos_host_tensor_map(map, u64(in), 64, 64, 128, 64, 64, 2) == 0);
-    // All elements of a turn are the same, so that their places do not matter.
+    // All elements of a iteration are equal, so that their positions do not matter.
     double want = 0;
-    for (u32 turn = 0; turn < TURNS; ++turn) {
-        const u32 bits = from_float<Bf16>(float(turn + 1)).bits;
-        for (u32 i = 0; i < 512; ++i) in[turn * 512 + i] = Vec16{{bits * 65537, bits * 65537, bits * 65537, bits * 65537}};
-        want += 64.0 * (turn + 1) * (turn + 1);
+    for (u32 iteration = 0; iteration < ITERATIONS; ++iteration) {
+        const u32 bits = from_float<Bf16>(float(iteration + 1)).bits;
+        for (u32 i = 0; i < 512; ++i) in[iteration * 512 + i] = Vec16{{bits * 65537, bits * 65537, bits * 65537, bits * 65537}};
+        want += 64.0 * (iteration + 1) * (iteration + 1);
     }
-    error = world.try_launch(0, "test_counted", 1, 160, 2 * 8192 + 32, Counted{in, out, map, TURNS, mode});
+    error = world.try_launch(0, "test_counted", 1, 160, 2 * 8192 + 32, Counted{in, out, map, ITERATIONS, mode});
     u32 wrong = 0;
     for (u32 i = 0; i < 128 * 32; ++i) wrong += out[i] != float(want);
     return wrong;
@@ -321,27 +322,27 @@ CASE(tsan_counted_cp_async) {
         CHECK(wrong == 0 && error.empty(), "seed %u: %u wrong %s", u32(seed), wrong, error.c_str());
     }
 }
-CASE(counted_cp_async_misused) {
+CASE(counted_cp_async_misuse_is_reported) {
     std::string error;
     u32 unseen = 0, uncounted = 0;
     for (u64 seed = 0; seed < 6; ++seed) {
         for (u32 mode : {1, 2, 4}) {
             run_counted(mode, seed, error);
-            CHECK(error.find("what thread") != std::string::npos && error.find("without fence") != std::string::npos, "%u: %s", mode, error.c_str());
+            CHECK(error.find("data of thread") != std::string::npos && error.find("without fence") != std::string::npos, "%u: %s", mode, error.c_str());
         }
         run_counted(5, seed, error);
-        CHECK(error.find("tma_load_2d writes over what thread") != std::string::npos, "%s", error.c_str());
+        CHECK(error.find("tma_load_2d overwrites data of thread") != std::string::npos, "%s", error.c_str());
         unseen += run_counted(3, seed, error) > 0 || !error.empty();
         uncounted += run_counted(6, seed, error) > 0 || !error.empty();
     }
-    CHECK(unseen == 6, "copies that nobody has waited for were missed %u times of 6", unseen);
+    CHECK(unseen == 6, "copies without a wait were missed %u times of 6", unseen);
     CHECK(uncounted >= 3, "copies that no mbarrier counts were missed %u times of 6", uncounted);
 }
 
 // ---- wgmma
 
-// D[64, n] += A[64, 64] B[64, n], by four wgmmas, twice. a is [64, 64] and b is [n, 64], both K-major; what is transposed is
-// MN-major in shared memory.
+// D[64, n] += A[64, 64] B[64, n], by four wgmmas, twice. a is [64, 64] and b is [n, 64], both K-major; transposed operands are MN-major
+// in shared memory.
 struct Wgmma {
     const void *a, *b;
     float* d;
@@ -355,7 +356,7 @@ template <class T, int N, int TRANS_A, int TRANS_B> DEVICE void warpgroup_multip
     const auto lay_out = [](const void* from, u32 rows, int trans, char* to) {
         for (u32 i = thread(); i < rows * 64; i += threads()) {
             const u32 r = i / 64, k = i % 64;
-            // 128-byte lines whose 16-byte pieces are permuted by the line's number within 8.
+            // 128-byte lines whose 16-byte pieces are permuted by the line's index within 8.
             const u32 at = trans ? r / 64 * 8192 + k * 128 + (r % 64 / 8 ^ k % 8) * 16 + r % 8 * 2
                                  : r * 128 + (k / 8 ^ r % 8) * 16 + k % 8 * 2;
             std::memcpy(to + at, static_cast<const T*>(from) + i, 2);
@@ -368,13 +369,13 @@ template <class T, int N, int TRANS_A, int TRANS_B> DEVICE void warpgroup_multip
     const u32 t = thread();
     float acc[N / 2];
     for (u32 i = 0; i < N / 2; ++i) acc[i] = 77;
-    for (u32 turn = 0; turn < 2; ++turn) {
+    for (u32 iteration = 0; iteration < 2; ++iteration) {
         wgmma_fence_operand(acc);
         wgmma_fence();
         for (u32 k = 0; k < 4; ++k) {
             const u64 desc_a = smem_descriptor(a + k * (TRANS_A ? 2048 : 32), 0, 1024);
             const u64 desc_b = smem_descriptor(b + k * (TRANS_B ? 2048 : 32), 8192, 1024);
-            wgmma<T, N, TRANS_A, TRANS_B>(acc, desc_a, desc_b, turn + k > 0);
+            wgmma<T, N, TRANS_A, TRANS_B>(acc, desc_a, desc_b, iteration + k > 0);
         }
         wgmma_commit();
     }
@@ -400,7 +401,7 @@ WGMMA_KERNELS(F16, 64)
 WGMMA_KERNELS(F16, 128)
 WGMMA_KERNELS(F16, 256)
 
-// How many elements differ from the product.
+// Number of elements that differ from the product.
 template <class T> u32 run_wgmma(const std::string& name, u32 n, u32 mode, u64 seed, bool expect_right) {
     World world(1, 1 << 20, seed);
     std::mt19937 random(9);
@@ -442,7 +443,7 @@ CASE(wgmma_before_its_wait) {
     CHECK(wrong >= 6, "overwriting an operand was seen with %u seeds of 8", wrong);
 }
 
-// Two products in flight, of which the first is waited for.
+// Two products in flight; the wait covers only the first.
 KERNEL(test_wgmma_groups, 256, 1)(const Bf16* ones, float* d) {
     char* s = shared();
     for (u32 i = thread(); i < 64 * 64; i += threads()) reinterpret_cast<Bf16*>(s)[i] = ones[0];

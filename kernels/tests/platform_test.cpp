@@ -48,17 +48,17 @@ CASE(tsan_exchange) {
 
 struct Chain { u32 *flag, *ticket; u64* data; u32* seen; };
 
-// Blocks take turns: each adds to what the one before left.
+// Blocks take iterations; each adds to its predecessor's value.
 KERNEL(test_chain, 128, 1)(Chain c) {
-    u32* turn = reinterpret_cast<u32*>(shared());
+    u32* iteration = reinterpret_cast<u32*>(shared());
     if (thread() == 0) {
-        *turn = fetch_add(c.ticket, 1);
-        while (load_acquire(c.flag) != *turn) pause();
+        *iteration = fetch_add(c.ticket, 1);
+        while (load_acquire(c.flag) != *iteration) pause();
     }
     sync_block();
-    c.data[thread()] += *turn + 1;
+    c.data[thread()] += *iteration + 1;
     sync_block();
-    if (thread() == 0) store_release(c.flag, *turn + 1);
+    if (thread() == 0) store_release(c.flag, *iteration + 1);
 }
 REGISTER_KERNEL(test_chain)
 
@@ -74,7 +74,7 @@ CASE(tsan_chain_of_blocks) {
     }
 }
 
-// More blocks than are resident at once, counted by atomics of all kinds; the last one to come sees all of them.
+// More blocks than are resident at once, counted by all kinds of atomics; the last block must see all of them.
 KERNEL(test_many, 64, 1)(Chain c) {
     fetch_add(c.data + thread(), u64(block()));
     fence_gpu();
@@ -100,14 +100,14 @@ CASE(tsan_many_blocks) {
     CHECK(*c.seen == 200, "%u", *c.seen);
 }
 
-// All blocks wait for all others, several times; half of the threads leave early, and the barrier does not wait for them.
+// All blocks wait for all others, several times; half of the threads exit early, and the barrier does not wait for them.
 KERNEL(test_grid_barrier, 64, 1)(u32* arrived, u32* out) {
     if (thread() % 2 == 1) return;
-    for (u32 turn = 1; turn <= 3; ++turn) {
+    for (u32 iteration = 1; iteration <= 3; ++iteration) {
         sync_block();
         if (thread() == 0) {
             fetch_add_acq_rel(arrived, 1);
-            while (load_acquire(arrived) < turn * blocks()) pause();
+            while (load_acquire(arrived) < iteration * blocks()) pause();
         }
         sync_block();
         out[block() * 64 + thread()] = load_acquire(arrived);
@@ -127,8 +127,8 @@ CASE(all_of_64_blocks_are_resident) {
 KERNEL(test_named, 128, 1)(u32* out) {
     u32* s = reinterpret_cast<u32*>(shared());
     const u32 half = thread() / 64;
-    for (u32 turn = 0; turn < 10; ++turn) {
-        s[thread()] = thread() + turn;
+    for (u32 iteration = 0; iteration < 10; ++iteration) {
+        s[thread()] = thread() + iteration;
         if (half == 0) named_barrier(1, 64);
         else named_barrier(2, 64);
         const u32 other = s[half * 64 + (thread() + 40) % 64];
@@ -165,12 +165,12 @@ KERNEL(test_wrong, 128, 1)(u32 what, char* memory) {
     if (what == 5) load16(memory + 8);
     if (what == 6) cp_async16(shared() + 1024 - 8 + thread() * 16, memory, true);
     if (what == 7) shared()[1024 + thread() % 8] = 1;
-    if (what == 8) {  // one block gives up, the other must not wait for ever
+    if (what == 8) {  // one block fails, the other must not wait forever
         if (block() == 0) load16(memory + 8);
         while (load_acquire(reinterpret_cast<u32*>(memory)) == 0) pause();
     }
     if (what == 9) put_block(memory - 16, memory, 16, 0);
-    if (what == 10) wgmma_wait<0>();  // nothing in flight: nothing to wait for
+    if (what == 10) wgmma_wait<0>();  // no group in flight: returns at once
     if (what == 11 || what == 12) {
         sync_block();
         if (what == 12) fence_sys();
@@ -184,7 +184,7 @@ KERNEL(test_wrong, 128, 1)(u32 what, char* memory) {
         mbarrier_init(bar, 1);
     }
     if (what == 14) {
-        for (u32 turn = 0; turn < 2; ++turn) {
+        for (u32 iteration = 0; iteration < 2; ++iteration) {
             if (thread() == 0) mbarrier_init(bar, 1);
             sync_block();
             if (thread() == 0) mbarrier_inval(bar);
@@ -199,11 +199,11 @@ CASE(wrong_use_is_reported) {
         const std::string error = world.try_launch(0, "test_wrong", 2, 128, 1024, what, world.heap(0));
         CHECK(error.find(text) != std::string::npos && !error.empty() == (text[0] != 0), "%u: %s", what, error.c_str());
     };
-    expect(0, "no thread can go on: threads 0 to 36 wait for sync_block (barrier 0, 127 of 128 are there); threads 37 to 37 "
-              "wait for named_barrier (barrier 3, 1 of 64 are there)");
+    expect(0, "deadlock: threads 0 to 36 wait for sync_block (barrier 0, 127 of 128 have arrived); threads 37 to 37 "
+              "wait for named_barrier (barrier 3, 1 of 64 have arrived)");
     expect(1, "has diverged: lane ");
-    expect(2, "threads 0 to 15 wait for ballot; threads 16 to 31 wait for its end: it is over; threads 32 to 47");
-    expect(3, "nobody has initialised it");
+    expect(2, "threads 0 to 15 wait for ballot; threads 16 to 31 wait for nothing: it has ended; threads 32 to 47");
+    expect(3, "it is not initialised");
     expect(4, "threads 0 to 127 wait for mbarrier_wait (at 0 in shared memory, parity 0)");
     expect(5, "not aligned to 16");
     expect(6, "cp_async16's target of thread 0 is 1016 bytes into shared memory of 1024 bytes");
@@ -213,9 +213,9 @@ CASE(wrong_use_is_reported) {
     expect(10, "");
     expect(11, "a signal by thread 0, which has not called fence_sys");
     expect(12, "a put by thread ");
-    expect(13, "mbarrier_init of one that nobody has ended");
+    expect(13, "mbarrier_init of an mbarrier in use");
     expect(14, "");
-    expect(5, "not aligned to 16");  // after all that, still
+    expect(5, "not aligned to 16");  // still reported after the other failures
     const auto refused = [&](const char* kernel, u32 grid, u32 block, u32 shared_bytes, const char* text) {
         const std::string error = world.try_launch(0, kernel, grid, block, shared_bytes, 10u, world.heap(0));
         CHECK(error.find(text) != std::string::npos, "%s", error.c_str());
@@ -244,7 +244,7 @@ KERNEL(test_put, 64, 1)(Puts p) {
     } else if (thread() == 0) {
         fence_puts();
     }
-    if (p.mode != 1) {  // 8 puts and signals, or, in mode 2, one whose source is used again at once
+    if (p.mode != 1) {  // 8 puts and signals, or, in mode 2, one whose source is reused at once
         if (thread() == 0) {
             for (u32 i = 0; i < n; ++i) signal_set(p.signals + i, i + 1, p.peer);
         }
@@ -256,8 +256,8 @@ KERNEL(test_put, 64, 1)(Puts p) {
 }
 REGISTER_KERNEL(test_put)
 
-// Waits for 8 signals, or 1; counts data that has not come, and signals that came after a later one. In mode 3 it reads what came without
-// having seen it.
+// Waits for 8 signals, or 1; counts missing data, and signals that arrived after a later one. In mode 3 it reads data without
+// acquire_puts.
 KERNEL(test_get, 64, 1)(Puts p, u32* wrong, u64 limit_ns) {
     const u64 start = nanoseconds();
     const u32 n = p.mode == 0 || p.mode == 3 ? 8 : 1;
@@ -267,7 +267,7 @@ KERNEL(test_get, 64, 1)(Puts p, u32* wrong, u64 limit_ns) {
             if (seen >> i & 1 || load_acquire_sys(p.signals + i) != i + 1) continue;
             disordered += seen >> i > 1;
             seen |= 1u << i;
-            if (p.mode != 3) see_puts(p.signals);
+            if (p.mode != 3) acquire_puts(p.signals);
             for (u32 j = 0; j < 512; ++j) bad += p.data[i * 512 + j] != i * 1000 + j + 1;
         }
         pause();
@@ -300,7 +300,7 @@ Seen send(u32 mode, u64 seed, u32 fault) {
     return {wrong[0], wrong[1], wrong[2]};
 }
 
-// What shows only if the receiver looks at the right moment is tried with further seeds: the machine may be busy.
+// Faults that show only if the receiver polls at the right moment are tried with further seeds, since the machine may be busy.
 constexpr u64 MOST_SEEDS = 200;
 
 CASE(tsan_put_with_signal) {
@@ -312,7 +312,7 @@ CASE(tsan_put_with_signal) {
         const Seen quiet = send(1, seed, ARISTOS_FAULT_NONE);
         CHECK(quiet.bad == 0 && quiet.signals == 1, "seed %u: %u wrong, signals %x", u32(seed), quiet.bad, quiet.signals);
     }
-    CHECK(disordered > 0, "puts always came in order");
+    CHECK(disordered > 0, "puts always arrived in order");
 }
 
 CASE(network_faults_are_seen) {
@@ -324,7 +324,7 @@ CASE(network_faults_are_seen) {
         unseen += send(3, seed, ARISTOS_FAULT_NONE).bad > 0;
     }
     CHECK(unfenced >= 4, "a lost fence was seen %u times", unfenced);
-    CHECK(unseen >= 4, "data that nobody has looked for were missed %u times", unseen);
+    CHECK(unseen >= 4, "unobserved data were missed %u times", unseen);
     CHECK(reused >= 4, "a source used again too early was seen %u times", reused);
     CHECK(first >= 4, "signals before their data were seen %u times", first);
     CHECK(send(0, 1, ARISTOS_FAULT_SIGNAL_LOST).signals == 0);
@@ -364,7 +364,7 @@ CASE(tsan_store_to_peer) {
     CHECK(store_to_peer(ARISTOS_FAULT_STORE_LOST) == 0);
 }
 
-// Processes with one heap each, mapped by all: here, two worlds in one process.
+// Processes with one heap each, mapped by all of them; here two worlds in one process.
 CASE(tsan_attached) {
     std::vector<u64> memory(2048);
     void* heaps[2] = {memory.data(), memory.data() + 1024};
@@ -406,12 +406,12 @@ CASE(elements) {
 }
 
 #ifdef ARISTOS_TSAN
-// ---- what ThreadSanitizer has to find
+// ---- races that ThreadSanitizer must find
 
 KERNEL(test_race_in_block, 128, 1)(u32* out) {
     u32* s = reinterpret_cast<u32*>(shared());
     s[thread()] = thread();
-    sync_warp();  // of one warp; the reader is in another
+    sync_warp();  // within one warp; the reader is in another
     out[thread()] = s[(thread() + 32) % 128];
 }
 REGISTER_KERNEL(test_race_in_block)
@@ -441,7 +441,7 @@ REGISTER_KERNEL(test_race_between_blocks)
 KERNEL(test_race_without_barrier, 128, 1)(u32* flag, u32* data) {
     if (block() == 0) {
         data[thread()] = thread();
-        if (thread() == 0) store_release(flag, 1u);  // releases what thread 0 did, not the others'
+        if (thread() == 0) store_release(flag, 1u);  // releases thread 0's writes, not the others'
     } else {
         while (load_acquire(flag) == 0) pause();
         data[1024 + block() * 128 + thread()] = data[thread()];

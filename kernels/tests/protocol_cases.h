@@ -1,5 +1,5 @@
-// What protocol_test.cpp runs: routings and rounds in which the protocol has been wrong or might be, the counters that each pass
-// should have, and a comparison of two runs bit by bit.
+// Cases of protocol_test.cpp: routings and rounds in which the protocol has been wrong or might be, the expected counters of each pass,
+// and a bitwise comparison of two runs.
 #pragma once
 #include "layer_world.h"
 
@@ -11,7 +11,7 @@ using world::Layers;
 using world::Options;
 using world::Snapshot;
 
-// ---- Who reaches whom.
+// ---- Reachability.
 enum Reach { REACH_ALL, REACH_NONE, REACH_NODES, REACH_RANDOM, REACHES };
 inline std::vector<u8> reach(u32 n, Reach kind, u64 seed) {
     std::mt19937_64 random(seed);
@@ -25,7 +25,7 @@ inline std::vector<u8> reach(u32 n, Reach kind, u64 seed) {
     return mask;
 }
 
-// PEs of a host reach each other; others mostly by the network alone.
+// PEs of a host reach each other; most others only over the network.
 inline std::vector<u8> reach_hosts(const std::vector<u32>& host_of, u64 seed) {
     const u32 n = u32(host_of.size());
     std::mt19937_64 random(seed);
@@ -42,42 +42,42 @@ inline Options base(u32 n_pes) {
     return o;
 }
 
-// Other PEs have tokens in each pass, or none has any; passes without backward in between.
-inline Options tokens_come_and_go() {
+// In each pass other PEs have tokens, or none do; some passes have no backward.
+inline Options varying_tokens() {
     Options o = base(3);
     o.experts = 5, o.tokens = 30;
     o.passes = {{{13, 0, 7}, false}, {{0, 21, 0}, false}, {{0, 0, 0}}, {{30, 1, 0}}, {{0, 0, 0}, false}, {{5, 6, 7}}};
     return o;
 }
-// All rows to one expert through windows of one chunk; then evenly, so that nothing overflows; then again.
+// All rows to one expert through windows of one chunk; then evenly, without overflow; then all to one again.
 inline Options one_expert_in_rounds() {
     Options o = base(4);
     o.top_k = 1, o.tokens = 24, o.round_chunks = 1, o.hot = 1;
     o.passes = {{{24, 9, 24, 3}, false, true}, {{24, 24, 24, 24}, true, true}, {{2, 3, 1, 4}}, {{24, 0, 17, 3}, true, true}};
     return o;
 }
-// A round is many chunks, which go through one place.
-inline Options one_place_in_each_window() {
+// A round has many chunks, which share one chunk buffer.
+inline Options one_chunk_buffer_per_window() {
     Options o = base(3);
     o.top_k = 1, o.tokens = 40, o.window_chunks = 1, o.hot = 1;
     o.passes = {{{40, 33, 17}, true, true}, {{9, 40, 40}}};
     return o;
 }
-// A stage has fewer places than there are peers, and rounds of one chunk: places are used again from round to round, and from pass to pass.
-inline Options fewer_places_than_peers() {
+// A staging buffer has fewer slots than there are peers, and rounds have one chunk: slots are reused across rounds and passes.
+inline Options fewer_chunk_buffers_than_peers() {
     Options o = base(4);
     o.top_k = 2, o.tokens = 30, o.round_chunks = 1, o.window_chunks = 1;
     o.passes = {{{30, 9, 30, 17}}, {{30, 30, 0, 5}, false}, {{9, 30, 30, 30}}};
     return o;
 }
-// Rounds that end because slots run out, with everything that has gradients.
+// Rounds limited by slots, with everything that has gradients.
 inline Options rounds_by_slots() {
     Options o = base(2);
     o.experts = 6, o.top_k = 3, o.tokens = 40, o.round_chunks = 4, o.round_slots = 16, o.shared = 1, o.bias = 1;
     o.passes = {{{40, 33}}, {{7, 40}, false}, {{0, 40}}};
     return o;
 }
-// PEs with neither tokens nor experts wait for nobody's results.
+// PEs with neither tokens nor experts wait for no results.
 inline Options running_ahead() {
     Options o = base(4);
     o.experts = 2, o.top_k = 1, o.hosts = 1, o.tokens = 10, o.round_chunks = 1;
@@ -91,7 +91,7 @@ inline Options losses_and_capacity() {
     o.passes = {{{13, 0, 20}, false}, {{20, 20, 5}}, {{0, 0, 3}, false}, {{1, 20, 20}}};
     return o;
 }
-inline Options an_expert_without_tokens() {
+inline Options expert_without_tokens() {
     Options o = base(2);
     o.experts = 3, o.hot = 2, o.cold = true, o.bias = 1, o.tokens = 12;
     o.passes = {{{12, 9}, true, true}, {{12, 12}}, {{5, 0}, true, true}};
@@ -115,14 +115,14 @@ inline Options bulk() {
     o.passes = {{{20, 3, 11}, true, true}, {{0, 0, 4}}, {{20, 20, 20}, false}};
     return o;
 }
-// A round is many chunks, whose places are used again.
+// A round has many chunks, whose buffers are reused.
 inline Options bulk_in_small_windows() {
     Options o = bulk();
     o.round_chunks = 0;
     return o;
 }
 
-// Experts on two of four PEs each; some have no tokens at one of theirs, or at both. More than a channel has places for.
+// Experts on two of four PEs each; some have no tokens on one or both of them. More steps than a channel has buffers.
 inline Options replicas() {
     Options o = base(4);
     o.copies = 2, o.host_plan = true, o.experts = 14, o.bias = 1, o.tokens = 24, o.intermediate = 40;
@@ -136,7 +136,7 @@ inline Options replicas_in_rounds() {
     return o;
 }
 
-// Two hosts of two PEs: everything that has been wrong or might be, by way of homes.
+// Two hosts of two PEs: the cases above through relays.
 inline Options relays() {
     Options o = base(4);
     o.host_of = {0, 0, 1, 1};
@@ -151,20 +151,20 @@ inline Options relays_in_rounds() {
     o.passes = {{{24, 9, 24, 3}, false, true}, {{24, 24, 24, 24}, true, true}, {{2, 3, 1, 4}}, {{24, 0, 17, 3}, true, true}};
     return o;
 }
-// A round is many chunks, which go through one place, and their results through a few.
-inline Options relays_in_one_place() {
+// A round has many chunks, which share one chunk buffer; their results share a few.
+inline Options relays_with_one_chunk_buffer() {
     Options o = relays();
     o.tokens = 40, o.window_chunks = 1, o.chunk_rows = 2;
     o.passes = {{{40, 33, 17, 0}}, {{9, 40, 40, 12}}};
     return o;
 }
-// Rounds that end because one PE's slots run out.
+// Rounds limited by one PE's slots.
 inline Options relays_by_slots() {
     Options o = relays();
     o.round_slots = 12, o.tokens = 40, o.passes = {{{40, 33, 0, 21}}, {{7, 40, 40, 1}, false}, {{0, 40, 5, 40}}};
     return o;
 }
-// Hosts of three, one and two PEs, whose numbers are mixed, and PEs without experts.
+// Hosts of three, one and two PEs with interleaved numbers, and PEs without experts.
 inline Options unequal_hosts() {
     Options o = base(6);
     o.host_of = {5, 1, 5, 2, 2, 5};
@@ -172,7 +172,7 @@ inline Options unequal_hosts() {
     o.passes = {{{18, 0, 3, 18, 1, 9}}, {{0, 18, 10, 2, 0, 18}}, {{18, 18, 18, 18, 18, 18}, false}};
     return o;
 }
-// Without backward, whose rows would be left in the windows.
+// Without backward, which would otherwise find its rows still in the windows.
 inline Options relays_in_inference() {
     Options o = relays();
     o.training = 0, o.hot = 0;
@@ -185,7 +185,7 @@ inline Options relays_running_ahead() {
     return o;
 }
 
-// Two groups of different sizes, each with all experts, whose gradients are summed over both; losses and capacity count over both.
+// Two groups of different sizes, each with all experts. Gradients are summed and losses and capacity counted over both.
 inline Options groups() {
     Options o = base(5);
     o.group_of = {1, 0, 0, 1, 0};
@@ -193,7 +193,7 @@ inline Options groups() {
     o.passes = {{{20, 9, 14, 3, 20}}, {{13, 0, 7, 20, 1}, false}, {{0, 0, 0, 0, 5}}, {{1, 20, 2, 11, 0}}};
     return o;
 }
-// Rows once per host in two groups of two hosts of three PEs: one has one PE and two, the other two and one.
+// One row per host, in two groups on two hosts of three PEs: one group has one PE and two, the other two and one.
 inline Options groups_of_hosts() {
     Options o = groups();
     o.n_pes = 6, o.host_of = {0, 0, 1, 1, 0, 1}, o.group_of = {1, 0, 0, 1, 1, 0};
@@ -207,14 +207,14 @@ inline Options groups_in_rounds() {
     o.passes = {{{20, 9, 20, 3, 20, 8}, false, true}, {{20, 20, 20, 20, 20, 20}, true, true}, {{2, 3, 1, 4, 0, 5}}};
     return o;
 }
-inline Options groups_in_one_place() {
+inline Options groups_with_one_chunk_buffer() {
     Options o = groups_of_hosts();
     o.capacity = 0, o.tokens = 40, o.window_chunks = 1, o.chunk_rows = 2;
     o.passes = {{{40, 33, 17, 0, 8, 40}}, {{9, 40, 40, 12, 40, 0}}};
     return o;
 }
-// Groups of two PEs of one host, of one and three PEs of two hosts, and of two and two.
-inline Options a_group_within_a_host() {
+// Groups of two PEs on one host, of one and three PEs on two hosts, and of two and two.
+inline Options group_within_a_host() {
     Options o = groups_of_hosts();
     o.n_pes = 10, o.host_of = {4, 4, 2, 2, 4, 2, 2, 4, 2, 4}, o.group_of = {0, 1, 1, 1, 0, 1, 2, 2, 2, 2};
     o.tokens = 12;
@@ -222,11 +222,11 @@ inline Options a_group_within_a_host() {
     return o;
 }
 
-// ---- The counters of a pass, from the routing alone.
+// ---- Expected counters of a pass, from the routing alone.
 struct Pair {
     u32 rows = 0, slots = 0, rounds = 0;
     std::vector<u32> chunk_rows, round_chunks;
-    std::vector<u32> member_rows, member_slots;  // of each PE that the destination stands for
+    std::vector<u32> member_rows, member_slots;  // per PE that the destination represents
 };
 inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
     const u32 n = t.o.n_pes;
@@ -235,13 +235,13 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
     for (u32 from = 0; from < n; from++) {
         const LayerShape& s = t.w->pes[from]->s;
         const auto& chosen = t.seen[from][pass].chosen;
-        struct Row { u32 first = NONE; std::vector<u32> slots; };  // of each PE that the destination stands for
+        struct Row { u32 first = NONE; std::vector<u32> slots; };  // per PE that the destination represents
         std::vector<std::vector<Row>> rows(n);
         for (u32 token = 0; token < chosen.size() / s.top_k; token++) {
             std::vector<Row> of(n);
             for (u32 i = token * s.top_k; i < (token + 1) * s.top_k; i++) {
                 if (!kept[from][i]) continue;
-                const u32 holder = t.holder(chosen[i], from), to = t.w->home(from, holder), number = t.w->number_for(from, chosen[i], holder);
+                const u32 holder = t.holder(chosen[i], from), to = t.w->relay_for(from, holder), number = t.w->number_for(from, chosen[i], holder);
                 of[to].slots.resize(t.w->split(from, to), 0);
                 of[to].slots[number % t.w->split(from, to)]++;
                 of[to].first = std::min(of[to].first, number);
@@ -277,10 +277,10 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
     return all;
 }
 
-inline bool is_far(const Layers& t, u32 me, u32 pe) { return !t.o.reachable.empty() && !t.o.reachable[me * t.o.n_pes + pe] && pe != me; }
-// Without relays every PE is as one on the same host.
-inline bool same_host(const Layers& t, u32 me, u32 pe) { return t.w->near(me, pe); }
-// Whether rows that went to `pe` are sent again in backward: with relays, whether any pair has several rounds.
+inline bool is_inter_node(const Layers& t, u32 me, u32 pe) { return !t.o.reachable.empty() && !t.o.reachable[me * t.o.n_pes + pe] && pe != me; }
+// Without relays all PEs count as one host.
+inline bool same_host(const Layers& t, u32 me, u32 pe) { return t.w->intra_node(me, pe); }
+// Whether rows for `pe` are sent again in backward; with relays, whether any destination has several rounds.
 inline bool overflows_at(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 pe) {
     bool any = false;
     for (u32 from : t.w->peers(pe))
@@ -288,22 +288,22 @@ inline bool overflows_at(const Layers& t, const std::vector<std::vector<Pair>>& 
     return any;
 }
 
-// One for each wave in which something goes over the network: the headers of a step; its chunks, chunk 0 of all such peers, then chunk 1, in
-// waves of window_chunks; and its results in the same way. So no phase has more fences than there are such peers, where a window holds the most that
-// any of them gets or returns; and where it holds 1/n of that, at most n times as many.
+// One for each send group with any message: the headers of a step; its chunks, chunk 0 for all inter-node peers, then chunk 1, in groups
+// of window_chunks; and likewise its results. A phase thus has at most as many fences as inter-node peers if a window holds the most
+// chunks that any of them receives or returns, and at most n times as many if it holds 1/n of that.
 inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
     const LayerShape& s = t.w->pes[me]->s;
     const auto& group = t.w->peers(me);
     const u32 n = s.n_pes;
-    const auto far = [&](u32 pe) { return is_far(t, me, pe); };
-    // To whom rows go, and to whom results.
-    const auto out_far = [&](u32 pe) { return far(pe) && t.w->home(me, pe) == pe; };
-    const auto in_far = [&](u32 pe) { return far(pe) && (same_host(t, me, pe) || t.w->serves(me, pe)); };
+    const auto inter_node = [&](u32 pe) { return is_inter_node(t, me, pe); };
+    // Destinations of rows, and of results.
+    const auto out_inter_node = [&](u32 pe) { return inter_node(pe) && t.w->relay_for(me, pe) == pe; };
+    const auto in_inter_node = [&](u32 pe) { return inter_node(pe) && (same_host(t, me, pe) || t.w->is_relay_of(me, pe)); };
     auto overflows = [&](u32 pe) { return overflows_at(t, pairs, pe); };
     u64 fences = 0, most_rounds = 1;
-    // Waves of the messages of the pairs that `of` gives, null where nothing is sent.
+    // Groups of the messages given by `of` per PE, null if no message is sent.
     auto chunks = [&](auto of, auto listed, u64 round) {
-        std::vector<bool> wave(n * s.round_chunks / s.window_chunks + 1, false);
+        std::vector<bool> group_used(n * s.round_chunks / s.window_chunks + 1, false);
         u32 peers = 0, most = 0;
         for (u32 index = 0, number = 0; index < s.round_chunks; index++) {
             for (u32 i = 1; i < n; i++) {
@@ -311,19 +311,19 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
                 if (!listed(pe)) continue;
                 const Pair* p = of(pe);
                 const u32 at = number++ / s.window_chunks, count = p && round < p->rounds ? p->round_chunks[round] : 0;
-                if (index < count) wave[at] = true;
+                if (index < count) group_used[at] = true;
                 most = std::max(most, count), peers += index == 0;
             }
         }
-        const u64 waves = u64(std::count(wave.begin(), wave.end(), true));
-        CHECK(waves <= (u64(peers) * most + s.window_chunks - 1) / s.window_chunks, "%llu waves to %u peers of at most %u chunks", (unsigned long long)waves, peers, most);
-        if (most <= s.window_chunks) CHECK(waves <= peers, "%llu waves to %u peers", (unsigned long long)waves, peers);
-        fences += waves;
+        const u64 groups = u64(std::count(group_used.begin(), group_used.end(), true));
+        CHECK(groups <= (u64(peers) * most + s.window_chunks - 1) / s.window_chunks, "%llu send groups to %u peers of at most %u chunks", (unsigned long long)groups, peers, most);
+        if (most <= s.window_chunks) CHECK(groups <= peers, "%llu send groups to %u peers", (unsigned long long)groups, peers);
+        fences += groups;
     };
-    auto out = [&](u32 pe) { return out_far(pe) ? &pairs[me][pe] : nullptr; };
-    auto in = [&](u32 pe) { return in_far(pe) ? &pairs[pe][me] : nullptr; };
+    auto out = [&](u32 pe) { return out_inter_node(pe) ? &pairs[me][pe] : nullptr; };
+    auto in = [&](u32 pe) { return in_inter_node(pe) ? &pairs[pe][me] : nullptr; };
     auto again = [&](u32 pe) { return overflows(pe) ? out(pe) : nullptr; };
-    for (u32 pe : group) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][t.w->home(pe, me)].rounds});
+    for (u32 pe : group) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][t.w->relay_for(pe, me)].rounds});
     for (u64 round = 0; round < most_rounds; round++) {
         bool header = false;
         for (u32 pe : group) {
@@ -331,16 +331,17 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
             header = header || (p && (p->rounds > round || (round == 0 && !backward)));
         }
         fences += header;
-        if (backward) chunks(again, out_far, round);
-        chunks(out, out_far, round), chunks(in, in_far, round);
+        if (backward) chunks(again, out_inter_node, round);
+        chunks(out, out_inter_node, round), chunks(in, in_inter_node, round);
     }
     bool any = false;
-    for (u32 pe = 0; pe < t.o.n_pes; pe++) any = any || far(pe);
+    for (u32 pe = 0; pe < t.o.n_pes; pe++) any = any || inter_node(pe);
     if (!backward) fences += any * ((t.o.capacity > 0) + t.sums_losses());
     return fences;
 }
 
-// Bytes of sums: of each unit the others' parts of this PE's values, and the own part's sums to each of them. To those PEs of which `of` says so.
+// Bytes of sums for each unit: the other parts of this PE's values, and the sums of its own part for each holder. Only for the PEs for
+// which `of` is true.
 template <class Of> u64 expected_sums(const world::Pe& p, Of of) {
     u64 bytes = 0;
     for (const SumUnit& u : p.sum_units) {
@@ -353,21 +354,21 @@ template <class Of> u64 expected_sums(const world::Pe& p, Of of) {
     return bytes;
 }
 
-// Puts of sums, each with its signal: a unit's pieces, those of this PE's values of the others' parts and those of the own part's sums. A step has a piece
-// for each channel, and a fence for its values and one for its sums, where any of them goes over the network; never one for each channel.
+// Puts of sums, each with a signal: a unit's pieces of this PE's values for the other parts, and of the sums of its own part. A step has
+// one piece per channel and at most one fence for its values and one for its sums, if any go over the network, not one per channel.
 struct SumCounts { u64 puts = 0, fences = 0; };
-template <class Far> SumCounts expected_sum_counts(const world::Pe& p, Far far) {
+template <class Far> SumCounts expected_sum_counts(const world::Pe& p, Far inter_node) {
     SumCounts c;
     const ReduceShape r = reduce_shape(p.s);
     for (const SumUnit& u : p.sum_units) {
         if (u.parts == 0) continue;
         const u64 elements = u.batch == NONE ? reduce_elements(p.s) : expert_elements(p.s), part = reduce_part(elements, u.parts);
         auto pieces = [&](u32 holder) { return (std::min(elements, (holder + 1) * part) - std::min(elements, holder * part) + r.piece - 1) / r.piece; };
-        u64 sends = 0, sums = 0;  // steps in which values, and sums, go over the network
+        u64 sends = 0, sums = 0;  // steps whose values, and sums, go over the network
         for (u32 holder = 0; holder < u.parts; holder++) {
             if (holder == u.me) continue;
             c.puts += pieces(holder) + pieces(u.me);
-            if (!far(p.sum_holders[u.first + holder].pe)) continue;
+            if (!inter_node(p.sum_holders[u.first + holder].pe)) continue;
             sends = std::max(sends, (pieces(holder) + r.channels - 1) / r.channels), sums = (pieces(u.me) + r.channels - 1) / r.channels;
         }
         c.fences += sends + sums;
@@ -375,20 +376,20 @@ template <class Far> SumCounts expected_sum_counts(const world::Pe& p, Far far) 
     return c;
 }
 
-// What PE `me` has to do with the rows of `source`, which is on another host, besides results that a home returns to it.
+// Work of PE `me` for the rows of an inter-node `source`, except results that a relay returns to it.
 inline void expect_relays(PassStats& w, const Layers& t, const Pair& rows, u32 me, u32 source, bool backward, bool again) {
     const LayerShape& s = t.w->pes[me]->s;
     const u32 chunks = u32(rows.chunk_rows.size()), copies = again ? 2 : 1, headers = !backward ? std::max(1u, rows.rounds) : again ? rows.rounds : 0;
     const auto here = t.w->members(me);
     const u32 member = u32(std::find(here.begin(), here.end(), me) - here.begin());
-    if (again) w.signals += chunks;  // emptied, those of rows that are sent again and those before another in their place
+    if (again) w.signals += chunks;  // consumption reports: of chunks sent again and of chunks whose buffer is reused
     for (u32 count : rows.round_chunks) w.signals += copies * (count > s.window_chunks ? count - s.window_chunks : 0);
     if (again)
         for (u32 count : rows.round_chunks) w.signals -= count > s.window_chunks ? count - s.window_chunks : 0;
-    if (t.w->serves(me, source)) {
+    if (t.w->is_relay_of(me, source)) {
         w.signals += (here.size() - 1) * (headers + copies * chunks);
         for (u32 count : rows.round_chunks)
-            if (count > PART_PLACES) w.signals += (here.size() - 1) * (count - PART_PLACES);
+            if (count > PART_BUFFERS) w.signals += (here.size() - 1) * (count - PART_BUFFERS);
         return;
     }
     w.puts += chunks, w.signals += chunks;
@@ -409,20 +410,20 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
         if (pe == me) continue;
         if (!backward && t.o.capacity > 0) {
             w.header_bytes += s.n_experts * 4, w.puts++, w.signals++;
-            if (is_far(t, me, pe)) w.network_bytes += s.n_experts * 4;
+            if (is_inter_node(t, me, pe)) w.network_bytes += s.n_experts * 4;
         }
         if (!backward && t.sums_losses()) {
             w.all_reduce_bytes += losses, w.puts++, w.signals++;
-            if (is_far(t, me, pe)) w.network_bytes += losses;
+            if (is_inter_node(t, me, pe)) w.network_bytes += losses;
         }
         if (t.w->group[pe] != t.w->group[me]) continue;
-        if (!same_host(t, me, pe)) expect_relays(w, t, pairs[pe][t.w->home(pe, me)], me, pe, backward, backward && overflows(pe));
-        if (t.w->home(me, pe) != pe && !t.w->serves(me, pe)) continue;
-        const Pair none, &out = pairs[me][pe], &in = same_host(t, me, pe) || t.w->serves(me, pe) ? pairs[pe][me] : none;
-        const bool again = backward && overflows(pe), sends = t.w->home(me, pe) == pe;
+        if (!same_host(t, me, pe)) expect_relays(w, t, pairs[pe][t.w->relay_for(pe, me)], me, pe, backward, backward && overflows(pe));
+        if (t.w->relay_for(me, pe) != pe && !t.w->is_relay_of(me, pe)) continue;
+        const Pair none, &out = pairs[me][pe], &in = same_host(t, me, pe) || t.w->is_relay_of(me, pe) ? pairs[pe][me] : none;
+        const bool again = backward && overflows(pe), sends = t.w->relay_for(me, pe) == pe;
         const u32 chunks = u32(out.chunk_rows.size()), headers = !sends ? 0 : !backward ? std::max(1u, out.rounds) : again ? out.rounds : 0;
         const u32 copies = again ? 2 : 1;
-        if (is_far(t, me, pe)) {
+        if (is_inter_node(t, me, pe)) {
             w.network_bytes += headers * header + u64(copies) * out.rows * s.hidden * 2 + u64(in.rows) * s.hidden * 2;
             w.network_bytes += (!backward || again ? 4 * out.rows + 8 * out.slots : 0) + (backward ? 4 * in.slots : 0);
         }
@@ -442,9 +443,9 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
     w.fences = expected_fences(t, pairs, me, backward);
     if (backward && t.o.copies > 1) {
         w.all_reduce_bytes = expected_sums(*t.w->pes[me], [](u32) { return true; });
-        const auto far = [&](u32 pe) { return is_far(t, me, pe); };
-        w.network_bytes += expected_sums(*t.w->pes[me], far);
-        const SumCounts sums = expected_sum_counts(*t.w->pes[me], far);
+        const auto inter_node = [&](u32 pe) { return is_inter_node(t, me, pe); };
+        w.network_bytes += expected_sums(*t.w->pes[me], inter_node);
+        const SumCounts sums = expected_sum_counts(*t.w->pes[me], inter_node);
         w.puts += sums.puts, w.signals += sums.puts, w.fences += sums.fences;
     }
     return w;
@@ -486,11 +487,11 @@ inline void check_counters(const Layers& t) {
     }
 }
 
-// ---- The same bits.
+// ---- Bitwise comparison.
 template <class T> bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
-// What differs, or null.
+// Describes the difference, or null.
 inline const char* difference(const Snapshot& a, const Snapshot& b) {
     if (!a.done || !b.done) return "an unfinished pass";
     if (!same_bits(a.out, b.out)) return "output";
@@ -518,7 +519,7 @@ inline std::string difference(const Layers& got, const std::vector<std::vector<S
     return "";
 }
 
-// One schedule: who reaches whom, numbers of passes and of blocks' kinds follow from the seed.
+// One schedule: reachability, pass numbers and kinds of block order follow from the seed.
 inline Options scheduled(Options o, u64 seed) {
     const u64 starts[] = {1, (1 << 24) - 1, (u64(1) << 39) - 100};
     o.schedule = seed;

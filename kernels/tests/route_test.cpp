@@ -18,7 +18,7 @@ struct Case {
     u32 scoring = SCORING_SOFTMAX, renormalise = 0, bias = 0, groups = 0, top_groups = 0;
     float scaling = 1.0f, aux = 0.0f, z = 0.0f;
     u32 gate = 0;
-    u32 ties = 0;    // experts 2 i and 2 i + 1 have the same weights
+    u32 ties = 0;    // experts 2 i and 2 i + 1 have equal weights
     float d_size = 1.0f;  // of the routing weights' gradients
     u32 blocks = 4;
 };
@@ -47,7 +47,7 @@ std::vector<double> weights_of(const Case& c, const std::vector<double>& scores,
     return w;
 }
 
-// The choice by sorting; `gap`: how near the nearest decision was.
+// The choice by sorting; `gap`: distance of the closest decision.
 std::vector<u32> choose(const Case& c, const std::vector<double>& scores, const std::vector<float>& bias, double& gap) {
     std::vector<double> selection = scores;
     if (c.bias) for (u32 e = 0; e < c.experts; e++) selection[e] += bias[e];
@@ -56,7 +56,7 @@ std::vector<u32> choose(const Case& c, const std::vector<double>& scores, const 
         std::vector<u32> order(of.size());
         for (u32 i = 0; i < order.size(); i++) order[i] = i;
         std::stable_sort(order.begin(), order.end(), [&](u32 a, u32 b) { return of[a] > of[b]; });
-        // An exact tie is no near decision: the smaller index wins.
+        // An exact tie is not a close decision: the smaller index wins.
         if (count < order.size() && of[order[count - 1]] != of[order[count]])
             gap = std::min(gap, of[order[count - 1]] - of[order[count]]);
         order.resize(count);
@@ -79,7 +79,7 @@ std::vector<u32> choose(const Case& c, const std::vector<double>& scores, const 
     return chosen;
 }
 
-// The function whose gradients the kernels compute: <routing weights, d_weights> and both losses, of one token.
+// The function whose gradients the kernels compute, for one token: <routing weights, d_weights> plus both losses.
 double objective(const Case& c, const double* logits, const u32* chosen, const float* dw, const std::vector<double>& routed,
                  double all_tokens) {
     const auto scores = scores_of(c, logits);
@@ -102,7 +102,7 @@ void run(const Case& c, u32 seed) {
     s.scoring = c.scoring, s.renormalise = c.renormalise, s.correction_bias = c.bias, s.n_groups = c.groups;
     s.top_groups = c.top_groups, s.scaling = c.scaling, s.aux_loss_coef = c.aux, s.z_loss_coef = c.z;
     s.shared_gate = c.gate, s.shared_intermediate = c.gate ? 8 : 0, s.blocks = c.blocks;
-    s.max_tokens = c.tokens + 3;  // so that two strides taken for each other show
+    s.max_tokens = c.tokens + 3;  // differs from c.tokens, so that confused strides are noticed
     World w(s, [](u32) { return 0; });
     Pe& p = *w.pes[0];
     const Layer& l = p.layer();
@@ -120,7 +120,7 @@ void run(const Case& c, u32 seed) {
     Pass pass = w.pass(0, 1, 1, c.tokens);
     std::memset(l.stats, 0xff, sizeof(PassStats));
     if (!w.launch(0, KERNEL_ROUTE, "aristos_route", pass)) return;
-    // Again: whichever block is last, the bits are the same.
+    // A second run: the bits do not depend on which block is last.
     const std::vector<float> once(l.routing.logits, l.routing.logits + u64(c.tokens) * experts);
     std::fill_n(l.routing.logits, once.size(), NAN);
     if (!w.launch(0, KERNEL_ROUTE, "aristos_route", pass)) return;
@@ -142,7 +142,7 @@ void run(const Case& c, u32 seed) {
             const double got = l.routing.logits[u64(t) * experts + e], error = std::fabs(got - sum) / (size + 1e-30);
             worst_logit = std::max(worst_logit, error);
             CHECK(error < 5e-7, "logit of token %u expert %u: %g instead of %g", t, e, got, sum);
-            logits[u64(t) * experts + e] = got;  // from here on the kernel's logits, so that errors do not add up
+            logits[u64(t) * experts + e] = got;  // continue with the kernel's logits, so that errors do not add up
         }
         const double* of = &logits[u64(t) * experts];
         const auto scores = scores_of(c, of);
@@ -196,7 +196,7 @@ void run(const Case& c, u32 seed) {
     pass.pass = 2;
     if (!w.launch(0, KERNEL_ROUTE_BACKWARD, "aristos_route_backward", pass)) return;
     if (!w.launch(0, KERNEL_ROUTER_GRADIENTS, "aristos_router_gradients", pass)) return;
-    // By differences in float64, which is independent of any formula of a derivative. All tokens of a small case, else some.
+    // By differences in float64, independent of derivative formulas: all tokens of a small case, otherwise some.
     double largest = 0;
     for (u64 i = 0; i < u64(c.tokens) * experts; i++) largest = std::max(largest, double(std::fabs(l.routing.d_logits[i])));
     for (u32 t = 0; t < c.tokens; t += 1 + c.tokens * experts / 4000) {
@@ -214,20 +214,20 @@ void run(const Case& c, u32 seed) {
             at[e] = middle;
             const double got = l.routing.d_logits[u64(t) * experts + e], error = std::fabs(got - d) / largest;
             if (largest > 0) worst_d_logit = std::max(worst_d_logit, error);
-            // The terms of the formula may cancel: f32's error is that of the terms.
+            // The terms of the formula may cancel; f32's error is that of the terms.
             float term = 0;
             for (u32 j = 0; j < c.k; j++) term = std::max(term, std::fabs(dw[j]) * c.scaling);
             CHECK(std::fabs(got - d) <= 2e-6 * largest + 2e-7 * term, "token %u: gradient of logit %u is %g instead of %g", t, e, got, d);
         }
     }
 
-    // Products in float64 from the kernel's gradients of logits.
+    // Products in float64 from the kernel's logit gradients.
     auto d_logit = [&](u32 t, u32 e) { return double(l.routing.d_logits[u64(t) * experts + e]); };
     auto d_gate = [&](u32 t) {
         const double v = l.routing.shared_weight[t];
         return double(l.routing.d_shared_weight[t]) * v * (1 - v);
     };
-    // What three planes of f16 lose lies 2^-40 below the largest gradient of 64 tokens; those of bf16 lose nothing.
+    // Three planes of f16 lose terms 2^-40 below the largest gradient of 64 tokens; bf16 planes are exact.
     double lost = largest;
     for (u32 t = 0; t < c.tokens && c.gate; t++) lost = std::max(lost, std::fabs(d_gate(t)));
     lost *= c.dtype == DTYPE_F16 ? 0x1p-38 : 0;
@@ -259,7 +259,7 @@ void run(const Case& c, u32 seed) {
     for (u64 i = u64(c.tokens) * h; i < before.size(); i++) CHECK(p.output[i] == before[i], "output beyond the tokens");
 }
 
-// NaN and infinities: it ends, and every token has k different experts of this layer.
+// NaN and infinities: the kernel terminates, and every token has k different experts of this layer.
 void not_numbers(u32 experts, u32 k, u32 groups, u32 scoring) {
     context = "not numbers, experts " + std::to_string(experts);
     LayerShape s = shape();
@@ -288,10 +288,10 @@ void not_numbers(u32 experts, u32 k, u32 groups, u32 scoring) {
 int main(int argc, char** argv) {
     bool brief = argc > 1 && !std::strcmp(argv[1], "brief");
 #ifdef ARISTOS_TSAN
-    brief = true;  // it keeps every thread that there was
+    brief = true;  // ThreadSanitizer keeps state for every thread that existed
 #endif
     u32 seed = 1;
-    // Every router for every number of tokens and experts.
+    // Every router, for various numbers of tokens and experts.
     for (u32 tokens : {0u, 1u, 127u, 129u, 1000u}) {
         for (u32 experts : {1u, 3u, 8u, 60u, 256u}) {
             if (tokens == 1000 && (experts == 256 || brief)) continue;
@@ -308,12 +308,12 @@ int main(int argc, char** argv) {
             seed++;
         }
     }
-    // Few tokens, whose logits several blocks compute: tiles of experts, not all blocks a tile of their own, ranges of the hidden size, and both.
+    // Few tokens, with logits computed by several blocks: tiles of experts, fewer blocks than tiles, ranges of the hidden size, and both.
     run({40, 300, 3, 64, DTYPE_BF16, 2, SCORING_SOFTMAX, 1, 0, 0, 0, 1.0f, 0.1f, 0.01f, 1}, seed++);
     run({33, 700, 3, 32, DTYPE_BF16, 1, SCORING_SOFTMAX, 1, 0, 0, 0, 1.0f, 0.1f, 0.01f, 1}, seed++);
     run({33, 8, 3, 776, DTYPE_F16, 3, SCORING_SIGMOID, 1, 1, 0, 0, 1.0f, 0.1f, 0.01f, 1}, seed++);
     run({5, 130, 3, 1032, DTYPE_BF16, 3, SCORING_SOFTMAX, 1, 0, 0, 0, 1.0f, 0.1f, 0.01f, 1}, seed++);
-    // f16 gradients far from 1; the columns of a tile and of a step not full; several ranges of tokens; ties.
+    // f16 gradients far from 1; partial tiles and steps; several ranges of tokens; ties.
     run({130, 8, 2, 72, DTYPE_F16, 3, SCORING_SOFTMAX, 1, 0, 0, 0, 1.0f, 0, 0, 1, 0, 1e-9f}, seed++);
     run({130, 8, 2, 200, DTYPE_F16, 2, SCORING_SOFTMAX, 1, 0, 0, 0, 1.0f, 0, 0, 1, 0, 1e9f}, seed++);
     run({130, 8, 2, 136, DTYPE_BF16, 3, SCORING_SOFTMAX, 0, 0, 0, 0, 1.0f, 0, 0, 1, 0, 1e-20f}, seed++);
@@ -323,7 +323,7 @@ int main(int argc, char** argv) {
         run({100, 16, 3, 64, DTYPE_BF16, 3, scoring, 1, scoring, 0, 0, 1.0f, 0, 0, 0, 1}, seed++);
         run({100, 16, 3, 64, DTYPE_BF16, 3, scoring, 1, scoring, 4, 2, 1.0f, 0, 0, 0, 1}, seed++);
     }
-    // The losses alone, so that no part of them is lost among larger terms.
+    // Losses alone, so that no part of them is lost among larger terms.
     for (u32 scoring : {SCORING_SOFTMAX, SCORING_SIGMOID}) {
         run({50, 12, 3, 64, DTYPE_BF16, 2, scoring, 1, 0, 0, 0, 1.0f, 10.0f, 0, 0, 0, 1e-5f}, seed++);
         run({50, 12, 3, 64, DTYPE_BF16, 2, scoring, 0, 0, 0, 0, 1.0f, 0, 10.0f, 0, 0, 1e-5f}, seed++);

@@ -1,4 +1,4 @@
-// PEs of one layer in one process, on the emulator, for the tests of routing, plan and all-reduce.
+// PEs of one layer in one process on the emulator, for tests of routing, plan and all-reduce.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -41,7 +41,7 @@ inline float from_bits(u32 bits) {
     return f;
 }
 
-// Elements of the layer's dtype, by the test's own arithmetic.
+// Elements of the layer's dtype, with independent arithmetic.
 inline float widen(u16 v, u32 dtype) {
     if (dtype == DTYPE_BF16) return from_bits(u32(v) << 16);
     const int exponent = v >> 10 & 31, fraction = v & 1023;
@@ -54,7 +54,7 @@ inline u16 narrow(float f, u32 dtype) {
     u32 bits;
     std::memcpy(&bits, &f, 4);
     if (dtype == DTYPE_BF16) return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    // Nearest of the f16 values, ties to even: scaled to integers.
+    // Nearest f16 value, ties to even: scaled to integers.
     const float a = std::fabs(f);
     const u16 sign = f < 0 ? 0x8000 : 0;
     if (a < std::ldexp(1.0f, -14)) return u16(sign | u16(std::nearbyint(std::ldexp(a, 24))));
@@ -65,7 +65,7 @@ inline u16 narrow(float f, u32 dtype) {
     return u16(sign | (code >= 0x7c00 ? 0x7c00 : code));
 }
 
-// A small layer that the caller changes.
+// A small layer, to be changed by the caller.
 inline LayerShape shape() {
     LayerShape s{};
     s.n_pes = s.n_world = s.hosts = s.members = s.most_members = 1;
@@ -78,8 +78,8 @@ inline LayerShape shape() {
     s.scaling = 1.0f;
     s.max_tokens = 64;
     s.chunk_rows = 16;
-    s.round_chunks = 0;   // all of them
-    s.window_chunks = 0;  // as many
+    s.round_chunks = 0;   // all chunks
+    s.window_chunks = 0;  // the same number
     s.training = 1;
     s.blocks = s.channels = 4;
     s.tile_m = 128;
@@ -104,15 +104,15 @@ struct Pe {
     std::vector<MlpGradients> gradients;
     std::vector<std::vector<float>> shared_gradients;
     std::vector<u64> peer, world_peer;
-    std::vector<u32> far, far_back, relay;
+    std::vector<u32> inter_node, inter_node_returns, relay;
     ~Pe() { std::free(local); }
     const Layer& layer() const { return *reinterpret_cast<const Layer*>(layer_bytes.data()); }
 };
 
-// All PEs, in one group unless said otherwise; `place(expert)` says where an expert lives, and `replicas(expert)`, where given, where else it does: in
-// its group, and in others. PEs are numbered in the world, but where the layer's tables have their numbers in a group.
+// All PEs, by default in one group. `owner_of(expert)` returns an expert's PE, and `replicas(expert)`, if given, the other holders in its
+// group and in others. PEs are numbered in the world, except in the layer's tables, which use group numbers.
 struct World {
-    LayerShape s;  // of the world, and with one group of that
+    LayerShape s;  // of the world, and with a single group also of that
     void* handle = nullptr;
     std::vector<std::unique_ptr<Pe>> pes;
 
@@ -121,28 +121,28 @@ struct World {
     const std::vector<u32>& peers(u32 pe) const { return groups[group[pe]]; }
     static u32 index(const std::vector<u32>& in, u32 of) { return u32(std::find(in.begin(), in.end(), of) - in.begin()); }
 
-    // The host of each PE, where rows cross to each host once; and of each group, whether any is passed on in it.
+    // The host of each PE, with one row per host; and for each group, whether rows are relayed in it.
     std::vector<u32> hosts;
     std::vector<u8> relays;
-    bool near(u32 a, u32 b) const { return !relays[group[a]] || hosts[a] == hosts[b]; }
-    // The PEs of a PE's host, of its group.
+    bool intra_node(u32 a, u32 b) const { return !relays[group[a]] || hosts[a] == hosts[b]; }
+    // The PEs of a PE's host and group.
     std::vector<u32> members(u32 pe) const {
         std::vector<u32> all;
         for (u32 other : peers(pe))
             if (hosts[other] == hosts[pe]) all.push_back(other);
         return all;
     }
-    // As src/moe/spec/hosts.rs, of PEs of a group.
-    u32 home(u32 source, u32 target) const {
-        if (near(source, target)) return target;
+    // Like src/moe/spec/hosts.rs, for PEs of a group.
+    u32 relay_for(u32 source, u32 target) const {
+        if (intra_node(source, target)) return target;
         const std::vector<u32> to = members(target);
         return to[index(members(source), source) % to.size()];
     }
-    bool serves(u32 pe, u32 source) const { return group[pe] == group[source] && !near(pe, source) && home(source, pe) == pe; }
-    // Of how many PEs the experts are that a destination stands for.
-    u32 split(u32 source, u32 dest) const { return near(source, dest) ? 1 : u32(members(dest).size()); }
+    bool is_relay_of(u32 pe, u32 source) const { return group[pe] == group[source] && !intra_node(pe, source) && relay_for(source, pe) == pe; }
+    // Number of PEs whose experts a destination represents.
+    u32 split(u32 source, u32 dest) const { return intra_node(source, dest) ? 1 : u32(members(dest).size()); }
 
-    World(LayerShape shape, const std::function<u32(u32)>& place, const std::vector<u8>& reachable = {}, u64 seed = 1,
+    World(LayerShape shape, const std::function<u32(u32)>& owner_of, const std::vector<u8>& reachable = {}, u64 seed = 1,
           const std::function<std::vector<u32>(u32)>& replicas = {}, const std::vector<u32>& hosts = {}, const std::vector<u32>& group_of = {})
         : s(shape), group(group_of), hosts(hosts) {
         const u32 n = s.n_pes;
@@ -155,7 +155,7 @@ struct World {
         std::vector<std::vector<u32>> holders(s.n_experts), numbers(s.n_experts);
         for (u32 e = 0; e < s.n_experts; e++) {
             if (replicas) holders[e] = replicas(e);
-            holders[e].push_back(place(e));
+            holders[e].push_back(owner_of(e));
             std::sort(holders[e].begin(), holders[e].end());
             holders[e].erase(std::unique(holders[e].begin(), holders[e].end()), holders[e].end());
             for (u32 pe : holders[e]) numbers[e].push_back(locals[pe]++);
@@ -180,9 +180,9 @@ struct World {
             p.s.my_pe = World::index(peers(pe), pe), p.s.world_pe = pe;
             p.s.n_local = locals[pe];
             p.owner = owner, p.local_index = index;
-            list_places(p, locals);
+            list_placement(p, locals);
             if (p.s.relays) list_relays(p);
-            // Shares at random, the same each time.
+            // Random shares, always the same.
             std::mt19937 random(u32(seed) + pe);
             for (u32 e = 0; e < s.n_experts; e++) {
                 const long count = long(p.first_holder[e + 1] - p.first_holder[e]);
@@ -204,7 +204,7 @@ struct World {
     }
     ~World() { aristos_host_free(handle); }
 
-    // Whether a row of a group has anybody to be passed on to.
+    // Whether rows are relayed in a group.
     bool relays_in(const std::vector<u32>& of) const {
         bool several = false, apart = false;
         for (u32 a : of)
@@ -212,7 +212,7 @@ struct World {
                 if (!hosts.empty() && a != b) (hosts[a] == hosts[b] ? several : apart) = true;
         return several && apart;
     }
-    // The shape of a group's layers, but for what is each PE's.
+    // The shape of a group's layers, except per-PE fields.
     LayerShape group_shape(const std::vector<u32>& of, const std::vector<u32>& locals) const {
         LayerShape g = s;
         g.n_pes = u32(of.size());
@@ -223,7 +223,7 @@ struct World {
         for (u32 pe : of) {
             if (!g.relays) break;
             u32 served = 0, windows = 0, most = 0;
-            for (u32 q : of) served += serves(pe, q), windows += q != pe && (serves(pe, q) || hosts[q] == hosts[pe]);
+            for (u32 q : of) served += is_relay_of(pe, q), windows += q != pe && (is_relay_of(pe, q) || hosts[q] == hosts[pe]);
             for (u32 q : members(pe)) most = std::max(most, locals[q]);
             g.served = std::max(g.served, served), g.windows = std::max(g.windows, windows);
             g.most_members = std::max(g.most_members, u32(members(pe).size()));
@@ -235,43 +235,43 @@ struct World {
         return g;
     }
 
-    // The number of expert `e` at PE `pe`, which holds it; NONE elsewhere.
+    // The number of expert `e` on PE `pe`, or NONE if it does not hold the expert.
     u32 number(u32 e, u32 pe) const {
         for (size_t i = 0; i < holding[e].size(); i++)
             if (holding[e][i] == pe) return numbering[e][i];
         return NONE;
     }
-    // The same where rows of `source` go: at the PE, or at its home.
+    // Likewise at the destination of rows of `source`: the PE, or its relay.
     u32 number_for(u32 source, u32 e, u32 pe) const {
-        if (near(source, pe)) return number(e, pe);
+        if (intra_node(source, pe)) return number(e, pe);
         const auto all = members(pe);
         return number(e, pe) * u32(all.size()) + index(all, pe);
     }
 
-    // Where the experts of a PE's group are; with relays as this PE sees it: at homes.
-    void list_places(Pe& p, const std::vector<u32>& locals) const {
+    // The placement of a PE's group; with relays as that PE sees it.
+    void list_placement(Pe& p, const std::vector<u32>& locals) const {
         const u32 me = p.s.world_pe;
         const auto& of = peers(me);
         p.first_place.assign(1, 0);
         for (u32 q : of) {
-            u32 places = locals[q];
-            if (!near(me, q)) {
+            u32 experts = locals[q];
+            if (!intra_node(me, q)) {
                 const auto all = members(q);
-                for (u32 m : all) places = std::max(places, locals[m]);
-                places = home(me, q) == q ? places * u32(all.size()) : 0;
+                for (u32 m : all) experts = std::max(experts, locals[m]);
+                experts = relay_for(me, q) == q ? experts * u32(all.size()) : 0;
             }
-            p.first_place.push_back(p.first_place.back() + places);
-            p.place_pe.insert(p.place_pe.end(), places, index(of, q));
+            p.first_place.push_back(p.first_place.back() + experts);
+            p.place_pe.insert(p.place_pe.end(), experts, index(of, q));
         }
         p.s.held = std::max<u32>(p.s.held, p.first_place.back());
         p.first_holder.assign(1, 0);
         for (u32 e = 0; e < s.n_experts; e++) {
             for (u32 q : holding[e])
-                if (group[q] == group[me]) p.holder_place.push_back(p.first_place[index(of, home(me, q))] + number_for(me, e, q));
+                if (group[q] == group[me]) p.holder_place.push_back(p.first_place[index(of, relay_for(me, q))] + number_for(me, e, q));
             p.first_holder.push_back(u32(p.holder_place.size()));
         }
     }
-    // Who stands for whom.
+    // The relay tables.
     void list_relays(Pe& p) const {
         const u32 me = p.s.world_pe;
         const auto& of = peers(me);
@@ -279,34 +279,34 @@ struct World {
         const auto here = members(me);
         p.s.members = u32(here.size()), p.s.member = index(here, me);
         p.relay.assign(RELAY_TABLES * n, NONE);
-        // Windows at a PE: of all that put rows there, in their order.
+        // Windows of a PE: its senders, in order.
         auto window = [&](u32 at, u32 source) {
             u32 number = 0;
-            for (u32 q : of) number += q < source && q != at && (hosts[q] == hosts[at] || serves(at, q));
+            for (u32 q : of) number += q < source && q != at && (hosts[q] == hosts[at] || is_relay_of(at, q));
             return number;
         };
         auto number = [&](u32 at, u32 source) {
             u32 count = 0;
-            for (u32 q : of) count += q < source && serves(at, q);
+            for (u32 q : of) count += q < source && is_relay_of(at, q);
             return count;
         };
         for (u32 i = 0; i < n; i++) {
             const u32 q = of[i];
-            if (!near(me, q)) p.relay[RELAY_HOME * n + i] = index(of, home(q, me));
-            if (q != me && home(me, q) == q) p.relay[RELAY_TO * n + i] = window(q, me);
-            if (q != me) p.relay[RELAY_FROM * n + i] = window(near(me, q) ? me : home(q, me), q);
-            if (!near(me, q)) p.relay[RELAY_NUMBER * n + i] = number(home(q, me), q);
+            if (!intra_node(me, q)) p.relay[RELAY_OF_SOURCE * n + i] = index(of, relay_for(q, me));
+            if (q != me && relay_for(me, q) == q) p.relay[RELAY_WINDOW_TO * n + i] = window(q, me);
+            if (q != me) p.relay[RELAY_WINDOW_FROM * n + i] = window(intra_node(me, q) ? me : relay_for(q, me), q);
+            if (!intra_node(me, q)) p.relay[RELAY_NUMBER * n + i] = number(relay_for(q, me), q);
             p.relay[RELAY_SPLIT * n + i] = split(me, q);
         }
         for (u32 q : here) p.relay.push_back(index(of, q));
         const size_t count = p.relay.size();
         p.relay.push_back(0);
         for (u32 q : of)
-            if (serves(me, q)) p.relay.push_back(index(of, q)), p.relay[count]++;
+            if (is_relay_of(me, q)) p.relay.push_back(index(of, q)), p.relay[count]++;
     }
-    std::vector<std::vector<u32>> holding, numbering;  // by expert: its holders, and its number at each
+    std::vector<std::vector<u32>> holding, numbering;  // by expert: its holders, and its number on each
 
-    // The units of a PE's sums, as the host has them.
+    // The units of a PE's gradient sums, like the host's.
     void list_sums(Pe& p, const std::vector<std::vector<u32>>& holders, const std::vector<std::vector<u32>>& numbers) const {
         std::vector<u32> before(s.n_world, 0), all;
         auto add = [&](u32 batch, const std::vector<u32>& of) {
@@ -365,27 +365,27 @@ struct World {
         t.peer = p.peer.data();
         const auto& of = peers(pe);
         const u32 n = u32(of.size());
-        p.far.assign(1 + 2 * n, 0), p.far_back = p.far;
+        p.inter_node.assign(1 + 2 * n, 0), p.inter_node_returns = p.inter_node;
         for (u32 i = 1; i < n; i++) {
             const u32 number = (p.s.my_pe + i) % n, other = of[number];
             if (p.peer[number]) continue;
-            auto list = [&](std::vector<u32>& far) {
-                far[1 + n + number] = far[0];
-                far[1 + far[0]++] = number;
+            auto list = [&](std::vector<u32>& inter_node) {
+                inter_node[1 + n + number] = inter_node[0];
+                inter_node[1 + inter_node[0]++] = number;
             };
-            if (home(pe, other) == other) list(p.far);
-            if (near(pe, other) || serves(pe, other)) list(p.far_back);
+            if (relay_for(pe, other) == other) list(p.inter_node);
+            if (intra_node(pe, other) || is_relay_of(pe, other)) list(p.inter_node_returns);
         }
-        t.far = p.far.data(), t.far_back = p.far_back.data(), t.relay = p.relay.data();
+        t.inter_node = p.inter_node.data(), t.inter_node_returns = p.inter_node_returns.data(), t.relay = p.relay.data();
         p.local = static_cast<char*>(std::aligned_alloc(256, (p.info.local_bytes + 255) / 256 * 256));
-        // What nobody writes must not look like a value.
+        // Memory that is not written must not look like a value.
         std::memset(p.local, 0xa5, p.info.local_bytes);
         p.layer_bytes.resize(p.info.layer_bytes);
         aristos_layer(&p.s, &t, reinterpret_cast<u64>(p.local), p.world_peer[pe], p.layer_bytes.data(), &p.info);
         std::memset(reinterpret_cast<char*>(p.info.local_zero), 0, p.info.local_zero_bytes);
     }
 
-    // Cuts weights into planes of the layer's dtype; what the planes do not hold is not part of the weights.
+    // Splits weights into planes of the layer's dtype; the remainder is dropped from the weights.
     void set_router(Pe& p) const {
         for (u64 i = 0; i < p.router_f32.size(); i++) {
             float rest = p.router_f32[i];
@@ -399,7 +399,7 @@ struct World {
         }
     }
 
-    // Launches a kernel on one PE; false when it failed.
+    // Launches a kernel on one PE; false if it failed.
     bool launch(u32 pe, KernelId id, const char* name, Pass pass) {
         Pe& p = *pes[pe];
         const Layer* layer = &p.layer();
@@ -411,7 +411,7 @@ struct World {
         return false;
     }
 
-    // `work(pe)` of all PEs, concurrently.
+    // Runs `work(pe)` for all PEs, concurrently.
     void all(const std::function<void(u32)>& work) const {
         std::vector<std::thread> threads;
         for (u32 pe = 0; pe < s.n_world; pe++) threads.emplace_back(work, pe);
@@ -428,7 +428,7 @@ struct World {
 
 inline int report(const char* what) {
     std::printf("%s: %s\n", what, failures ? "FAILED" : "ok");
-    std::printf("1 cases, %d failed\n", failures ? 1 : 0);  // the last line, as testing.h has it
+    std::printf("1 cases, %d failed\n", failures ? 1 : 0);  // the last line, as in testing.h
     return failures ? 1 : 0;
 }
 

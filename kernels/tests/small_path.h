@@ -1,8 +1,8 @@
-// A third GEMM path, for tests of everything around it: scalar products, tiles of 32 x 64 by blocks of two warps. On the emulator
-// it takes a hundredth of the others' time, so that a test can afford many seeds, and its small tiles are many.
+// A third GEMM path, for tests of the code around it: scalar products, tiles of 32 x 64 and blocks of two warps. On the emulator it takes
+// a hundredth of the others' time, so that tests can run many seeds, and its small tiles are many.
 #pragma once
 #include "../pass.h"
-#include "../pair.h"
+#include "../cta_pair.h"
 #include "../path_ampere.h"
 
 namespace aristos {
@@ -47,7 +47,7 @@ template <class T, class Meanwhile> DEVICE void gemm_task_small(const GemmTask& 
 
 template <class T, bool IS_BACKWARD> struct SmallPath {
     using Element = T;
-    static constexpr bool BACKWARD = IS_BACKWARD, PAIR = false;
+    static constexpr bool BACKWARD = IS_BACKWARD, CTA_PAIR = false;
     static constexpr u32 SHARED_BYTES = SmallTile::SHARED_BYTES;
     static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {
@@ -60,20 +60,20 @@ REGISTER_KERNEL(test_forward_small)
 KERNEL(test_backward_small, SmallTile::THREADS, 1)(const Layer* layer, Pass pass) { run_pass<SmallPath<F16, true>>(*layer, pass); }
 REGISTER_KERNEL(test_backward_small)
 
-// The same by pairs of blocks, in tiles of 64 x 64: what a pair does around its tasks is the layer's, the loop of tasks as simple as can be.
-template <class T, bool IS_BACKWARD> struct SmallPairPath {
+// The small path for CTA pairs, with tiles of 64 x 64. The code around the tasks is the layer's, the task loop is minimal.
+template <class T, bool IS_BACKWARD> struct SmallCtaPairPath {
     using Element = T;
-    static constexpr bool BACKWARD = IS_BACKWARD, PAIR = true;
-    using Pair = ClusterPair;
+    static constexpr bool BACKWARD = IS_BACKWARD, CTA_PAIR = true;
+    using CtaPair = aristos::CtaPair;
     static constexpr u32 SHARED_BYTES = SmallTile::SHARED_BYTES;
     static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {
         State& s = b.state;
-        PairSource source{b};
-        const bool first = !ClusterPair::is_second(), one = dev::thread() == 0;
-        ClusterPair::call(b);
+        CtaPairScheduler source{b};
+        const bool first = !CtaPair::is_second(), one = dev::thread() == 0;
+        CtaPair::call(b);
         for (;;) {
-            dev::cluster_sync();  // the second has the task before, and the first's results of it
+            dev::cluster_sync();  // the second block has read the previous task, and the first one's results of it
             if (one && first) s.more = source.next(s.task, [] { return false; });
             if (one && !first) source.await();
             dev::cluster_sync();
@@ -85,15 +85,15 @@ template <class T, bool IS_BACKWARD> struct SmallPairPath {
             dev::cluster_sync();
             if (!s.more) return;
             gemm_task_small<T>(s.task, dev::shared(), [] {});
-            if (!ARISTOS_PLANTED(HALF_DONE)) dev::cluster_sync();
-            if (one && first) report(source.ended(s.task));
+            if (!ARISTOS_FAULT(HALF_DONE)) dev::cluster_sync();
+            if (one && first) count_done(source.done_counters(s.task));
         }
     }
 };
 
-CLUSTER_KERNEL(test_forward_small_pair, SmallTile::THREADS)(const Layer* layer, Pass pass) { run_pass<SmallPairPath<F16, false>>(*layer, pass); }
-REGISTER_CLUSTER_KERNEL(test_forward_small_pair)
-CLUSTER_KERNEL(test_backward_small_pair, SmallTile::THREADS)(const Layer* layer, Pass pass) { run_pass<SmallPairPath<F16, true>>(*layer, pass); }
-REGISTER_CLUSTER_KERNEL(test_backward_small_pair)
+CLUSTER_KERNEL(test_forward_small_cta_pair, SmallTile::THREADS)(const Layer* layer, Pass pass) { run_pass<SmallCtaPairPath<F16, false>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_forward_small_cta_pair)
+CLUSTER_KERNEL(test_backward_small_cta_pair, SmallTile::THREADS)(const Layer* layer, Pass pass) { run_pass<SmallCtaPairPath<F16, true>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_backward_small_cta_pair)
 
 }  // namespace aristos

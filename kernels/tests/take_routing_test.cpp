@@ -1,4 +1,5 @@
-// aristos_take_routing: a caller's choices sorted, and their indices in the caller's routing; invalid ones named. And aristos_accumulate.
+// aristos_take_routing: sorts a caller's choices, keeps their indices in the caller's routing, and reports invalid ones. Also
+// aristos_accumulate.
 #include <algorithm>
 #include <limits>
 
@@ -15,7 +16,7 @@ struct Choices {
     std::vector<float> weights;
 };
 
-// Some distinct experts in any order, some choices of none.
+// Distinct experts in random order, and some choices without an expert.
 Choices random_choices(const LayerShape& s, u32 tokens, std::mt19937& random) {
     Choices c;
     std::vector<i32> all(s.n_experts);
@@ -66,7 +67,7 @@ void sorts(u32 tokens, u32 experts, u32 k, u32 seed) {
     for (u32 j = 0; j < k; j++) CHECK(l.routing.chosen[u64(tokens) * k + j] == 0xa5a5a5a5, "choices beyond the tokens");
 }
 
-// An invalid choice is named, and no kernel that still runs sees it.
+// An invalid choice is named, and later kernels do not see it.
 void refuses(i32 wrong, bool twice) {
     context = "wrong id " + std::to_string(wrong);
     LayerShape s = shape();

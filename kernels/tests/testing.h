@@ -1,11 +1,11 @@
-// For test programs of kernels: cases that check, and worlds to launch in.
+// Framework for kernel tests: cases with checks, and worlds to launch in.
 //
 //     CASE(name) { World world(2, 1 << 20); world.launch(0, "kernel", grid, block, shared_bytes, a, b); CHECK(x == y); }
 //
-// Under ThreadSanitizer a case fails when a race is reported in it; ExpectRaces makes it fail when none is.
+// Under ThreadSanitizer a case fails if a race is reported in it; with ExpectRaces it fails if none is.
 //
-// testing_main runs every case, or those whose name contains an argument, prints what failed, and returns 1 if any did. A case
-// whose name begins with "tsan" runs under ThreadSanitizer too; a program with such cases is built both ways (tests/kernels.rs).
+// testing_main runs every case, or those whose name contains an argument, prints the failures, and returns 1 if there are any. A case
+// whose name begins with "tsan" also runs under ThreadSanitizer; programs with such cases are built both ways (tests/kernels.rs).
 #pragma once
 #include <atomic>
 #include <cmath>
@@ -41,7 +41,7 @@ struct Case {
     static testing::Case registered_case_##name(#name, case_##name); \
     static void case_##name()
 
-// Continues, but prints no more than a few lines.
+// Continues, but prints at most a few lines.
 #define CHECK(condition, ...)                                                              \
     do {                                                                                   \
         if (!(condition) && ++testing::Case::failures <= 20) {                             \
@@ -51,7 +51,7 @@ struct Case {
         }                                                                                  \
     } while (0)
 
-// Races that ThreadSanitizer has reported so far.
+// Number of races that ThreadSanitizer has reported.
 inline std::atomic<int> races{0};
 
 struct ExpectRaces {
@@ -78,7 +78,7 @@ class World {
     template <class T = char> T* heap(u32 pe, u64 offset = 0) const {
         return reinterpret_cast<T*>(aristos_host_heap(world_, pe, pe) + offset);
     }
-    // The launch's error, empty when there was none.
+    // The launch's error, or an empty string.
     template <class... P>
     std::string try_launch(u32 pe, const char* kernel, u32 grid, u32 block, u32 shared_bytes, P... parameters) const {
         void* args[] = {static_cast<void*>(&parameters)..., nullptr};
@@ -113,7 +113,7 @@ inline int testing_main(int argc, char** argv) {
         std::fflush(stdout);
         failed += Case::failures != 0;
     }
-    // The last line: without it the program has not come to its end.
+    // The last line shows that the program has completed.
     std::printf("%d cases, %d failed\n", run, failed);
     return failed || run == 0;
 }
@@ -122,8 +122,8 @@ inline int testing_main(int argc, char** argv) {
 
 #ifdef ARISTOS_TSAN
 extern "C" {
-// ThreadSanitizer's own hooks: called for every report, and asked once at the start. Cases decide what a report means; worlds
-// of different cases lie at the same addresses.
+// ThreadSanitizer's hooks: called for every report, and asked once at the start. Cases decide what a report means; worlds of different
+// cases use the same addresses.
 __attribute__((visibility("default"))) void __tsan_on_report(void*) { ++testing::races; }
 __attribute__((visibility("default"))) const char* __tsan_default_options() { return "exitcode=0:suppress_equal_addresses=0"; }
 }

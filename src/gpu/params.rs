@@ -235,8 +235,8 @@ mirror! {
         peer: u64,
         world: u64,
         world_peer: u64,
-        far: u64,
-        far_back: u64,
+        inter_node: u64,
+        inter_node_returns: u64,
         relay: u64,
         tensor_maps: u64,
     }

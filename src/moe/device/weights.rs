@@ -340,8 +340,8 @@ impl<'g> DeviceWeights<'g> {
             let listed = inter_node.iter().copied().chain(vec![0; n - inter_node.len()]);
             std::iter::once(inter_node.len()).chain(listed).chain((0..n).map(number)).map(|v| v as u32).collect()
         };
-        self.tables.far = self.keep(gpu, &lists(&|pe| relays.links(me, pe).0))?;
-        self.tables.far_back = self.keep(gpu, &lists(&|pe| relays.links(me, pe).1))?;
+        self.tables.inter_node = self.keep(gpu, &lists(&|pe| relays.links(me, pe).0))?;
+        self.tables.inter_node_returns = self.keep(gpu, &lists(&|pe| relays.links(me, pe).1))?;
         Ok(())
     }
 
