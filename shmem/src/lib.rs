@@ -50,6 +50,7 @@
 //! ```
 
 mod collective;
+pub mod control;
 mod doorbell;
 mod error;
 pub mod fds;
