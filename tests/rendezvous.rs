@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use aristos::job::launch::VERSION;
+use aristos::shmem::control::{Attempt, CallError, Introduction, Key, call};
 use binary::{Outcome, Running, aristos, names_in, start};
 use rustix::process::{Pid, Signal, Uid, geteuid, getpid, kill_process};
 
@@ -154,24 +155,42 @@ fn meeting_place(of: &str) -> Vec<u8> {
     panic!("no meeting place of {of}");
 }
 
-/// Comes to a meeting place and says that; what is answered, a frame's kind and its body.
-fn come(name: &[u8], hello: &str) -> (u32, String) {
-    let mut stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
-    const JOIN: u32 = 9;
-    let mut frame = JOIN.to_le_bytes().to_vec();
-    frame.extend(0_u32.to_le_bytes());
-    frame.extend((hello.len() as u64).to_le_bytes());
-    frame.extend(hello.as_bytes());
-    // Who is refused for what it is is not heard: the answer may be there, and the socket closed, before this is written.
+/// Connects to a rendezvous socket.
+fn connect(name: &[u8]) -> UnixStream {
+    UnixStream::connect_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap()
+}
+
+/// Sends this as a hello; returns the kind of the answer, and the text of a refusal.
+fn answer_to(name: &[u8], hello: &[u8]) -> (u32, String) {
+    let mut stream = connect(name);
+    const JOIN: u32 = 1;
+    const HEADER_AND_PROOF: usize = 16 + 32;
+    let frame = [&JOIN.to_le_bytes()[..], &[0; 4], &(hello.len() as u64).to_le_bytes(), hello].concat();
+    // Another user's process is refused unheard: the socket may be closed before this is written.
     let _ = stream.write_all(&frame);
     let mut answer = Vec::new();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     let _ = stream.read_to_end(&mut answer);
-    assert!(answer.len() >= 16, "no answer to {hello}");
-    (u32::from_le_bytes(answer[..4].try_into().unwrap()), String::from_utf8_lossy(&answer[16..]).into_owned())
+    assert!(answer.len() >= HEADER_AND_PROOF, "no answer to {hello:?}");
+    let text = String::from_utf8_lossy(&answer[HEADER_AND_PROOF..]).into_owned();
+    (u32::from_le_bytes(answer[..4].try_into().unwrap()), text)
 }
 
-const REFUSED: u32 = 11;
+const REFUSED: u32 = 5;
+
+/// Calls rank 0 as a process of the job would; returns why it is refused.
+fn refusal(name: &[u8], token: &str, job: usize, who: Introduction<'_>) -> String {
+    let key = Key::new(format!("{token}\0slurm-{job}.0").as_bytes());
+    let once = |attempt, _| match attempt {
+        0 => Ok((connect(name).into(), Vec::new())),
+        _ => Err(Attempt::Fatal("it is not rank 0 of this job")),
+    };
+    match call(who, &key, Instant::now() + Duration::from_secs(20), once) {
+        Err(CallError::Refused(why)) => why,
+        Err(CallError::Connect(why)) => why.to_string(),
+        other => panic!("{other:?}"),
+    }
+}
 
 #[test]
 fn the_processes_of_every_launcher_run_a_job() {
@@ -239,30 +258,31 @@ fn strangers_are_refused_by_name_and_disturb_nobody() {
     let late = commands.pop().unwrap();
     let mut running = start_all(commands);
     let name = meeting_place(&format!("slurm-{job}.0"));
-    let hello = |version: &str, token: &str, rank: usize| {
-        format!(
-            r#"{{"protocol":{VERSION},"version":"{version}","job":"slurm-{job}.0","token":"{token}","rank":{rank},"size":3}}"#
-        )
-    };
-    let ours = env!("CARGO_PKG_VERSION");
-    for (said, why) in [
-        (hello(ours, "of another", 2), "does not know the job's token"),
-        (hello("0.0.7", "of this job", 2), &format!("it is aristos 0.0.7 (protocol {VERSION}), rank 0 is aristos")),
-        (hello(ours, "of this job", 3), "it is rank 3 of 3"),
-        ("GET / HTTP/1.1".to_string(), "no valid hello"),
+    let program = |version: &str| format!("aristos {version} (protocol {VERSION})");
+    let ours = program(env!("CARGO_PKG_VERSION"));
+    for (token, program, pe, why) in [
+        ("of another", &ours, 2, "it is not rank 0 of this job"),
+        ("of this job", &program("0.0.7"), 2, &format!("it is aristos 0.0.7 (protocol {VERSION}), this is aristos")),
+        ("of this job", &ours, 3, "PE 3 of 3, of 3 expected"),
     ] {
-        let (kind, answer) = come(&name, &said);
-        assert!(kind == REFUSED && answer.contains(why), "{said}: {kind} {answer}");
+        let said = refusal(&name, token, job, Introduction { pe, n_pes: 3, program });
+        assert!(said.contains(why), "{said}");
     }
+    let (kind, answer) = answer_to(&name, b"GET / HTTP/1.1");
+    assert!(kind == REFUSED && answer.contains("of version 542393671 of the rendezvous"), "{kind} {answer}");
+    let mut browser = connect(&name);
+    browser.write_all(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n").unwrap();
+    let mut answer = Vec::new();
+    let _ = browser.read_to_end(&mut answer);
+    assert!(String::from_utf8_lossy(&answer).contains("it sent no valid hello"), "{answer:?}");
     // One that says nothing, one that says too much, one that leaves.
-    let connect = || UnixStream::connect_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
-    let (silent, mut loud) = (connect(), connect());
+    let (silent, mut loud) = (connect(&name), connect(&name));
     let _ = loud.write_all(&[9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0].repeat(1 << 12));
-    drop(connect());
+    drop(connect(&name));
     // A process with the wrong token says so itself.
     let mut wrong = Launcher::Slurm.command(job, 2, 3, SMALL);
     wrong.env("ARISTOS_JOB_TOKEN", "of another");
-    binary::run(wrong).refused(&["rank 0 refused rank 2: it does not know the job's token"]);
+    binary::run(wrong).refused(&["rank 2: ", "is not rank 0 of this job: it does not know the job's token"]);
     running.push(start(late));
     let mut outcomes = end_all(running);
     drop(silent);
@@ -270,7 +290,7 @@ fn strangers_are_refused_by_name_and_disturb_nobody() {
     quiet(&others, 0);
     let first = &outcomes[0];
     assert!(first.status.success() && first.stdout.contains("check passed"), "{first:?}");
-    for why in ["token", "aristos 0.0.7", "rank 3 of 3", "no valid hello"] {
+    for why in ["token", "aristos 0.0.7", "PE 3 of 3", "of version", "no valid hello"] {
         let named = |line: &str| line.starts_with("aristos: refused process ") && line.contains(why);
         assert!(first.stderr.lines().any(named), "{first:?}: {why}");
     }
@@ -357,11 +377,7 @@ fn other_users_can_neither_join_nor_listen() {
     let mut commands = commands.into_iter();
     let first = start(commands.next().unwrap());
     let name = meeting_place(&format!("slurm-{job}.0"));
-    let hello = format!(
-        r#"{{"protocol":{VERSION},"version":"{}","job":"slurm-{job}.0","token":"","rank":1,"size":2}}"#,
-        env!("CARGO_PKG_VERSION")
-    );
-    let answer = as_nobody(|| come(&name, &hello));
+    let answer = as_nobody(|| answer_to(&name, b"a hello"));
     if let Some((kind, why)) = &answer {
         assert!(*kind == REFUSED && why.contains("user 65534"), "{why}");
     }

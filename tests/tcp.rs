@@ -15,6 +15,8 @@ mod link;
 mod once;
 mod sample;
 mod skip;
+#[path = "tcp/strangers.rs"]
+mod strangers;
 #[macro_use]
 #[path = "../shmem/tests/conformance/suite/mod.rs"]
 mod suite;
@@ -77,8 +79,14 @@ fn main() -> ExitCode {
     let ofi = some_of(ofi::TESTS, filter);
     #[cfg(not(feature = "ofi"))]
     let ofi: Vec<&Test> = Vec::new();
-    for (name, test) in
-        TESTS.iter().chain(once::TESTS).chain(devices).chain(ofi).chain(links).filter(|(name, _)| name.contains(filter))
+    for (name, test) in TESTS
+        .iter()
+        .chain(once::TESTS)
+        .chain(strangers::TESTS)
+        .chain(devices)
+        .chain(ofi)
+        .chain(links)
+        .filter(|(name, _)| name.contains(filter))
     {
         let before = skip::count();
         let (sum, word) = match catch_unwind(test) {
@@ -480,7 +488,7 @@ const TESTS: &[(&str, fn())] = &[
         wrong.env("ARISTOS_JOB_TOKEN", "wrong");
         let late = commands.pop().unwrap();
         let running = start_all(commands);
-        run(wrong).refused(&["refused: it does not know the job's token"]);
+        run(wrong).refused(&["is not PE 0 of this job: it does not know the job's token"]);
         let mut strangers: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(&rendezvous).unwrap()).collect();
         strangers[7].write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         run(late).success();

@@ -51,6 +51,7 @@
 
 mod channels;
 mod collective;
+pub mod control;
 mod doorbell;
 mod error;
 pub mod fds;

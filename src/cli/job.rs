@@ -94,6 +94,7 @@ fn run_as_one<W: World, S, M: DeserializeOwned>(
     let n = pes.world().n_pes();
     let found = JobProcesses { started: Some(n), here: Some(pes.world().pes_on_host()), reports: pes.reports() };
     let asked = ask(found).and_then(|asked| {
+        pes.world().set_wait_limit(asked.wait_limit);
         let expected = asked.pes;
         let transport = pes.world().transport();
         anyhow::ensure!(

@@ -63,6 +63,11 @@ pub trait World: Sized {
         None
     }
 
+    /// Whoever waits longer than this for another PE, whatever its own limit, finds out whether that PE's process still answers, where the PEs can.
+    fn set_wait_limit(&self, limit: Duration) {
+        let _ = limit;
+    }
+
     /// The smallest of all PEs' numbers, which are below 2^63. Collective.
     ///
     /// # Errors

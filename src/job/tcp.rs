@@ -188,6 +188,10 @@ impl<C: Carrier> World for TcpPes<C> {
         Some(names.iter().map(|name| names.iter().position(|other| other == name).unwrap_or(0)).collect())
     }
 
+    fn set_wait_limit(&self, limit: Duration) {
+        self.world.set_wait_limit(limit);
+    }
+
     fn min(&self, value: u64, limit: Duration) -> Result<u64, JobError> {
         Ok(self.world.min(value, limit)?)
     }

@@ -29,6 +29,7 @@ pub fn run<W: World>(
 ) -> bool {
     let open = || {
         let job = PreparedRun::open(request(pes.world().n_pes())?)?;
+        pes.world().set_wait_limit(job.wait_limit());
         let probed = job.probe_request()?.is_some();
         check_host(&job, pes.world().pes_on_host(), probed)?;
         anyhow::Ok(job)

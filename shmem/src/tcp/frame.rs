@@ -2,8 +2,6 @@
 
 use crate::SignalOp;
 
-/// Raised with every change to the frames, or to how PEs meet.
-pub(super) const VERSION: u32 = 1;
 /// Length of a header, bytes.
 pub(super) const HEADER_BYTES: usize = 48;
 /// No message or farewell is longer, bytes.

@@ -1,40 +1,32 @@
-//! How PEs meet: all connect to PE 0, which tells each where the others listen; then each connects to those below it.
+//! How PEs connect over TCP: all call PE 0, which sends each where the others listen; then each calls those with lower numbers.
 //!
-//! Whoever connects says who it is, and is admitted if it knows the job's token, runs the same program, and is a PE that has not come yet.
-//! Between PEs the token is joined by a number that PE 0 has drawn for this job. Strangers are no part of this: one that says nothing, or not
-//! in time, or anything else, is closed, and delays nobody; only so many are kept waiting.
+//! Every connection begins with the handshake of the control plane ([`crate::control`]): at PE 0 under the job's token, between the other PEs under a
+//! key that also depends on a number that PE 0 has drawn for this world and sent to those that it has admitted.
 
-use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::thread;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::sockopt;
+use rustix::net::{getpeername, sockopt};
 
 use super::TcpError;
-use super::frame::VERSION;
-use super::hello::{
-    Hello, MAX_HELLO_BYTES, MAX_TEXT_BYTES, Nonce, Place, answer, places_from_bytes, places_to_bytes, read_answer,
-};
+use super::places::{self, Place};
 use super::silence::retry_soon;
+use crate::control::frame::{Kind, receive_by, send_by};
+use crate::control::{Attempt, CallError, Gate, Hello, Introduction, Joined, Key, Link, MAX_TEXT_BYTES, Nonce, call};
 
-/// How long one that connects may take to say who it is.
-const HELLO_LIMIT: Duration = Duration::from_secs(5);
-/// How many more than PEs may have connected and not said who they are.
-const STRANGERS: usize = 64;
-/// How long an answer may take to be sent.
+/// How long PE 0 may take to send the places to one PE.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
-/// How much longer than PE 0 the others wait: it knows who is missing, and says so.
+/// How much longer than PE 0 the others wait: PE 0 knows which PE is missing.
 const GRACE: Duration = Duration::from_secs(1);
-/// Between two attempts to connect.
-const RETRY: Duration = Duration::from_millis(50);
-/// The longest attempt.
+/// Maximum time of one attempt to connect.
 const ATTEMPT: Duration = Duration::from_secs(2);
-/// Most refusals that are kept.
-const KEPT_REFUSALS: usize = 8;
+/// Maximum length of the places of all PEs, bytes.
+const MAX_PLACES_BYTES: usize = 4 << 20;
 
-/// Who meets where.
+/// A PE's part of a rendezvous.
 #[derive(Clone, Copy, Debug)]
 pub struct Joining<'a> {
     /// This PE's number.
@@ -43,20 +35,20 @@ pub struct Joining<'a> {
     pub n_pes: usize,
     /// Where PE 0 listens, as HOST:PORT.
     pub rendezvous: &'a str,
-    /// The program and its version, which must be one on all PEs; at most 512 bytes.
+    /// The program and its version, which must be the same on all PEs; at most 512 bytes.
     pub program: &'a str,
-    /// What the PEs of this job know, and nobody else; at most 512 bytes.
+    /// The job's secret. It is never sent.
     pub token: &'a [u8],
     /// Limits of time.
     pub limits: JoinLimits,
 }
 
-/// How long what may take.
+/// Limits of time.
 #[derive(Clone, Copy, Debug)]
 pub struct JoinLimits {
-    /// Until all PEs have come.
+    /// Until all PEs are connected.
     pub join: Duration,
-    /// A host whose kernel acknowledges nothing for so long is given up: its PEs are lost. At least 2 s.
+    /// The PEs of a host whose kernel acknowledges nothing for this long are lost. At least 2 s.
     pub silence: Duration,
 }
 
@@ -67,58 +59,56 @@ impl Default for JoinLimits {
 }
 
 impl JoinLimits {
-    /// As it is used: a shorter one would be an ordinary pause.
+    /// The limit in use: a shorter one would be an ordinary pause.
     pub(super) fn given_up_after(&self) -> Duration {
         self.silence.max(Duration::from_secs(2))
     }
 }
 
-/// PEs that have met.
+/// Connected PEs.
 pub(super) struct Met {
     /// By PE.
-    pub(super) sockets: Vec<Option<TcpStream>>,
+    pub(super) sockets: Vec<Option<OwnedFd>>,
     /// By PE: the name of its host.
     pub(super) hosts: Vec<String>,
     pub(super) refusals: Vec<String>,
+    /// When all PEs must be connected.
+    pub(super) until: Instant,
+}
+
+/// This PE's side of every handshake.
+struct Rank<'a> {
+    joining: Joining<'a>,
+    host: String,
+    key: Key,
+    until: Instant,
 }
 
 fn meeting(why: impl Into<String>) -> TcpError {
     TcpError::Meeting(why.into())
 }
 
-/// Meets the other PEs; `listener` is PE 0's, if it has one.
+/// Connects this PE to all others; `listener` is PE 0's, if it has one.
 pub(super) fn meet(joining: &Joining<'_>, listener: Option<TcpListener>) -> Result<Met, TcpError> {
     let &Joining { pe, n_pes, rendezvous, program, token, limits } = joining;
     if pe >= n_pes {
         return Err(meeting(format!("PE {pe} of {n_pes}: expected a number below that of PEs")));
     }
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    for (what, bytes) in
-        [("the program's name", program.len()), ("the job's token", token.len()), ("the host's name", host.len())]
-    {
+    // A payload is a port and the host's name.
+    for (what, bytes) in [("the program's name", program.len()), ("the host's name", host.len() + 2)] {
         if bytes > MAX_TEXT_BYTES {
             return Err(meeting(format!("{what} has {bytes} bytes, expected at most {MAX_TEXT_BYTES}")));
         }
     }
-    let mine = Hello {
-        version: VERSION,
-        pe: pe as u32,
-        n_pes: n_pes as u32,
-        port: 0,
-        nonce: Nonce::default(),
-        program: program.as_bytes().to_vec(),
-        token: token.to_vec(),
-        host: host.into_bytes(),
-    };
-    let until = Instant::now() + limits.join;
+    let rank = Rank { joining: *joining, host, key: Key::new(token), until: Instant::now() + limits.join };
     let met = match (pe, listener) {
         (0, _) if n_pes == 1 => {
-            let hosts = vec![String::from_utf8_lossy(&mine.host).into_owned()];
-            Met { sockets: vec![None], hosts, refusals: Vec::new() }
+            Met { sockets: vec![None], hosts: vec![rank.host], refusals: Vec::new(), until: rank.until }
         }
-        (0, Some(listener)) => lead(Gate::new(listener, mine, limits.join, until)?)?,
-        (0, None) => lead(Gate::new(listen(rendezvous)?, mine, limits.join, until)?)?,
-        _ => follow(mine, rendezvous, limits.join, until)?,
+        (0, Some(listener)) => rank.lead(vec![listener])?,
+        (0, None) => rank.lead(listen(rendezvous)?)?,
+        _ => rank.follow()?,
     };
     for (peer, socket) in met.sockets.iter().enumerate() {
         let Some(socket) = socket else { continue };
@@ -128,12 +118,12 @@ pub(super) fn meet(joining: &Joining<'_>, listener: Option<TcpListener>) -> Resu
     Ok(met)
 }
 
-/// Sets a connection's options, as it is used from now on.
-fn prepare(socket: &TcpStream, silence: Duration) -> io::Result<()> {
-    socket.set_nonblocking(true)?;
-    socket.set_nodelay(true)?;
+/// Sets a connection's options.
+fn prepare(socket: &OwnedFd, silence: Duration) -> io::Result<()> {
+    rustix::io::ioctl_fionbio(socket, true)?;
+    sockopt::set_tcp_nodelay(socket, true)?;
     retry_soon(socket);
-    // Where nothing is sent. Half of it until the first probe, then one a second.
+    // While nothing is sent: half of the limit until the first probe, then one a second.
     let idle = Duration::from_secs((silence.as_secs() / 2).clamp(1, 600));
     sockopt::set_tcp_keepidle(socket, idle)?;
     sockopt::set_tcp_keepintvl(socket, Duration::from_secs(1))?;
@@ -147,23 +137,39 @@ fn resolve(rendezvous: &str) -> io::Result<Vec<SocketAddr>> {
     Ok(rendezvous.to_socket_addrs()?.collect())
 }
 
-/// A socket that listens: on all addresses of this host, unless the rendezvous is for this host alone. A host's own name is often one of an
-/// address that only the host itself can reach.
-fn listen(rendezvous: &str) -> Result<TcpListener, TcpError> {
+/// The sockets of a rendezvous: on all addresses of this host, unless the rendezvous is for this host alone. A host's own name often stands for
+/// an address that only the host itself can reach.
+fn listen(rendezvous: &str) -> Result<Vec<TcpListener>, TcpError> {
     let addresses = resolve(rendezvous).map_err(|error| TcpError::system(format!("find {rendezvous}"), error))?;
     let Some(first) = addresses.first() else {
         return Err(meeting(format!("{rendezvous} has no address")));
     };
-    let listener = listen_near(first, first.port());
-    listener.map_err(|error| TcpError::system(format!("listen for the other PEs at {rendezvous}"), error))
+    let failed = |error| TcpError::system(format!("listen for the other PEs at {rendezvous}"), error);
+    let mut listeners = vec![listen_near(first.ip(), first.port()).map_err(failed)?];
+    if is_loopback(first.ip()) {
+        // Another user must not listen at the name's other address.
+        for other in addresses.iter().filter(|other| other.ip() != first.ip() && is_loopback(other.ip())) {
+            match listen_near(other.ip(), other.port()) {
+                Ok(listener) => listeners.push(listener),
+                // This host has no IPv6.
+                Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
+    }
+    Ok(listeners)
 }
 
-/// Listens at `port` wherever one comes from who reaches this host by `address`.
-fn listen_near(address: &SocketAddr, port: u16) -> io::Result<TcpListener> {
-    let explicit_loopback = address.ip() == Ipv4Addr::LOCALHOST || address.ip() == Ipv6Addr::LOCALHOST;
+/// Whether this is the address of a host for itself, rather than one of the others' that the host's own name may stand for.
+fn is_loopback(ip: IpAddr) -> bool {
+    ip == Ipv4Addr::LOCALHOST || ip == Ipv6Addr::LOCALHOST
+}
+
+/// Listens on `port` on every interface through which peers can reach `address`.
+fn listen_near(address: IpAddr, port: u16) -> io::Result<TcpListener> {
     let listener = match address {
-        _ if explicit_loopback => TcpListener::bind((address.ip(), port)),
-        // Takes IPv4 too; but there are hosts without IPv6.
+        address if is_loopback(address) => TcpListener::bind((address, port)),
+        // Accepts IPv4 too; but some hosts have no IPv6.
         _ => TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))
             .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))),
     }?;
@@ -171,280 +177,197 @@ fn listen_near(address: &SocketAddr, port: u16) -> io::Result<TcpListener> {
     Ok(listener)
 }
 
-/// PE 0's side.
-fn lead(mut gate: Gate) -> Result<Met, TcpError> {
-    let n = gate.mine.n_pes as usize;
-    gate.admit(1..n)?;
-    let port_of = |hello: &Hello, stream: &TcpStream| {
-        let ip = stream.peer_addr().map_or(Ipv4Addr::UNSPECIFIED.into(), |address| address.ip().to_canonical());
-        Place { address: SocketAddr::new(ip, hello.port), host: String::from_utf8_lossy(&hello.host).into_owned() }
-    };
-    let own = Place {
-        address: SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0),
-        host: String::from_utf8_lossy(&gate.mine.host).into_owned(),
-    };
-    let places: Vec<Place> = gate
-        .came
-        .iter()
-        .map(|one| one.as_ref().map_or(own.clone(), |(stream, hello)| port_of(hello, stream)))
-        .collect();
-    let body = places_to_bytes(&rand::random(), &places);
-    let mut sockets = Vec::with_capacity(n);
-    for (pe, one) in gate.came.into_iter().enumerate() {
-        sockets.push(match one {
-            None => None,
-            Some((mut stream, _)) => {
-                let answered =
-                    stream.set_write_timeout(Some(ANSWER_LIMIT)).and_then(|()| answer(&mut stream, true, &body));
-                answered.map_err(|_| meeting(format!("PE {pe} has ended")))?;
-                Some(stream)
-            }
-        });
-    }
-    Ok(Met { sockets, hosts: places.into_iter().map(|place| place.host).collect(), refusals: gate.refusals })
+fn address_of(socket: &OwnedFd) -> io::Result<SocketAddr> {
+    let address = getpeername(socket)?.and_then(|address| SocketAddr::try_from(address).ok());
+    let address = address.ok_or(io::ErrorKind::NotConnected)?;
+    Ok(SocketAddr::new(address.ip().to_canonical(), address.port()))
 }
 
-/// Another PE's side.
-fn follow(mut mine: Hello, rendezvous: &str, limit: Duration, until: Instant) -> Result<Met, TcpError> {
-    let (me, n) = (mine.pe as usize, mine.n_pes as usize);
-    let mut zero = call_zero(rendezvous, limit, until)?;
-    let near = zero.peer_addr().map_err(|error| TcpError::system("find out where PE 0 is", error))?;
-    let near = SocketAddr::new(near.ip().to_canonical(), near.port());
-    let setup = |error| TcpError::system("listen for the other PEs", error);
-    let listener = listen_near(&near, 0).map_err(setup)?;
-    mine.port = listener.local_addr().map_err(setup)?.port();
-    // A PE's own socket is not for strangers: it is given to those alone that PE 0 has admitted.
-    let ended = |_| meeting("PE 0 has ended");
-    zero.write_all(&mine.to_bytes()).map_err(ended)?;
-    let (places, nonce) = match answer_of(&mut zero, until + GRACE) {
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-            return Err(meeting(format!("PE 0 has not answered within {} s", limit.as_secs_f64())));
+impl Rank<'_> {
+    fn seconds(&self) -> f64 {
+        self.joining.limits.join.as_secs_f64()
+    }
+
+    /// PE 0's side.
+    fn lead(self, listeners: Vec<TcpListener>) -> Result<Met, TcpError> {
+        let gate = self.gate(listeners, self.key.clone(), 1, |hello| {
+            let is_valid = hello.payload.len() >= 2;
+            if is_valid { Ok(()) } else { Err("it sent no valid hello".to_string()) }
+        })?;
+        let (joined, refusals) = self.admit(gate, None)?;
+        let place = |one: &Joined| {
+            let (port, host) = one.hello.payload.split_first_chunk().unwrap_or((&[0; 2], &[]));
+            let ip = address_of(&one.socket).map_or(Ipv4Addr::UNSPECIFIED.into(), |address| address.ip());
+            let address = SocketAddr::new(ip, u16::from_le_bytes(*port));
+            Place { address, host: String::from_utf8_lossy(host).into_owned() }
+        };
+        let own = Place { address: SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0), host: self.host.clone() };
+        let places: Vec<Place> = joined.iter().map(|one| one.as_ref().map_or(own.clone(), place)).collect();
+        let session = Nonce::draw().map_err(|error| TcpError::system("draw a number", error))?;
+        let data = places::to_bytes(&session, &places);
+        for (pe, one) in joined.iter().enumerate() {
+            let Some(one) = one else { continue };
+            let body = one.session.seal(Kind::World, &data);
+            send_by(one.socket.as_fd(), Kind::World, &body, &[], Instant::now() + ANSWER_LIMIT)
+                .map_err(|_| meeting(format!("PE {pe} has ended")))?;
         }
-        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-            return Err(meeting(format!("{rendezvous}: {error}")));
+        let sockets = joined.into_iter().map(|one| Some(one?.socket)).collect();
+        let hosts = places.into_iter().map(|place| place.host).collect();
+        Ok(Met { sockets, hosts, refusals, until: self.until })
+    }
+
+    /// Another PE's side.
+    fn follow(self) -> Result<Met, TcpError> {
+        let Joining { pe: me, n_pes: n, rendezvous, .. } = self.joining;
+        let (mut zero, listener) = self.call_zero()?;
+        let near = address_of(&zero.socket).map_err(|error| TcpError::system("find out where PE 0 is", error))?;
+        let frame = receive_by(zero.socket.as_fd(), &mut zero.inbox, MAX_PLACES_BYTES, self.until + GRACE);
+        let frame = frame.map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut => meeting(format!("PE 0 has not answered within {} s", self.seconds())),
+            io::ErrorKind::InvalidData => meeting(format!("{rendezvous}: {error}")),
+            _ => meeting("PE 0 has ended"),
+        })?;
+        let data = zero.session.open(frame.kind, &frame.body).filter(|_| frame.kind == Kind::World);
+        let (session, places) = data
+            .and_then(|data| places::from_bytes(data, n))
+            .ok_or_else(|| meeting("PE 0 sent no valid list of PEs"))?;
+        let key = self.key.for_session(&session);
+        let mut sockets: Vec<Option<OwnedFd>> = (0..n).map(|_| None).collect();
+        for pe in 1..me {
+            // A PE of PE 0's host reached it by an address of that host alone: the others find it where they found PE 0.
+            let address = match places[pe].address.ip() {
+                ip if ip.is_loopback() => SocketAddr::new(near.ip(), places[pe].address.port()),
+                _ => places[pe].address,
+            };
+            sockets[pe] = Some(self.call_peer(pe, address, &key)?);
         }
-        Err(_) => return Err(meeting("PE 0 has ended, or refused what it was sent")),
-        Ok((false, why)) => return Err(meeting(String::from_utf8_lossy(&why).into_owned())),
-        Ok((true, body)) => {
-            let (nonce, places) =
-                places_from_bytes(&body, n).ok_or_else(|| meeting("PE 0 sent no valid list of PEs"))?;
-            (places, nonce)
+        let gate = self.gate(vec![listener], key, me + 1, |_| Ok(()))?;
+        let (joined, refusals) = self.admit(gate, Some(&zero.socket))?;
+        for (socket, one) in sockets.iter_mut().zip(joined) {
+            *socket = socket.take().or(one.map(|one| one.socket));
         }
-    };
-    mine.nonce = nonce;
-    // Who is on PE 0's host reached it by an address of that host's own: the others go where they found PE 0.
-    let address = |place: &Place| match place.address.ip().is_loopback() {
-        true => SocketAddr::new(near.ip(), place.address.port()),
-        false => place.address,
-    };
-    let mut sockets: Vec<Option<TcpStream>> = (0..n).map(|_| None).collect();
-    let hello = mine.to_bytes();
-    for pe in 1..me {
-        let failed = |error| TcpError::system(format!("connect to PE {pe} at {}", address(&places[pe])), error);
-        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        let mut stream = TcpStream::connect_timeout(&address(&places[pe]), left).map_err(failed)?;
-        stream.write_all(&hello).map_err(failed)?;
-        sockets[pe] = Some(stream);
+        sockets[0] = Some(zero.socket);
+        let hosts = places.into_iter().map(|place| place.host).collect();
+        Ok(Met { sockets, hosts, refusals, until: self.until })
     }
-    let mut gate = Gate::new(listener, mine, limit, until)?;
-    gate.admit(me + 1..n)?;
-    for (pe, one) in gate.came.iter_mut().enumerate() {
-        let Some((mut stream, _)) = one.take() else { continue };
-        let ended = |_| meeting(format!("PE {pe} has ended"));
-        stream.set_write_timeout(Some(ANSWER_LIMIT)).and_then(|()| answer(&mut stream, true, b"")).map_err(ended)?;
-        sockets[pe] = Some(stream);
+
+    fn introduction(&self) -> Introduction<'_> {
+        let Joining { pe, n_pes, program, .. } = self.joining;
+        Introduction { pe, n_pes, program }
     }
-    for (pe, stream) in sockets.iter_mut().enumerate() {
-        let Some(stream) = stream.as_mut().filter(|_| pe < me) else { continue };
-        match answer_of(stream, until + GRACE) {
-            Ok((true, _)) => {}
-            Ok((false, why)) => return Err(meeting(format!("PE {pe}: {}", String::from_utf8_lossy(&why)))),
-            Err(_) => return Err(meeting(format!("PE {pe} has ended, or has not answered"))),
+
+    fn gate(
+        &self,
+        listeners: Vec<TcpListener>,
+        key: Key,
+        first: usize,
+        condition: impl Fn(&Hello) -> Result<(), String> + Send + 'static,
+    ) -> Result<Gate, TcpError> {
+        for listener in &listeners {
+            listener.set_nonblocking(true).map_err(|error| TcpError::system("listen for the other PEs", error))?;
         }
-    }
-    sockets[0] = Some(zero);
-    Ok(Met { sockets, hosts: places.into_iter().map(|place| place.host).collect(), refusals: gate.refusals })
-}
-
-fn answer_of(stream: &mut TcpStream, until: Instant) -> io::Result<(bool, Vec<u8>)> {
-    let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    stream.set_read_timeout(Some(left))?;
-    read_answer(stream)
-}
-
-/// Connects to PE 0, which may not listen yet.
-fn call_zero(rendezvous: &str, limit: Duration, until: Instant) -> Result<TcpStream, TcpError> {
-    loop {
-        let connected = resolve(rendezvous).and_then(|addresses| {
-            let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1)).min(ATTEMPT);
-            let mut last = io::Error::new(io::ErrorKind::NotFound, "it has no address");
-            for address in addresses {
-                match TcpStream::connect_timeout(&address, left) {
-                    Ok(stream) => return Ok(stream),
-                    Err(error) => last = error,
-                }
-            }
-            Err(last)
-        });
-        match connected {
-            Ok(stream) => return Ok(stream),
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
-                return Err(TcpError::system(format!("find {rendezvous}"), error));
-            }
-            Err(_) if Instant::now() + RETRY < until => thread::sleep(RETRY),
-            Err(error) => {
-                let seconds = limit.as_secs_f64();
-                return Err(meeting(format!("PE 0 has not listened at {rendezvous} within {seconds} s: {error}")));
-            }
-        }
-    }
-}
-
-/// One that has connected and not said who it is.
-struct Stranger {
-    stream: TcpStream,
-    address: SocketAddr,
-    said: Vec<u8>,
-    since: Instant,
-}
-
-/// A socket where PEs of one job are let in.
-struct Gate {
-    listener: TcpListener,
-    mine: Hello,
-    limit: Duration,
-    until: Instant,
-    strangers: Vec<Stranger>,
-    /// By PE.
-    came: Vec<Option<(TcpStream, Hello)>>,
-    refusals: Vec<String>,
-}
-
-impl Gate {
-    fn new(listener: TcpListener, mine: Hello, limit: Duration, until: Instant) -> Result<Gate, TcpError> {
-        listener.set_nonblocking(true).map_err(|error| TcpError::system("listen for the other PEs", error))?;
-        let came = (0..mine.n_pes).map(|_| None).collect();
-        Ok(Gate { listener, mine, limit, until, strangers: Vec::new(), came, refusals: Vec::new() })
+        let Joining { n_pes, program, .. } = self.joining;
+        let listeners = listeners.into_iter().map(OwnedFd::from).collect();
+        Ok(Gate::new(listeners, key, program, n_pes, first..n_pes, condition))
     }
 
-    /// Waits until these PEs have come.
-    fn admit(&mut self, pes: std::ops::Range<usize>) -> Result<(), TcpError> {
+    /// Waits until all PEs of the gate have joined; returns them and the refusals. `zero`, the connection to PE 0, has nothing to read meanwhile.
+    fn admit(&self, mut gate: Gate, zero: Option<&OwnedFd>) -> Result<(Vec<Option<Joined>>, Vec<String>), TcpError> {
         loop {
-            let missing: Vec<usize> = pes.clone().filter(|&pe| self.came[pe].is_none()).collect();
-            let Some(first) = missing.first() else { return Ok(()) };
-            let now = Instant::now();
-            if now >= self.until {
-                let seconds = self.limit.as_secs_f64();
+            let missing = gate.missing();
+            let Some(first) = missing.first() else { break };
+            let left = self.until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
                 let more = if missing.len() > 1 { format!(" and {} more", missing.len() - 1) } else { String::new() };
-                let refused = self.refusals.last().map_or_else(String::new, |line| format!("; {line}"));
-                return Err(meeting(format!("PE {first}{more} has not come within {seconds} s{refused}")));
+                let refused = gate.refusals().last().map_or_else(String::new, |line| format!("; {line}"));
+                return Err(meeting(format!("PE {first}{more} has not come within {} s{refused}", self.seconds())));
             }
-            let mut fds = vec![PollFd::new(&self.listener, PollFlags::IN)];
-            fds.extend(self.strangers.iter().map(|one| PollFd::new(&one.stream, PollFlags::IN)));
-            fds.extend(self.came.iter().flatten().map(|(stream, _)| PollFd::new(stream, PollFlags::IN)));
-            let wait = (self.until - now).min(Duration::from_millis(100));
+            let mut fds: Vec<PollFd<'_>> = zero.iter().map(|zero| PollFd::new(*zero, PollFlags::IN)).collect();
+            fds.extend(gate.sockets().map(|socket| PollFd::new(socket, PollFlags::IN)));
+            let wait = left.min(Duration::from_millis(100));
             let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: wait.as_nanos() as _ }));
-            self.accept()?;
-            self.hear(&pes);
-            self.check_came()?;
+            if zero.is_some() && !fds[0].revents().is_empty() {
+                return Err(meeting("PE 0 has ended, or has lost a PE"));
+            }
+            gate.advance().map_err(|error| {
+                TcpError::system("accept a PE (the limit on open files, ulimit -n, is reached)", error)
+            })?;
+            if let Some(pe) = gate.ended() {
+                return Err(meeting(format!("PE {pe} has ended before all had come")));
+            }
         }
+        let refusals = gate.refusals().to_vec();
+        Ok((gate.close(), refusals))
     }
 
-    /// Accepts new connections, fewer at once than may wait: one that belongs here is heard before strangers can take its place.
-    fn accept(&mut self) -> Result<(), TcpError> {
-        for _ in 0..STRANGERS / 2 {
-            let (stream, address) = match self.listener.accept() {
-                Ok(accepted) => accepted,
-                Err(error) => match rustix::io::Errno::from_io_error(&error) {
-                    Some(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => {
-                        return Err(TcpError::system(
-                            "accept a PE (the limit on open files, ulimit -n, is reached)",
-                            error,
-                        ));
-                    }
-                    // None for now; or one that is gone already.
-                    _ => return Ok(()),
-                },
+    /// Calls PE 0, which may not listen yet; returns the socket where this PE listens for others, too.
+    fn call_zero(&self) -> Result<(Link, TcpListener), TcpError> {
+        let Joining { rendezvous, .. } = self.joining;
+        let mut own = None;
+        let link = call(self.introduction(), &self.key, self.until, |attempt, until| {
+            let stream = connect(rendezvous, attempt, until).map_err(|error| match error.kind() {
+                io::ErrorKind::InvalidInput => Attempt::Fatal(TcpError::system(format!("find {rendezvous}"), error)),
+                _ => Attempt::Retry(error),
+            })?;
+            let listen = || {
+                let listener = listen_near(stream.peer_addr()?.ip().to_canonical(), 0)?;
+                let port = listener.local_addr()?.port();
+                Ok((listener, port))
             };
-            if stream.set_nonblocking(true).is_err() {
-                continue;
+            let (listener, port) = listen()
+                .map_err(|error: io::Error| Attempt::Fatal(TcpError::system("listen for the other PEs", error)))?;
+            own = Some(listener);
+            Ok((OwnedFd::from(stream), [&port.to_le_bytes()[..], self.host.as_bytes()].concat()))
+        });
+        let seconds = self.seconds();
+        let link = link.map_err(|error| match error {
+            CallError::Connect(error) => error,
+            CallError::Nonce(error) => TcpError::system("draw a number", error),
+            CallError::NoListener(error) => {
+                meeting(format!("PE 0 has not listened at {rendezvous} within {seconds} s: {error}"))
             }
-            // One that belongs here speaks at once: who has been silent longest goes first.
-            if self.strangers.len() >= self.came.len() + STRANGERS {
-                let oldest = self.strangers.remove(0);
-                self.refuse(oldest.stream, oldest.address, "it was silent, and others came");
+            CallError::Late(why) => meeting(format!("PE 0 has not answered at {rendezvous} within {seconds} s: {why}")),
+            CallError::Unproven(why) => {
+                meeting(format!("the process that listens at {rendezvous} is not PE 0 of this job: {why}"))
             }
-            self.strangers.push(Stranger { stream, address, said: Vec::new(), since: Instant::now() });
-        }
-        Ok(())
+            CallError::Refused(why) => meeting(format!("refused: {why}")),
+        })?;
+        let own = own.ok_or_else(|| meeting("PE 0 has ended"))?;
+        Ok((link, own))
     }
 
-    /// Reads what strangers say, and lets in who may come.
-    fn hear(&mut self, pes: &std::ops::Range<usize>) {
-        for mut one in std::mem::take(&mut self.strangers) {
-            let mut buffer = [0; MAX_HELLO_BYTES];
-            let end = match one.stream.read(&mut buffer[one.said.len()..]) {
-                Ok(0) => Some("it has ended without a hello".to_string()),
-                Ok(bytes) => {
-                    let from = one.said.len();
-                    one.said.extend_from_slice(&buffer[from..from + bytes]);
-                    None
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
-                Err(error) => Some(error.to_string()),
-            };
-            let heard = match end {
-                Some(why) => Err(why),
-                None => Hello::from_bytes(&one.said),
-            };
-            match heard {
-                Ok(None) if one.since.elapsed() < HELLO_LIMIT => self.strangers.push(one),
-                Ok(None) => self.refuse(one.stream, one.address, "it sent no hello in time"),
-                Err(why) => self.refuse(one.stream, one.address, &why),
-                Ok(Some(hello)) => match self.objection(&hello, pes) {
-                    Some(why) => self.refuse(one.stream, one.address, &why),
-                    // From here on it is waited for, as long as the socket says.
-                    None => match one.stream.set_nonblocking(false) {
-                        Ok(()) => {
-                            let pe = hello.pe as usize;
-                            self.came[pe] = Some((one.stream, hello));
-                        }
-                        Err(error) => self.refuse(one.stream, one.address, &error.to_string()),
-                    },
-                },
+    /// Calls a PE that listens at `address` since before it called PE 0.
+    fn call_peer(&self, pe: usize, address: SocketAddr, key: &Key) -> Result<OwnedFd, TcpError> {
+        let failed = |error| TcpError::system(format!("connect to PE {pe} at {address}"), error);
+        let link = call(self.introduction(), key, self.until, |_, until| {
+            let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+            match TcpStream::connect_timeout(&address, left) {
+                Ok(stream) => Ok((OwnedFd::from(stream), Vec::new())),
+                Err(error) => Err(Attempt::Fatal(failed(error))),
             }
-        }
+        });
+        let link = link.map_err(|error| match error {
+            CallError::Connect(error) => error,
+            CallError::Nonce(error) => TcpError::system("draw a number", error),
+            CallError::NoListener(error) => failed(error),
+            CallError::Late(why) => meeting(format!("PE {pe} has not answered within {} s: {why}", self.seconds())),
+            CallError::Unproven(why) => meeting(format!("the process that listens at {address} is not PE {pe}: {why}")),
+            CallError::Refused(why) => meeting(format!("PE {pe}: refused: {why}")),
+        })?;
+        Ok(link.socket)
     }
+}
 
-    fn objection(&self, hello: &Hello, pes: &std::ops::Range<usize>) -> Option<String> {
-        if let Err(why) = self.mine.admits(hello) {
-            return Some(why);
-        }
-        let pe = hello.pe as usize;
-        if !pes.contains(&pe) {
-            return Some(format!("PE {pe} does not connect here"));
-        }
-        self.came[pe].is_some().then(|| format!("PE {pe} has come already"))
-    }
-
-    fn refuse(&mut self, mut stream: TcpStream, address: SocketAddr, why: &str) {
-        // A fresh socket has room, and one that has not is not waited for.
-        let _ = answer(&mut stream, false, format!("refused: {why}").as_bytes());
-        if self.refusals.len() < KEPT_REFUSALS {
-            self.refusals.push(format!("refused {}: {why}", address.ip().to_canonical()));
+/// Connects to one of the rendezvous' addresses, beginning with another one at each attempt.
+fn connect(rendezvous: &str, attempt: usize, until: Instant) -> io::Result<TcpStream> {
+    let addresses = resolve(rendezvous)?;
+    let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1)).min(ATTEMPT);
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "it has no address");
+    for k in 0..addresses.len() {
+        match TcpStream::connect_timeout(&addresses[(attempt + k) % addresses.len()], left) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
         }
     }
-
-    /// Whether those that have come are still there: they say nothing before they are answered.
-    fn check_came(&mut self) -> Result<(), TcpError> {
-        for (pe, one) in self.came.iter().enumerate() {
-            let Some((stream, _)) = one else { continue };
-            let flags = rustix::net::RecvFlags::DONTWAIT | rustix::net::RecvFlags::PEEK;
-            match rustix::net::recv(stream, &mut [0u8; 1][..], flags) {
-                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
-                _ => return Err(meeting(format!("PE {pe} has ended before all had come"))),
-            }
-        }
-        Ok(())
-    }
+    Err(last)
 }

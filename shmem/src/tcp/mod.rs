@@ -27,12 +27,12 @@
 
 mod error;
 mod frame;
-mod hello;
 mod inbox;
 mod join;
 mod mesh;
 mod near;
 mod outbox;
+mod places;
 mod progress;
 mod silence;
 #[cfg(all(test, not(miri)))] // Miri has no sockets.

@@ -3,9 +3,8 @@
 use std::net::TcpListener;
 #[cfg(feature = "ofi")]
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -26,6 +25,8 @@ const DECISIONS: u64 = 2;
 const GRACE: Duration = Duration::from_secs(1);
 /// How long a PE waits at its end for the others to be at theirs.
 const END_LIMIT: Duration = Duration::from_secs(5);
+/// Longer than any job.
+const YEAR: Duration = Duration::from_secs(365 * 86400);
 /// How long it may take to say why a PE ends.
 const FAREWELL_LIMIT: Duration = Duration::from_millis(200);
 
@@ -43,6 +44,8 @@ pub struct TcpWorld {
 pub(crate) struct Running {
     pub(crate) mesh: Arc<Mesh>,
     thread: Option<JoinHandle<()>>,
+    /// How long a wait for a message lasts before the other PEs are asked whether they answer, ms.
+    liveness_ms: AtomicU64,
 }
 
 impl TcpWorld {
@@ -63,8 +66,7 @@ impl TcpWorld {
     }
 
     fn over(joining: &Joining<'_>, met: Met) -> Result<TcpWorld, TcpError> {
-        let Met { sockets, hosts, refusals } = met;
-        let sockets: Vec<Option<OwnedFd>> = sockets.into_iter().map(|socket| socket.map(OwnedFd::from)).collect();
+        let Met { sockets, hosts, refusals, until } = met;
         let mesh = Mesh::new(joining.pe, sockets);
         let mesh = Arc::new(mesh.map_err(|error| TcpError::system("watch the connections to the other PEs", error))?);
         let (of_thread, silence) = (mesh.clone(), joining.limits.given_up_after());
@@ -73,10 +75,11 @@ impl TcpWorld {
             progress::run(&of_thread, silence);
         });
         let thread = thread.map_err(|error| TcpError::system("start the progress thread", error))?;
-        let running = Arc::new(Running { mesh, thread: Some(thread) });
+        let liveness_ms = AtomicU64::new(joining.limits.given_up_after().as_millis() as u64);
+        let running = Arc::new(Running { mesh, thread: Some(thread), liveness_ms });
         let world = TcpWorld { running, hosts, refusals };
-        // All are connected to all before any begins.
-        world.barrier(joining.limits.join)?;
+        // Every PE is connected to every other before any begins.
+        world.barrier(until.saturating_duration_since(Instant::now()) + GRACE)?;
         Ok(world)
     }
 
@@ -103,6 +106,13 @@ impl TcpWorld {
     /// The first PE that is known to be lost.
     pub fn lost(&self) -> Option<LostPe> {
         self.running.mesh.lost().cloned()
+    }
+
+    /// How long this PE waits for another: whoever waits longer for a message, whatever its own limit, asks all PEs whether they answer, and one that
+    /// does not is lost. [`JoinLimits::silence`](super::JoinLimits::silence) until this is called.
+    pub fn set_wait_limit(&self, limit: Duration) {
+        let limit = limit.clamp(Duration::from_millis(100), YEAR);
+        self.running.liveness_ms.store(limit.as_millis() as u64, Ordering::Relaxed);
     }
 
     /// The smallest of all PEs' numbers. Collective.
@@ -141,8 +151,6 @@ impl TcpWorld {
     /// # Errors
     /// A PE is lost.
     pub fn receive(&self, from: Option<usize>, limit: Option<Duration>) -> Result<Option<(usize, Vec<u8>)>, TcpError> {
-        /// As long as for ever.
-        const YEAR: Duration = Duration::from_secs(365 * 86400);
         let deadline = Instant::now() + limit.unwrap_or(YEAR).min(YEAR);
         self.running.receive(deadline, from, MESSAGES)
     }
@@ -202,14 +210,24 @@ impl Running {
         from: Option<usize>,
         channel: u64,
     ) -> Result<Option<(usize, Vec<u8>)>, TcpError> {
-        let next = |came: &mut Came| {
+        let mut next = |came: &mut Came| {
             let messages = came.messages.get_mut(&channel)?;
             let place = messages.iter().position(|(pe, _)| from.is_none_or(|from| from == *pe))?;
             messages.remove(place)
         };
-        match (self.mesh.wait(deadline, next), self.mesh.lost()) {
-            (None, Some(lost)) => Err(lost.clone().into()),
-            (message, _) => Ok(message),
+        loop {
+            let liveness = Duration::from_millis(self.liveness_ms.load(Ordering::Relaxed));
+            if let Some(message) = self.mesh.wait(deadline.min(Instant::now() + liveness), &mut next) {
+                return Ok(Some(message));
+            }
+            if self.mesh.lost().is_none() && Instant::now() < deadline {
+                self.mesh.find_silent();
+            }
+            match self.mesh.lost() {
+                Some(lost) => return Err(lost.clone().into()),
+                None if Instant::now() >= deadline => return Ok(None),
+                None => {}
+            }
         }
     }
 

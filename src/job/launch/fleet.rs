@@ -12,8 +12,8 @@ use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair}
 
 use super::child::Start;
 use super::rendezvous::{KeeperLink, Rendezvous};
-use super::wire::{self, Kind};
 use super::{LaunchError, signals};
+use crate::shmem::control::frame::Kind;
 
 /// How long killed processes may take to be gone. SIGKILL takes effect at once, except in a process that
 /// sleeps uninterruptibly in the kernel; such a one is not waited for.
@@ -58,7 +58,7 @@ impl Fleet {
         let start = Start { pe, n_pes, env: env.to_vec() };
         let child = match self.keeper(pe) {
             Some(kept) => {
-                wire::send(kept.socket.as_fd(), Kind::Start, &serde_json::to_vec(&start)?, &[theirs.as_fd()])?;
+                kept.send(Kind::Start, &serde_json::to_vec(&start)?, &[theirs.as_fd()])?;
                 None
             }
             None => Some(start.spawn(theirs)?),
@@ -158,7 +158,7 @@ impl Fleet {
             Some(child) => drop(child.kill()),
             None => {
                 if let Some(kept) = self.keeper(pe) {
-                    let _ = wire::send(kept.socket.as_fd(), Kind::Kill, b"", &[]);
+                    let _ = kept.send(Kind::Kill, b"", &[]);
                 }
             }
         }

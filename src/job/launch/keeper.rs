@@ -11,15 +11,11 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use rustix::process::{Pid, PidfdFlags};
 
-use super::LaunchError;
-use super::address::connect;
 use super::child::Start;
 use super::environment::LaunchedProcess;
-use super::hello::Hello;
-use super::wire::{self, Frame, Inbox, Kind};
-
-/// How often the connection to rank 0 is tried.
-const RETRY: Duration = Duration::from_millis(20);
+use super::{LaunchError, rendezvous};
+use crate::shmem::control::frame::{self, Frame, Kind};
+use crate::shmem::control::{Attempt, CallError, Introduction, Link, call, local};
 
 /// A process that keeps a PE.
 pub struct Keeper {
@@ -56,20 +52,13 @@ impl Keeper {
         // A launcher may have had SIGCHLD ignored; then nobody would be told how a child ended.
         let handled = signal_hook::flag::register(signal_hook::consts::SIGCHLD, Arc::default());
         handled.map_err(|source| LaunchError::Setup { what: "catch SIGCHLD", source })?;
-        let Some(socket) = self.find()? else { return Ok(1) };
-        // Rank 0 has ended: it has said why.
-        let lost = |_: Errno| ();
-        let joined = wire::send(socket.as_fd(), Kind::Join, &Hello::of(&self.process).to_bytes(), &[]).map_err(lost);
-        if joined.is_err() {
-            return Ok(1);
-        }
-        let (mut inbox, mut scratch) = (Inbox::default(), vec![0; 1 << 16]);
+        let Some(Link { socket, mut inbox, .. }) = self.join()? else { return Ok(1) };
+        let mut scratch = vec![0; 1 << 16];
         let mut running: Option<Running> = None;
         loop {
             while let Some(frame) = inbox.next().transpose() {
                 let Ok(frame) = frame else { return Ok(1) };
                 match frame.kind {
-                    Kind::Joined => {}
                     Kind::Start => {
                         if self.start(frame, &socket, &mut running).is_err() {
                             return Ok(1);
@@ -81,10 +70,6 @@ impl Keeper {
                         }
                     }
                     Kind::Verdict => return Ok(frame.body.first().copied().unwrap_or(1)),
-                    Kind::Refused => {
-                        let (rank, why) = (self.process.rank, String::from_utf8_lossy(&frame.body).into_owned());
-                        return Err(LaunchError::World(format!("rank 0 refused rank {rank}: {why}")));
-                    }
                     _ => return Ok(1),
                 }
             }
@@ -96,7 +81,7 @@ impl Keeper {
                 && let Ok(Some(status)) = one.child.try_wait()
             {
                 running = None;
-                let _ = wire::send(socket.as_fd(), Kind::Ended, &status.into_raw().to_le_bytes(), &[]);
+                let _ = frame::send(socket.as_fd(), Kind::Ended, &status.into_raw().to_le_bytes(), &[]);
             }
             match inbox.fill(socket.as_fd(), &mut scratch, RecvFlags::DONTWAIT) {
                 Ok(1..) | Err(Errno::AGAIN) => {}
@@ -105,19 +90,43 @@ impl Keeper {
         }
     }
 
-    /// Looks for rank 0; `None` where it is on another host, which is for rank 0 to say.
-    fn find(&self) -> Result<Option<OwnedFd>, LaunchError> {
-        let until = Instant::now() + self.limit;
-        loop {
-            if let Some(socket) = connect(&self.process)? {
-                return Ok(Some(socket));
+    /// Joins the job; `None` if rank 0 is on another host, or has ended, which rank 0 reports.
+    fn join(&self) -> Result<Option<Link>, LaunchError> {
+        let (rank, n_pes) = (self.process.rank, self.process.size);
+        let (key, program) = rendezvous::identity(&self.process);
+        let name = rendezvous::name(&self.process);
+        let mut found = false;
+        let who = Introduction { pe: rank, n_pes, program: &program };
+        let link = call(who, &key, Instant::now() + self.limit, |_, _| match local::connect(&name) {
+            Ok(socket) => {
+                found = true;
+                Ok((socket, Vec::new()))
             }
-            if Instant::now() >= until {
-                let (LaunchedProcess { rank, launcher, .. }, seconds) = (&self.process, self.limit.as_secs_f64());
-                let line = format!("rank {rank}: rank 0 has not come within {seconds} s, as {launcher} started it");
-                return if self.process.one_host { Err(LaunchError::World(line)) } else { Ok(None) };
+            // Rank 0 has ended: it has printed why.
+            Err(local::Refusal::NoListener(_)) if found => Err(Attempt::Fatal(None)),
+            Err(local::Refusal::NoListener(error)) => Err(Attempt::Retry(error.into())),
+            Err(local::Refusal::OtherUser(owner)) => {
+                let line = format!("rank {rank}: user {owner} has taken the job's rendezvous socket");
+                Err(Attempt::Fatal(Some(LaunchError::World(line))))
             }
-            std::thread::sleep(RETRY);
+            Err(local::Refusal::System(error)) => {
+                Err(Attempt::Fatal(Some(LaunchError::Setup { what: "connect to rank 0", source: error.into() })))
+            }
+        });
+        let world = |line| Err(LaunchError::World(line));
+        match link {
+            Ok(link) => Ok(Some(link)),
+            Err(CallError::Connect(error)) => error.map_or(Ok(None), Err),
+            Err(CallError::Nonce(source)) => Err(LaunchError::Setup { what: "draw a number", source }),
+            Err(CallError::NoListener(_)) if !self.process.one_host => Ok(None),
+            Err(CallError::NoListener(_) | CallError::Late(_)) => {
+                let (launcher, seconds) = (self.process.launcher, self.limit.as_secs_f64());
+                world(format!("rank {rank}: rank 0 has not come within {seconds} s, as {launcher} started it"))
+            }
+            Err(CallError::Unproven(why)) => world(format!(
+                "rank {rank}: the process at the job's rendezvous socket is not rank 0 of this job: {why}"
+            )),
+            Err(CallError::Refused(why)) => world(format!("rank 0 refused rank {rank}: {why}")),
         }
     }
 
@@ -142,7 +151,7 @@ impl Keeper {
             }
             Err(error) => {
                 let code = error.raw_os_error().unwrap_or(0);
-                wire::send(socket.as_fd(), Kind::Unstarted, &code.to_le_bytes(), &[]).map_err(|_| ())
+                frame::send(socket.as_fd(), Kind::Unstarted, &code.to_le_bytes(), &[]).map_err(|_| ())
             }
         }
     }

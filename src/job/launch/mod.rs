@@ -24,13 +24,11 @@
 //! Where `srun`, `mpirun` or `torchrun` started several processes on this host, [`enter`] makes rank 0 the supervisor, and each
 //! process the parent of one PE: see `rendezvous.rs`. All of the above holds, and the end of such a process ends the job.
 
-mod address;
 mod child;
 mod environment;
 mod fleet;
 #[cfg(all(test, feature = "command"))]
 mod fuzz;
-mod hello;
 mod keeper;
 mod life;
 pub mod mpirun;
@@ -41,7 +39,6 @@ mod signals;
 mod status;
 mod supervisor;
 mod survivors;
-mod wire;
 
 use std::io;
 use std::time::Duration;

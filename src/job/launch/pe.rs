@@ -17,8 +17,8 @@ use rustix::process::{Pid, Signal};
 use super::life::process_name;
 use super::status::StatusPage;
 use super::survivors::{GoOn, Stopped};
-use super::wire::{self, Frame, Inbox, Kind};
 use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, LaunchError, MAX_PES};
+use crate::shmem::control::frame::{self, Frame, Inbox, Kind};
 use crate::shmem::{Segment, ShmemError};
 
 /// A process that a supervisor started as a PE.
@@ -44,7 +44,7 @@ struct Control {
 impl Control {
     fn send(&self, kind: Kind, body: &[u8], files: &[BorrowedFd<'_>]) -> Result<(), LaunchError> {
         let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-        wire::send(self.socket.as_fd(), kind, body, files).map_err(|error| self.error("send to the supervisor", error))
+        frame::send(self.socket.as_fd(), kind, body, files).map_err(|error| self.error("send to the supervisor", error))
     }
 
     fn error(&self, what: &'static str, error: Errno) -> LaunchError {
@@ -93,13 +93,14 @@ impl PeContext {
 
         let socket = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)
             .map_err(|error| setup("take its control socket", error))?;
-        wire::dev_null().and_then(|null| Ok(rustix::stdio::dup2_stdin(null)?)).map_err(|source| LaunchError::Pe {
+        let null = File::options().read(true).write(true).open("/dev/null");
+        null.and_then(|null| Ok(rustix::stdio::dup2_stdin(null)?)).map_err(|source| LaunchError::Pe {
             pe,
             what: "open /dev/null",
             source,
         })?;
         let control = Arc::new(Control { pe, socket, sending: Mutex::new(()) });
-        control.send(Kind::Hello, &process::id().to_le_bytes(), &[])?;
+        control.send(Kind::Running, &process::id().to_le_bytes(), &[])?;
         let mut inbox = Inbox::default();
         let frame = receive(&control, &mut inbox, Kind::Files)?;
         let mut files = frame.files.into_iter();

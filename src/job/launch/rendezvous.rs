@@ -1,13 +1,13 @@
 //! Turns processes that a launcher started on one host into a job: rank 0's side.
 //!
-//! Each process that `srun`, `mpirun` or `torchrun` started keeps one PE: it starts it as its child, in the environment and
-//! on the CPUs that the launcher gave, and says how it ended. Rank 0's process is the supervisor besides. So the PEs, their
+//! Each process that `srun`, `mpirun` or `torchrun` started is the parent of one PE: it starts the PE as its child, in the environment and
+//! on the CPUs that the launcher gave, and reports how the PE ended. Rank 0's process is also the supervisor. So the PEs, their
 //! sockets and all that [`Processes::run`](super::Processes::run) does are the same whoever starts the processes, and one command may run several jobs.
 //!
-//! They meet at a Unix socket with an abstract name (nothing is left in a file system), made of the user and of what the
-//! launcher gives to all of its processes and to no others. The kernel tells whose process is at a socket's other end: both sides refuse
-//! another user's. A process of the same user must know the job's token (`ARISTOS_JOB_TOKEN` where it is set, and what the
-//! name is made of), and be of the same version. A socket that ends is a process that ended, on either side.
+//! The processes meet at a Unix socket with an abstract name (no file is left behind), made of the user and of what the
+//! launcher gives to all of its processes and to no others. There each proves that it knows the job's token ([`crate::shmem::control`]):
+//! `ARISTOS_JOB_TOKEN` if set, and the launcher's name of the job. The kernel tells which user's process is at a socket's other end: both
+//! sides refuse another user's. The end of a socket is the end of its process, on either side.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -15,29 +15,21 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
-use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::environment::LaunchedProcess;
-use super::hello::Hello;
 use super::signals::Signals;
-use super::wire::{self, Inbox, Kind};
-use super::{LaunchError, address};
+use super::{LaunchError, VERSION, role};
+use crate::shmem::control::frame::{Inbox, Kind, send_by};
+use crate::shmem::control::{Gate, Joined, Key, local};
 use crate::stdio::{one_line, say};
 
-/// How long rank 0, once its command has ended, waits for processes that have not come yet, to tell them.
+/// How long rank 0, once its command has ended, waits for processes that have not joined yet, to send them the exit code.
 const LINGER: Duration = Duration::from_secs(5);
-/// How long a process that connects may take to send its hello.
-const HELLO_LIMIT: Duration = Duration::from_secs(5);
-/// No hello is longer, bytes.
-const HELLO_BYTES: usize = 1 << 13;
-/// How long a process that keeps a PE may take to receive a frame.
+/// How long a parent of a PE may take to receive a frame.
 const SEND_LIMIT: Duration = Duration::from_secs(10);
-/// Connections that wait to be accepted. Those of strangers are among them, and a process of the job waits behind all of them, or for
-/// a place; few are enough, for it waits in the kernel's queue (`address::connect`).
+/// Connections that wait to be accepted, those of strangers included. A few are enough: a process of the job waits for its place in the kernel's
+/// queue.
 const BACKLOG: i32 = 128;
-/// Most refusals that are printed.
-const SHOWN_REFUSALS: usize = 8;
 
 static JOB: OnceLock<LaunchedJob> = OnceLock::new();
 
@@ -66,16 +58,18 @@ pub fn conclude(code: u8) {
     let Some(job) = JOB.get() else { return };
     let mut rendezvous = job.rendezvous.lock().unwrap_or_else(PoisonError::into_inner);
     if !rendezvous.given_up {
-        // A process that comes now learns at once that the job is over, instead of waiting for one that has ended.
+        // A process that joins now learns at once that the job is over, instead of waiting for one that has ended.
         rendezvous.limit = rendezvous.limit.min(LINGER);
         let _ = rendezvous.gather(None);
     }
-    for kept in rendezvous.kept.iter().flatten() {
-        let _ = wire::send(kept.socket.as_fd(), Kind::Verdict, &[code], &[]);
+    let until = Instant::now() + SEND_LIMIT;
+    let joined = rendezvous.gate.iter().flat_map(Gate::joined).flatten().map(|one| &one.socket);
+    for socket in joined.chain(rendezvous.kept.iter().flatten().map(|kept| &kept.socket)) {
+        let _ = send_by(socket.as_fd(), Kind::Verdict, &[code], &[], until);
     }
 }
 
-/// The processes that keep this job's PEs, once all are there; `None` where no launcher started this one.
+/// The parents of this job's PEs, once all have joined; `None` if no launcher started this process.
 pub(super) fn gather(pes: usize, signals: &Signals) -> Result<Option<MutexGuard<'static, Rendezvous>>, LaunchError> {
     let Some(job) = JOB.get() else { return Ok(None) };
     if pes != job.size {
@@ -90,86 +84,77 @@ pub(super) fn gather(pes: usize, signals: &Signals) -> Result<Option<MutexGuard<
     Ok(Some(rendezvous))
 }
 
-/// A process that keeps a PE, as rank 0 knows it.
+/// Rank 0's connection to the parent of a PE.
 pub(super) struct KeeperLink {
     pub(super) socket: OwnedFd,
     pub(super) inbox: Inbox,
 }
 
-/// A process that has connected and not yet sent its hello.
-struct Pending {
-    socket: OwnedFd,
-    inbox: Inbox,
-    pid: i32,
-    since: Instant,
-    bytes: usize,
+impl KeeperLink {
+    /// Sends it a frame.
+    pub(super) fn send(&self, kind: Kind, body: &[u8], files: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {
+        send_by(self.socket.as_fd(), kind, body, files, Instant::now() + SEND_LIMIT)
+    }
 }
 
-/// Where the processes meet: rank 0's end.
+/// The place where the processes meet: rank 0's end.
 pub(super) struct Rendezvous {
     process: LaunchedProcess,
-    hello: Hello,
     limit: Duration,
-    /// Until all have come.
-    listener: Option<OwnedFd>,
-    pending: Vec<Pending>,
-    /// By rank; rank 0 keeps its PE itself.
+    /// Until all have joined.
+    gate: Option<Gate>,
+    /// By rank, once all have joined; rank 0 is the parent of its PE itself.
     pub(super) kept: Vec<Option<KeeperLink>>,
-    refusals: usize,
-    last_refusal: Option<String>,
+    /// Number of refusals that are printed.
+    shown: usize,
     given_up: bool,
+}
+
+/// The key and the program that the job's processes agree on.
+pub(super) fn identity(process: &LaunchedProcess) -> (Key, String) {
+    let key = Key::new(format!("{}\0{}", role::job_token(), process.job).as_bytes());
+    (key, format!("aristos {} (protocol {VERSION})", env!("CARGO_PKG_VERSION")))
+}
+
+/// The name of the rendezvous socket, without its leading zero byte. Jobs whose names are equal in what fits are still kept apart: the whole name
+/// is a part of the key.
+pub(super) fn name(process: &LaunchedProcess) -> Vec<u8> {
+    const MAX_BYTES: usize = 100;
+    let mut name = format!("aristos-{}-{}", rustix::process::geteuid().as_raw(), process.job).into_bytes();
+    name.truncate(MAX_BYTES);
+    name
 }
 
 impl Rendezvous {
     fn open(process: LaunchedProcess, limit: Duration) -> Result<Rendezvous, LaunchError> {
-        let setup =
-            |source: Errno| LaunchError::Setup { what: "open the job's rendezvous socket", source: source.into() };
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(setup)?;
-        let name = address::name(&process);
-        let address = SocketAddrUnix::new_abstract_name(&name).map_err(setup)?;
-        match rustix::net::bind(&listener, &address) {
-            Err(Errno::ADDRINUSE) => {
+        let name = name(&process);
+        let listener = local::listen(&name, BACKLOG).map_err(|error| match error {
+            Errno::ADDRINUSE => {
                 let (name, launcher) = (String::from_utf8_lossy(&name).into_owned(), process.launcher);
                 let cure = match launcher {
                     "torchrun" => "choose another --master-port",
                     _ => "wait for it to end",
                 };
-                return Err(LaunchError::World(one_line(&format!(
+                LaunchError::World(one_line(&format!(
                     "the job's rendezvous socket (abstract name {name}) is taken: another job has the same id from {launcher}; {cure}"
-                ))));
+                )))
             }
-            bound => bound.map_err(setup)?,
-        }
-        rustix::net::listen(&listener, BACKLOG).map_err(setup)?;
-        let kept = (0..process.size).map(|_| None).collect();
-        let hello = Hello::of(&process);
-        let (pending, refusals, last_refusal) = (Vec::new(), 0, None);
-        Ok(Rendezvous {
-            process,
-            hello,
-            limit,
-            listener: Some(listener),
-            pending,
-            kept,
-            refusals,
-            last_refusal,
-            given_up: false,
-        })
+            source => LaunchError::Setup { what: "open the job's rendezvous socket", source: source.into() },
+        })?;
+        let (key, program) = identity(&process);
+        let gate = Gate::new(vec![listener], key, &program, process.size, 1..process.size, |_| Ok(()));
+        Ok(Rendezvous { process, limit, gate: Some(gate), kept: Vec::new(), shown: 0, given_up: false })
     }
 
-    fn missing(&self) -> Vec<usize> {
-        (1..self.process.size).filter(|&rank| self.kept[rank].is_none()).collect()
-    }
-
-    /// Waits until all have come.
+    /// Waits until all have joined.
     fn gather(&mut self, signals: Option<&Signals>) -> Result<(), LaunchError> {
         let until = Instant::now() + self.limit;
-        while let (Some(listener), missing) = (&self.listener, self.missing()) {
+        while let Some(gate) = &mut self.gate {
+            let missing = gate.missing();
             if missing.is_empty() {
-                // A process that comes later finds nobody.
-                self.listener = None;
-                self.pending.clear();
+                let joined = self.gate.take().map(Gate::close).unwrap_or_default();
+                let link = |one: Joined| KeeperLink { socket: one.socket, inbox: one.inbox };
+                self.kept = joined.into_iter().map(|one| one.map(link)).collect();
                 break;
             }
             if let Some(signal) = signals.and_then(Signals::caught) {
@@ -182,29 +167,26 @@ impl Rendezvous {
                 return Err(LaunchError::World(self.describe_missing(&missing)));
             }
             let pipe = signals.map(Signals::pipe);
-            let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
+            let mut fds: Vec<PollFd<'_>> = gate.sockets().map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
             fds.extend(pipe.iter().map(|pipe| PollFd::new(pipe, PollFlags::IN)));
-            fds.extend(self.pending.iter().map(|one| PollFd::new(&one.socket, PollFlags::IN)));
-            fds.extend(self.kept.iter().flatten().map(|kept| PollFd::new(&kept.socket, PollFlags::IN)));
             let wait = (until - now).min(Duration::from_millis(100));
             let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: wait.as_nanos() as _ }));
             if let Some(signals) = signals {
                 signals.clear();
             }
-            self.accept();
-            self.hear();
-            self.check_kept()?;
-        }
-        Ok(())
-    }
-
-    /// Whether those that have come are still there. They send nothing before they are asked to start a PE.
-    fn check_kept(&mut self) -> Result<(), LaunchError> {
-        let size = self.process.size;
-        for (rank, kept) in self.kept.iter_mut().enumerate() {
-            let Some(kept) = kept else { continue };
-            if !matches!(kept.inbox.fill(kept.socket.as_fd(), &mut [0; 64], RecvFlags::DONTWAIT), Err(Errno::AGAIN)) {
+            let accepted = gate.advance();
+            for line in &gate.refusals()[self.shown..] {
+                say(&format!("aristos: {}", one_line(line)));
+            }
+            self.shown = gate.refusals().len();
+            if let Err(error) = accepted {
                 self.given_up = true;
+                let what = "accept a process of the job (the limit on open files, ulimit -n, is reached)";
+                return Err(LaunchError::Setup { what, source: error.into() });
+            }
+            if let Some(rank) = gate.ended() {
+                self.given_up = true;
+                let size = self.process.size;
                 return Err(LaunchError::World(format!("rank {rank} of {size} has ended before all had come")));
             }
         }
@@ -225,77 +207,9 @@ impl Rendezvous {
                  memory joins the PEs of one host; use `transport` tcp or `transport` mpi (a build with the feature mpi)"
             );
         }
-        let refused = self.last_refusal.as_ref().map_or_else(String::new, |line| format!("; {line}"));
+        let last = self.gate.as_ref().and_then(|gate| gate.refusals().last());
+        let refused = last.map_or_else(String::new, |line| format!("; {}", one_line(line)));
         let seconds = self.limit.as_secs_f64();
         format!("{noun} {ranks} of {size} {have} not come within {seconds} s, as {launcher} started them{refused}")
-    }
-
-    /// Accepts new connections, as many as do not keep it from its other work: anybody on this host may connect, and go on to.
-    fn accept(&mut self) {
-        const MOST: usize = 2 * super::MAX_PES;
-        const AT_ONCE: usize = 64;
-        for _ in 0..AT_ONCE {
-            let Some(listener) = self.listener.as_ref().filter(|_| self.pending.len() < MOST) else { return };
-            let Ok(socket) = rustix::net::accept_with(listener, SocketFlags::CLOEXEC) else { return };
-            let Ok(peer) = socket_peercred(&socket) else { continue };
-            let pid = peer.pid.as_raw_pid();
-            if peer.uid != rustix::process::geteuid() {
-                if self.refusals < SHOWN_REFUSALS {
-                    self.refuse(&socket, pid, &format!("it belongs to user {}", peer.uid.as_raw()));
-                }
-                continue;
-            }
-            let (inbox, since) = (Inbox::default(), Instant::now());
-            self.pending.push(Pending { socket, inbox, pid, since, bytes: 0 });
-        }
-    }
-
-    /// Reads the hellos of those that have connected, and admits those that may join.
-    fn hear(&mut self) {
-        let mut scratch = [0; 2048];
-        for mut one in std::mem::take(&mut self.pending) {
-            let received = one.inbox.fill(one.socket.as_fd(), &mut scratch, RecvFlags::DONTWAIT);
-            one.bytes += received.unwrap_or(0);
-            let said = match one.inbox.next() {
-                Ok(Some(frame)) if frame.kind == Kind::Join => self.hello.admit(&frame.body),
-                Ok(None) if one.bytes > HELLO_BYTES => Err("its hello is too long".to_string()),
-                Ok(None) => match received {
-                    Ok(0) => Err("it disconnected without a hello".to_string()),
-                    Ok(_) | Err(Errno::AGAIN) if one.since.elapsed() < HELLO_LIMIT => {
-                        self.pending.push(one);
-                        continue;
-                    }
-                    Ok(_) | Err(Errno::AGAIN) => Err("it sent no hello in time".to_string()),
-                    Err(error) => Err(error.to_string()),
-                },
-                Ok(Some(_)) | Err(_) => Err("it sent no valid hello".to_string()),
-            };
-            match said {
-                Ok(rank) if self.kept[rank].is_some() => {
-                    self.refuse(&one.socket, one.pid, &format!("rank {rank} has come already"));
-                }
-                Ok(rank) => {
-                    let limited = set_socket_timeout(&one.socket, Timeout::Send, Some(SEND_LIMIT));
-                    let let_in = limited.and_then(|()| wire::send(one.socket.as_fd(), Kind::Joined, b"", &[]));
-                    if let_in.is_ok() {
-                        self.kept[rank] = Some(KeeperLink { socket: one.socket, inbox: one.inbox });
-                    }
-                }
-                Err(why) => self.refuse(&one.socket, one.pid, &why),
-            }
-        }
-    }
-
-    /// Refuses a process, and reports it.
-    fn refuse(&mut self, socket: &OwnedFd, pid: i32, why: &str) {
-        let line = one_line(&format!("refused process {pid}: {why}"));
-        // A fresh socket has room; one that has not is not waited for.
-        let _ = set_socket_timeout(socket, Timeout::Send, Some(Duration::from_millis(10)));
-        let _ = wire::send(socket.as_fd(), Kind::Refused, why.as_bytes(), &[]);
-        if self.refusals < SHOWN_REFUSALS {
-            say(&format!("aristos: {line}"));
-        }
-        self.refusals += 1;
-        self.last_refusal = Some(line);
     }
 }

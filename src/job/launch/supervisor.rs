@@ -17,8 +17,8 @@ use super::life::{Life, Process};
 use super::signals::Signals;
 use super::status::StatusView;
 use super::survivors::{GoOn, Separable, Survivors};
-use super::wire::{Frame, Inbox, Kind, MAX_FILES, Outbox};
 use super::{LaunchError, MAX_PES, rendezvous};
+use crate::shmem::control::frame::{Frame, Inbox, Kind, MAX_FILES, Outbox};
 use crate::stdio::one_line;
 
 /// Time between [`Event::Tick`]s.
@@ -314,7 +314,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         }
         let link = &mut self.links[pe];
         match frame.kind {
-            Kind::Hello => {
+            Kind::Running => {
                 link.connected = true;
                 link.pid = frame.body.first_chunk().map(|pid| u32::from_le_bytes(*pid));
             }

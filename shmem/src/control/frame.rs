@@ -1,72 +1,87 @@
-//! Frames on the control socket between the supervisor and one PE, and on that between rank 0 and another launched process.
+//! Frames of the control plane: between callers and acceptors at a rendezvous, a supervisor and its PEs, rank 0 and the other ranks' processes.
 //!
-//! A frame is a 16-byte header (kind u32, number of files u32, body length u64, little endian), then the body. Files
-//! travel as `SCM_RIGHTS` with the header's first byte, so that they are there when the frame is complete.
+//! A frame is a 16-byte header (kind u32, number of files u32, body length u64, little endian), then the body. Over a Unix socket files
+//! travel as `SCM_RIGHTS` with the header's first byte, so that they have arrived when the frame is complete.
 
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
-use crate::shmem::fds;
-pub(super) use crate::shmem::fds::MAX_FILES;
+use crate::fds;
+pub use crate::fds::MAX_FILES;
 
-/// No frame is larger; a header that says otherwise is not one of ours.
+/// Maximum body length, bytes. A longer one marks an invalid header.
 const MAX_BODY_BYTES: u64 = 1 << 32;
 const HEADER_BYTES: usize = 16;
+/// Time between attempts to send files while too many are in flight.
+const RETRY: Duration = Duration::from_millis(2);
 
-/// What a frame says.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub(super) enum Kind {
-    /// PE: I run. No body.
-    Hello = 1,
+pub enum Kind {
+    /// Caller: asks to join; the body is a [`Hello`](super::Hello).
+    Join = 1,
+    /// Acceptor: its nonce and its proof.
+    Challenge,
+    /// Caller: its proof.
+    Proof,
+    /// Acceptor: the caller is admitted.
+    Accepted,
+    /// Acceptor: the caller is refused; the body says why, UTF-8.
+    Refused,
+    /// Acceptor: what the ranks need of each other, once all have joined.
+    World,
+    /// PE: it runs; the body is its process id, u32.
+    Running,
     /// Supervisor: the status page, the request, then the job's files; the body is the files' names, each ended by a zero byte.
     Files,
-    /// PE: my segment (one file); the body is its size in bytes, u64.
+    /// PE: its segment (one file); the body is its size in bytes, u64.
     Segment,
     /// Supervisor: the next PEs' segments, in PE order, at most [`MAX_FILES`] a frame. No body.
     Segments,
-    /// PE: a message for the caller of [`Processes::run`](super::Processes::run).
+    /// PE: a message for the job's report.
     Message,
-    /// PE: I have ended well. No body.
+    /// PE: its part ended well. No body.
     Done,
-    /// PE: I have failed; the body is one line, UTF-8.
+    /// PE: it failed; the body is one line, UTF-8.
     Fail,
-    /// PE: I have failed because another did not answer; the body is its number, native usize, and one line.
+    /// PE: it failed because another PE did not answer; the body is that PE's number, native usize, and one line.
     FailOn,
-    /// Launched process to rank 0: asks to join; the body is a `Hello`.
-    Join,
-    /// Rank 0: admitted. No body.
-    Joined,
-    /// Rank 0: refused; the body says why, UTF-8.
-    Refused,
-    /// Rank 0: start a PE with this socket (one file); the body is a `Start`.
+    /// Rank 0: start a PE with this socket (one file); the body is JSON.
     Start,
-    /// Launched process: it could not be started; the body is the system's error, i32.
+    /// Parent of a PE: the PE could not be started; the body is the system's error, i32.
     Unstarted,
-    /// Launched process: it has ended; the body is its status as wait(2) has it, i32.
+    /// Parent of a PE: the PE has ended; the body is its status as wait(2) has it, i32.
     Ended,
     /// Rank 0: kill the PE. No body.
     Kill,
-    /// Rank 0: it is over; the body is the exit code, u8.
+    /// Rank 0: the command has ended; the body is its exit code, u8.
     Verdict,
-    /// PE: I have stopped, as a PE is lost; the body is how many steps are final here, and of how many it has the results, both u64.
+    /// PE: it stopped because a PE is lost; the body is the number of final steps and of steps with results, both u64.
     Stopped,
-    /// Supervisor: go on; the body is a `GoOn`.
+    /// Supervisor: continue without the lost PEs; the body is JSON.
     GoOn,
     /// PE: all steps are final; from now on the loss of a PE is the job's failure. No body.
     Final,
 }
 
 impl Kind {
-    const ALL: [Kind; 19] = [
-        Kind::Hello,
+    const ALL: [Kind; 22] = [
+        Kind::Join,
+        Kind::Challenge,
+        Kind::Proof,
+        Kind::Accepted,
+        Kind::Refused,
+        Kind::World,
+        Kind::Running,
         Kind::Files,
         Kind::Segment,
         Kind::Segments,
@@ -74,9 +89,6 @@ impl Kind {
         Kind::Done,
         Kind::Fail,
         Kind::FailOn,
-        Kind::Join,
-        Kind::Joined,
-        Kind::Refused,
         Kind::Start,
         Kind::Unstarted,
         Kind::Ended,
@@ -94,10 +106,13 @@ impl Kind {
 
 /// A received frame.
 #[derive(Debug)]
-pub(super) struct Frame {
-    pub(super) kind: Kind,
-    pub(super) body: Vec<u8>,
-    pub(super) files: Vec<OwnedFd>,
+pub struct Frame {
+    /// Its kind.
+    pub kind: Kind,
+    /// Its body.
+    pub body: Vec<u8>,
+    /// The files that it carries.
+    pub files: Vec<OwnedFd>,
 }
 
 fn header(kind: Kind, n_files: usize, body_bytes: usize) -> [u8; HEADER_BYTES] {
@@ -109,7 +124,10 @@ fn header(kind: Kind, n_files: usize, body_bytes: usize) -> [u8; HEADER_BYTES] {
 }
 
 /// Sends one frame on a blocking socket.
-pub(super) fn send(socket: BorrowedFd<'_>, kind: Kind, body: &[u8], files: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+///
+/// # Errors
+/// The system's.
+pub fn send(socket: BorrowedFd<'_>, kind: Kind, body: &[u8], files: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let header = header(kind, files.len(), body.len());
     let mut sent = 0;
     while sent < HEADER_BYTES + body.len() {
@@ -121,38 +139,108 @@ pub(super) fn send(socket: BorrowedFd<'_>, kind: Kind, body: &[u8], files: &[Bor
     Ok(())
 }
 
-/// Frames on their way to a PE over a socket that must not block the supervisor.
+/// Sends one frame, blocking until `until` at most.
+///
+/// # Errors
+/// `TIMEDOUT`, or the system's.
+pub fn send_by(
+    socket: BorrowedFd<'_>,
+    kind: Kind,
+    body: &[u8],
+    files: &[BorrowedFd<'_>],
+    until: Instant,
+) -> Result<(), Errno> {
+    let header = header(kind, files.len(), body.len());
+    let mut sent = 0;
+    while sent < HEADER_BYTES + body.len() {
+        let head = &header[sent.min(HEADER_BYTES)..];
+        let tail = &body[sent.saturating_sub(HEADER_BYTES)..];
+        let files = if sent == 0 { files } else { &[] };
+        match fds::send(socket, &[IoSlice::new(head), IoSlice::new(tail)], files, SendFlags::DONTWAIT) {
+            Ok(bytes) => sent += bytes,
+            Err(Errno::AGAIN) => wait(socket, PollFlags::OUT, until)?,
+            // Too many files in flight: passes as other processes take theirs.
+            Err(Errno::TOOMANYREFS) if Instant::now() < until => std::thread::sleep(RETRY),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Receives the next frame. The deadline is for the whole frame, however its bytes arrive.
+///
+/// # Errors
+/// `TimedOut`; `UnexpectedEof` at the end of the stream; `InvalidData` if the bytes are no frame, or its body has more than `max_body` bytes;
+/// the system's.
+pub fn receive_by(socket: BorrowedFd<'_>, inbox: &mut Inbox, max_body: usize, until: Instant) -> io::Result<Frame> {
+    let mut scratch = [0; 4096];
+    loop {
+        if let Some(frame) = inbox.next().map_err(|why| io::Error::new(io::ErrorKind::InvalidData, why))? {
+            return Ok(frame);
+        }
+        if inbox.bytes.len() > max_body + HEADER_BYTES {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a frame that is too long"));
+        }
+        wait(socket, PollFlags::IN, until)?;
+        match inbox.fill(socket, &mut scratch, RecvFlags::DONTWAIT) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) | Err(Errno::AGAIN) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Blocks until the socket is ready, in error, or `until` has passed (`TIMEDOUT`).
+fn wait(socket: BorrowedFd<'_>, ready: PollFlags, until: Instant) -> Result<(), Errno> {
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Errno::TIMEDOUT);
+        }
+        let left = Timespec::try_from(left.min(Duration::from_secs(3600))).map_err(|_| Errno::INVAL)?;
+        match poll(&mut [PollFd::new(&socket, ready)], Some(&left)) {
+            Ok(0) | Err(Errno::INTR) => {}
+            Ok(_) => return Ok(()),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Frames that wait for room in a nonblocking socket.
 #[derive(Default)]
-pub(super) struct Outbox {
+pub struct Outbox {
     queue: VecDeque<Outgoing>,
 }
 
 struct Outgoing {
     /// Header and body.
     bytes: Vec<u8>,
-    /// How many of them are sent.
+    /// Number of them already sent.
     sent: usize,
-    /// Shared among the PEs' outboxes; this frame carries `files[range]`.
+    /// Shared by the PEs' outboxes; this frame carries `files[range]`.
     files: Arc<[OwnedFd]>,
     range: Range<usize>,
 }
 
 impl Outbox {
     /// Adds a frame with `files[range]`.
-    pub(super) fn push(&mut self, kind: Kind, body: &[u8], files: Arc<[OwnedFd]>, range: Range<usize>) {
+    pub fn push(&mut self, kind: Kind, body: &[u8], files: Arc<[OwnedFd]>, range: Range<usize>) {
         let mut bytes = header(kind, range.len(), body.len()).to_vec();
         bytes.extend_from_slice(body);
         self.queue.push_back(Outgoing { bytes, sent: 0, files, range });
     }
 
-    /// Whether everything has been handed to the socket.
-    pub(super) fn is_empty(&self) -> bool {
+    /// Whether the socket has accepted every frame.
+    pub fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
 
-    /// Sends what the socket takes now. `TOOMANYREFS` (the limit on files in flight, the same as that on open files)
-    /// passes as the PEs take theirs: it counts as a full socket.
-    pub(super) fn flush(&mut self, socket: BorrowedFd<'_>) -> Result<(), Errno> {
+    /// Sends as much as the socket accepts now. `TOOMANYREFS` (the limit on files in flight equals that on open files)
+    /// passes as the PEs receive theirs, so it counts as a full socket.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn flush(&mut self, socket: BorrowedFd<'_>) -> Result<(), Errno> {
         while let Some(Outgoing { bytes, sent, files, range }) = self.queue.front_mut() {
             let borrowed: Vec<BorrowedFd<'_>> =
                 if *sent == 0 { files[range.clone()].iter().map(AsFd::as_fd).collect() } else { Vec::new() };
@@ -169,31 +257,35 @@ impl Outbox {
     }
 }
 
-/// Bytes and files received and not yet taken as frames.
-#[derive(Default)]
-pub(super) struct Inbox {
+/// Bytes and files received, but not yet taken as frames.
+#[derive(Debug, Default)]
+pub struct Inbox {
     bytes: Vec<u8>,
     files: VecDeque<OwnedFd>,
 }
 
 impl Inbox {
-    /// Receives once into `scratch` and keeps it; returns the number of bytes, 0 at the end of the stream.
-    pub(super) fn fill(
-        &mut self,
-        socket: BorrowedFd<'_>,
-        scratch: &mut [u8],
-        flags: RecvFlags,
-    ) -> Result<usize, Errno> {
+    /// Receives once, through `scratch`; returns the number of bytes, 0 at the end of the stream.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn fill(&mut self, socket: BorrowedFd<'_>, scratch: &mut [u8], flags: RecvFlags) -> Result<usize, Errno> {
         let bytes = fds::receive(socket, &mut [IoSliceMut::new(scratch)], &mut self.files, flags)?;
         self.bytes.extend_from_slice(&scratch[..bytes]);
         Ok(bytes)
     }
 
+    /// Adds bytes that were received without files.
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.bytes.extend_from_slice(bytes);
+    }
+
     /// Takes the next complete frame.
     ///
     /// # Errors
-    /// One line, when what came is not a frame, or when its files were lost (no room in the table of open files).
-    pub(super) fn next(&mut self) -> Result<Option<Frame>, String> {
+    /// One line, if the bytes are not a frame, or its files were lost (no room in the table of open files).
+    #[allow(clippy::should_implement_trait)]
+    pub fn next(&mut self) -> Result<Option<Frame>, String> {
         let Some((header, rest)) = self.bytes.split_first_chunk::<HEADER_BYTES>() else { return Ok(None) };
         let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
         let body_bytes = u64::from(word(8)) | u64::from(word(12)) << 32;
@@ -219,15 +311,16 @@ impl Inbox {
     }
 }
 
-/// A file that holds nothing and takes everything.
-pub(super) fn dev_null() -> std::io::Result<File> {
-    File::options().read(true).write(true).open("/dev/null")
-}
-
-#[cfg(test)]
+#[cfg(all(test, not(miri)))] // Miri has no sockets.
 mod tests {
+    use std::fs::File;
+
     use super::*;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    fn dev_null() -> io::Result<File> {
+        File::options().read(true).write(true).open("/dev/null")
+    }
 
     fn pair() -> (OwnedFd, OwnedFd) {
         socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap()
@@ -252,14 +345,14 @@ mod tests {
         for step in [1, 3, 16, 17, 4096] {
             let (a, b) = pair();
             let null = dev_null().unwrap();
-            send(a.as_fd(), Kind::Hello, b"", &[]).unwrap();
+            send(a.as_fd(), Kind::Running, b"", &[]).unwrap();
             send(a.as_fd(), Kind::Segment, b"12345678", &[null.as_fd()]).unwrap();
             send(a.as_fd(), Kind::Message, &[7; 300], &[]).unwrap();
             send(a.as_fd(), Kind::Segments, b"", &vec![null.as_fd(); MAX_FILES]).unwrap();
             let frames = receive(&b, step);
             let seen: Vec<_> = frames.iter().map(|f| (f.kind, f.body.len(), f.files.len())).collect();
             let want =
-                [(Kind::Hello, 0, 0), (Kind::Segment, 8, 1), (Kind::Message, 300, 0), (Kind::Segments, 0, MAX_FILES)];
+                [(Kind::Running, 0, 0), (Kind::Segment, 8, 1), (Kind::Message, 300, 0), (Kind::Segments, 0, MAX_FILES)];
             assert_eq!(seen, want, "step {step}");
         }
     }
