@@ -15,7 +15,7 @@ use crate::{LostPe, RawWait, Segment, SignalOp, Transport};
 
 /// The providers that are tried, in this order, where none is asked for: Slingshot's, and TCP's.
 pub const PROVIDERS: [&str; 2] = ["cxi", "tcp;ofi_rxm"];
-/// The channel of what the PEs tell each other here; others are in `tcp/world.rs` and `tcp/near.rs`.
+/// The channel of these messages; others are in `tcp/world.rs` and `tcp/intra_host.rs`.
 const REACH: u64 = 4;
 /// So many bytes of copies may be on their way to a PE before who sends more to it waits.
 const HELD_BYTES_MAX: usize = 64 << 20;
