@@ -1,5 +1,5 @@
-//! Processes that a launcher started become a job: `aristos` in the environments of Slurm, Open MPI, MPICH and torchrun, which
-//! this test makes as they do.
+//! Processes that a launcher started become a job: `aristos` in the environments of Slurm, Open MPI, MPICH and torchrun, as
+//! simulated by this test.
 
 #[path = "binary/mod.rs"]
 mod binary;
@@ -19,9 +19,9 @@ use aristos::shmem::control::{Attempt, CallError, Introduction, Key, call};
 use binary::{Outcome, Running, aristos, names_in, start};
 use rustix::process::{Pid, Signal, Uid, geteuid, getpid, kill_process};
 
-/// How soon everything must be over after its cause.
+/// How soon a job must end after its cause.
 const END_LIMIT: Duration = Duration::from_secs(2);
-/// A layer that is computed in no time.
+/// A layer with a short run time.
 const SMALL: &str = "run --tokens 64 --hidden 32 --intermediate 32";
 
 /// A stand-in for a launcher.
@@ -35,14 +35,14 @@ enum Launcher {
 
 const ALL: [Launcher; 4] = [Launcher::Slurm, Launcher::OpenMpi, Launcher::Mpich, Launcher::Torchrun];
 
-/// A number that no other job of this machine's tests has.
+/// A job number that is unique among this machine's tests.
 fn new_job() -> usize {
     static JOBS: AtomicUsize = AtomicUsize::new(0);
     getpid().as_raw_pid() as usize * 100 + JOBS.fetch_add(1, Ordering::Relaxed)
 }
 
 impl Launcher {
-    /// What it sets for a process, of which `here` are on this host.
+    /// The variables that it sets for a process, if `here` processes are on this host.
     fn variables(self, job: usize, rank: usize, size: usize, here: usize) -> Vec<(&'static str, String)> {
         let number = |n: usize| n.to_string();
         match self {
@@ -64,7 +64,7 @@ impl Launcher {
                 ("PMIX_NAMESPACE", number(job)),
                 ("PMIX_RANK", number(rank)),
             ],
-            // Its processes have their parent in common, which is this test: one such job at a time.
+            // Its processes share their parent, this test, so only one such job can run at a time.
             Launcher::Mpich => vec![
                 ("PMI_RANK", number(rank)),
                 ("PMI_SIZE", number(size)),
@@ -105,7 +105,7 @@ impl Launcher {
     }
 }
 
-/// Starts them last first, so that rank 0 is looked for.
+/// Starts them in reverse order, so that the others look for rank 0.
 fn start_all(commands: Vec<Command>) -> Vec<Running> {
     let mut running: Vec<Running> = commands.into_iter().rev().map(start).collect();
     running.reverse();
@@ -116,7 +116,7 @@ fn end_all(running: Vec<Running>) -> Vec<Outcome> {
     running.into_iter().map(Running::end).collect()
 }
 
-/// Fails the test unless those other than rank 0 ended with this code and without a word.
+/// Fails the test unless these processes ended with this code and without output.
 #[track_caller]
 fn quiet(others: &[Outcome], code: i32) {
     for outcome in others {
@@ -125,7 +125,7 @@ fn quiet(others: &[Outcome], code: i32) {
     }
 }
 
-/// Fails the test unless all succeeded, and rank 0 alone spoke; what it said.
+/// Fails the test unless all succeeded and only rank 0 has output; returns that.
 #[track_caller]
 fn succeeded(mut outcomes: Vec<Outcome>) -> String {
     let others = outcomes.split_off(1);
@@ -133,7 +133,7 @@ fn succeeded(mut outcomes: Vec<Outcome>) -> String {
     outcomes.remove(0).success().stdout
 }
 
-/// Fails the test unless rank 0 refused, in one line that says all of `parts`, and the others ended with its code, silently.
+/// Fails the test unless rank 0 refused, in one line with all of `parts`, and the others ended with its code, without output.
 #[track_caller]
 fn refused(mut outcomes: Vec<Outcome>, parts: &[&str]) {
     let others = outcomes.split_off(1);
@@ -141,7 +141,7 @@ fn refused(mut outcomes: Vec<Outcome>, parts: &[&str]) {
     quiet(&others, first.status.code().unwrap());
 }
 
-/// The meeting place's name, as /proc/net/unix shows it, once it is there.
+/// The rendezvous socket's name in /proc/net/unix, once it exists.
 fn meeting_place(of: &str) -> Vec<u8> {
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(20) {
@@ -193,7 +193,7 @@ fn refusal(name: &[u8], token: &str, job: usize, who: Introduction<'_>) -> Strin
 }
 
 #[test]
-fn the_processes_of_every_launcher_run_a_job() {
+fn processes_of_every_launcher_run_a_job() {
     for launcher in ALL {
         let table = succeeded(end_all(start_all(launcher.job(new_job(), 4, "run --check"))));
         assert!(table.contains("4 PEs") && table.contains("check passed"), "{launcher:?}: {table}");
@@ -209,7 +209,7 @@ fn the_processes_of_every_launcher_run_a_job() {
 }
 
 #[test]
-fn a_shell_in_an_allocation_starts_its_own_pes() {
+fn shell_in_an_allocation_starts_its_own_pes() {
     for more in [None, Some(("SLURM_PROCID", "0")), Some(("SLURM_STEP_ID", "4294967291"))] {
         let mut command = aristos(format!("{SMALL} --pes 2 --check").split_whitespace());
         command
@@ -223,7 +223,7 @@ fn a_shell_in_an_allocation_starts_its_own_pes() {
 }
 
 #[test]
-fn a_command_that_cannot_be_ends_all_processes_with_its_code() {
+fn invalid_command_ends_all_processes_with_its_code() {
     let outcomes = end_all(start_all(Launcher::Slurm.job(new_job(), 3, "run --steps no")));
     assert!(outcomes[0].stderr.starts_with("error: "), "{:?}", outcomes[0]);
     assert_eq!(outcomes[0].status.code(), Some(2));
@@ -234,27 +234,27 @@ fn a_command_that_cannot_be_ends_all_processes_with_its_code() {
 }
 
 #[test]
-fn who_never_comes_is_named() {
+fn missing_rank_is_named() {
     let mut commands = Launcher::Slurm.job(new_job(), 4, SMALL);
     commands.remove(2);
     for command in &mut commands {
         command.env("ARISTOS_JOIN_LIMIT", "5");
     }
     refused(end_all(start_all(commands)), &["rank 2 of 4 has not come within 5 s, as Slurm started them"]);
-    // Where it is rank 0, the others say so themselves.
+    // If rank 0 is missing, the others report it themselves.
     let mut command = Launcher::Slurm.command(new_job(), 1, 2, SMALL);
     command.env("ARISTOS_JOIN_LIMIT", "0.5");
     binary::run(command).refused(&["rank 1: rank 0 has not come within 0.5 s, as Slurm started it"]);
 }
 
 #[test]
-fn strangers_are_refused_by_name_and_disturb_nobody() {
+fn strangers_are_refused_and_named() {
     let job = new_job();
     let mut commands = Launcher::Slurm.job(job, 3, &format!("{SMALL} --check"));
     for command in &mut commands {
         command.env("ARISTOS_JOB_TOKEN", "of this job");
     }
-    // Rank 2 comes when the strangers have gone.
+    // Rank 2 joins after the strangers.
     let late = commands.pop().unwrap();
     let mut running = start_all(commands);
     let name = meeting_place(&format!("slurm-{job}.0"));
@@ -279,7 +279,7 @@ fn strangers_are_refused_by_name_and_disturb_nobody() {
     let (silent, mut loud) = (connect(&name), connect(&name));
     let _ = loud.write_all(&[9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0].repeat(1 << 12));
     drop(connect(&name));
-    // A process with the wrong token says so itself.
+    // A process with the wrong token reports it, too.
     let mut wrong = Launcher::Slurm.command(job, 2, 3, SMALL);
     wrong.env("ARISTOS_JOB_TOKEN", "of another");
     binary::run(wrong).refused(&["rank 2: ", "is not rank 0 of this job: it does not know the job's token"]);
@@ -297,7 +297,7 @@ fn strangers_are_refused_by_name_and_disturb_nobody() {
 }
 
 #[test]
-fn two_jobs_at_once_do_not_meet() {
+fn concurrent_jobs_stay_apart() {
     for launcher in [Launcher::Slurm, Launcher::OpenMpi, Launcher::Torchrun] {
         let args = [format!("{SMALL} --check --json --seed 1"), format!("{SMALL} --check --json --seed 2")];
         let jobs = args.map(|args| start_all(launcher.job(new_job(), 3, &args)));
@@ -305,7 +305,7 @@ fn two_jobs_at_once_do_not_meet() {
             assert!(succeeded(outcomes).contains(r#""pes": 3"#));
         }
     }
-    // With the same id, the second is told.
+    // With the same id, the second is refused.
     let job = new_job();
     let first = start_all(vec![Launcher::Torchrun.command(job, 0, 2, SMALL)]);
     meeting_place(&format!("torchrun-{}--{job}", 1024 + job % 64000));
@@ -316,7 +316,7 @@ fn two_jobs_at_once_do_not_meet() {
 }
 
 #[test]
-fn a_world_of_several_hosts_is_told_what_to_use() {
+fn several_hosts_without_a_transport_are_refused() {
     for launcher in [Launcher::Slurm, Launcher::OpenMpi, Launcher::Torchrun] {
         let job = new_job();
         let commands = (0..2).map(|rank| {
@@ -329,7 +329,7 @@ fn a_world_of_several_hosts_is_told_what_to_use() {
             &["4 processes on several hosts", "ranks 2, 3", "--transport mpi"],
         );
     }
-    // Nodes of one host, as Slurm can have them, are one host.
+    // Several Slurm nodes on one host are one host.
     let job = new_job();
     let commands = (0..2).map(|rank| {
         let mut command = Launcher::Slurm.command(job, rank, 2, &format!("{SMALL} --check"));
@@ -340,7 +340,7 @@ fn a_world_of_several_hosts_is_told_what_to_use() {
 }
 
 #[test]
-fn an_environment_of_no_launcher_is_one_line() {
+fn invalid_environment_is_one_line() {
     let mut commands = Launcher::Torchrun.job(new_job(), 2, SMALL);
     for command in &mut commands {
         command.env("MASTER_PORT", "seven");
@@ -353,7 +353,7 @@ fn an_environment_of_no_launcher_is_one_line() {
     refused(end_all(start_all(commands)), &["ARISTOS_JOIN_LIMIT=soon", "seconds"]);
 }
 
-/// Runs it as another user, where this process may.
+/// Runs `work` as another user, if this process may.
 fn as_nobody<R: Send>(work: impl FnOnce() -> R + Send) -> Option<R> {
     if !geteuid().is_root() {
         return None;
@@ -387,7 +387,7 @@ fn other_users_can_neither_join_nor_listen() {
     assert_eq!(outcome.stderr.contains("it belongs to user 65534"), answer.is_some(), "{outcome:?}");
     quiet(&[second.end()], 0);
 
-    // One that takes the name first.
+    // Another user that takes the name first.
     let job = new_job();
     let name = format!("aristos-{}-slurm-{job}.0", geteuid().as_raw());
     let address = SocketAddr::from_abstract_name(&name).unwrap();
@@ -435,7 +435,7 @@ impl Drop for Storm {
 #[test]
 fn another_user_with_many_processes_neither_delays_a_job_nor_ends_it() {
     const PROCESSES: usize = 12;
-    // A job whose last process comes while strangers storm the place: how long it takes from there.
+    // A job whose last process joins while strangers storm the socket: the time from there to its end.
     let time = |storm: bool| -> Option<Duration> {
         let job = new_job();
         let mut commands = Launcher::Slurm.job(job, 3, &format!("{SMALL} --check"));
@@ -455,11 +455,11 @@ fn another_user_with_many_processes_neither_delays_a_job_nor_ends_it() {
         Some(took)
     };
     let Some(stormed) = time(true) else { return skip::skip("not root: there is no second user") };
-    // Twelve busy processes take their part of the processors from any job, whatever they do.
+    // Twelve busy processes also slow the job by their use of the processors.
     println!("{stormed:?}, without {:?}", time(false));
     assert!(stormed < Duration::from_secs(10), "{stormed:?}");
 
-    // Nor does it keep rank 0 from its signals and its limits.
+    // Rank 0 still handles its signals and its limits.
     let job = new_job();
     let mut command = Launcher::Slurm.command(job, 0, 2, SMALL);
     command.env("ARISTOS_JOIN_LIMIT", "2");
@@ -479,9 +479,9 @@ fn another_user_with_many_processes_neither_delays_a_job_nor_ends_it() {
     assert!(began.elapsed() < END_LIMIT, "{:?}", began.elapsed());
 }
 
-/// Some launchers have SIGCHLD ignored, and so have what they start.
+/// Some launchers ignore SIGCHLD, and their children inherit that.
 #[test]
-fn a_launcher_that_ignores_the_ends_of_children_changes_nothing() {
+fn ignored_sigchld_has_no_effect() {
     let ignoring = |mut commands: Vec<Command>| {
         for command in &mut commands {
             let mut shell = Command::new("sh");
@@ -513,7 +513,7 @@ fn a_launcher_that_ignores_the_ends_of_children_changes_nothing() {
 }
 
 #[test]
-fn a_process_that_ends_while_others_are_awaited_is_named() {
+fn process_that_ends_before_all_have_joined_is_named() {
     let job = new_job();
     let mut running = start_all((0..2).map(|rank| Launcher::Slurm.command(job, rank, 3, SMALL)).collect());
     meeting_place(&format!("slurm-{job}.0"));
@@ -524,7 +524,7 @@ fn a_process_that_ends_while_others_are_awaited_is_named() {
     running.pop().unwrap().end().refused(&["rank 1 of 3 has ended before all had come"]);
 }
 
-/// A job that lasts for hours, its results to come in `out`; all PEs run.
+/// A job of several hours, with its results in `out`; returns once all PEs run.
 fn long_job(launcher: Launcher, out: &std::path::Path) -> (Vec<Running>, Vec<Pid>) {
     let args = format!("{SMALL} --steps 100000000 --output {}", out.join("out.safetensors").display());
     let mut running = start_all(launcher.job(new_job(), 3, &args));
@@ -533,7 +533,7 @@ fn long_job(launcher: Launcher, out: &std::path::Path) -> (Vec<Running>, Vec<Pid
 }
 
 #[test]
-fn a_pe_that_is_killed_ends_all_and_is_named() {
+fn killed_pe_ends_all_and_is_named() {
     let out = tempfile::tempdir().unwrap();
     for (round, victim) in [0, 1, 2, 1].into_iter().enumerate() {
         // Not MPICH's, of which there can be one job at a time.
@@ -550,7 +550,7 @@ fn a_pe_that_is_killed_ends_all_and_is_named() {
 }
 
 #[test]
-fn a_process_of_the_launcher_that_is_killed_ends_all() {
+fn killed_process_of_the_launcher_ends_all() {
     let out = tempfile::tempdir().unwrap();
     for victim in [0, 2] {
         let (running, _) = long_job(Launcher::Slurm, out.path());
@@ -570,7 +570,7 @@ fn a_process_of_the_launcher_that_is_killed_ends_all() {
 }
 
 #[test]
-fn a_signal_to_all_is_an_interruption() {
+fn signal_to_all_processes_interrupts_the_job() {
     let (running, _) = long_job(Launcher::OpenMpi, tempfile::tempdir().unwrap().path());
     running.iter().rev().for_each(|one| one.signal(Signal::TERM));
     let outcomes = end_all(running);

@@ -46,15 +46,15 @@ use sample::Sample;
 use suite::{HEAP_BYTES, World};
 use undisturbed::undisturbed;
 
-/// In a PE of the suite: its number, the transport, and the address of PE 0's host.
+/// Environment variables of a PE of the suite: its number, the transport, and the address of PE 0's host.
 const ENV_PE: &str = "ARISTOS_TCP_PE";
 const ENV_TRANSPORT: &str = "ARISTOS_TCP_TRANSPORT";
 const ENV_ZERO: &str = "ARISTOS_TCP_ZERO";
 /// The most PEs of a check.
 const SUITE_PES: usize = 5;
-/// How soon a job must be over after one of its processes has ended.
+/// How soon a job must end after one of its processes has ended.
 const NAMED_LIMIT: Duration = Duration::from_secs(2);
-/// How soon after a host cannot be reached any more, or a process is stopped.
+/// How soon it must end after a host has become unreachable, or a process is stopped.
 const SILENT_LIMIT: Duration = Duration::from_secs(20);
 
 const SMALL: &str =
@@ -69,7 +69,7 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    // Of the long ones, and of those over libfabric, some at a time, unless asked for by name.
+    // A sample of the long tests and of those over libfabric, unless they are selected by name.
     let links = some_of(link::TESTS, filter);
     #[cfg(feature = "emulate")]
     let devices = devices::TESTS;
@@ -104,14 +104,14 @@ fn main() -> ExitCode {
 /// A test, with its name.
 type Test = (&'static str, fn());
 
-/// Two of these, which the next seed follows with others; or all.
+/// A sample of two tests, which changes with the seed; with a filter all of them.
 fn some_of(tests: &'static [Test], filter: &str) -> Vec<&'static Test> {
     let all = tests.len() as u64;
     let some = Sample::new(if filter.is_empty() { 2 } else { all }, all);
     some.numbers().map(|number| &tests[number as usize]).collect()
 }
 
-/// The first PEs of the suite's processes.
+/// The place of one process of the suite.
 struct Place {
     pe: usize,
     zero: String,
@@ -119,14 +119,14 @@ struct Place {
 }
 
 impl Place {
-    /// This process's, from its environment.
+    /// This process's place, from its environment.
     fn of(pe: usize) -> Place {
         Place { pe, zero: env::var(ENV_ZERO).unwrap(), worlds: Cell::new(0) }
     }
 
-    /// A new world of `n_pes`, if this process has a part in it.
+    /// A new world of `n_pes`, if this process is one of its PEs.
     fn join(&self, n_pes: usize) -> Option<TcpWorld> {
-        // Those that have no part in this world may be at the next one already: each has a port of its own.
+        // Processes that are not in this world may already join the next one, so each world has its own port.
         self.worlds.set(self.worlds.get() + 1);
         let rendezvous = format!("{}:{}", self.zero, 20_000 + self.worlds.get());
         let (program, token, limits) = ("suite", b"token", JoinLimits::default());
@@ -155,7 +155,7 @@ conformance_table!(CHECKS, Tcp);
 
 /// One PE of all checks. A panic ends it, and with it the others.
 fn play(pe: usize) -> ExitCode {
-    // Some checks catch panics; only those that end the program are of interest.
+    // Some checks catch panics; this prints all of them, for those that end the program.
     std::panic::set_hook(Box::new(move |info| {
         println!("PE {pe}: {} at {:?}", info.payload_as_str().unwrap_or("(no message)"), info.location());
     }));
@@ -183,7 +183,7 @@ fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// The processes of a job of `n` PEs, each of the command that `pe` makes of its arguments.
+/// The processes of a job of `n` PEs; `pe` makes each command of its arguments.
 fn commands(n: usize, zero: &str, args: &str, pe: impl Fn(usize, Vec<String>) -> Command) -> Vec<Command> {
     let rendezvous = format!("{zero}:{}", free_port());
     let place = |rank: usize| {
@@ -216,27 +216,33 @@ fn two_a_host(hosts: &Hosts, transport: &str, args: &str) -> Vec<Command> {
     })
 }
 
-/// All started; PE 0 last, as nothing says that it comes first.
+/// Starts all, PE 0 last: PEs may start in any order.
 fn start_all(commands: Vec<Command>) -> Vec<Running> {
     let mut running: Vec<Running> = commands.into_iter().rev().map(start).collect();
     running.reverse();
     running
 }
 
-/// The same, when they are at work.
-fn start_at_work(commands: Vec<Command>) -> Vec<Running> {
-    let running = start_all(commands);
+/// Waits until the PE is connected to all others; returns how long that took.
+fn wait_until_joined(pe: &Running) -> Duration {
     let begun = Instant::now();
-    // PEs that have met have a thread more.
-    let has_met = |pe: &Running| {
+    // A connected PE has its progress thread.
+    let has_joined = || {
         let tasks = fs::read_dir(format!("/proc/{}/task", pe.pid().as_raw_pid())).into_iter().flatten().flatten();
         tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok()).any(|name| name == "aristos-tcp\n")
     };
-    while !running.iter().all(has_met) {
+    while !has_joined() {
         assert!(begun.elapsed() < Duration::from_secs(60), "the PEs have not met");
-        thread::sleep(Duration::from_millis(20));
+        thread::sleep(Duration::from_millis(10));
     }
-    // That steps are being made shows in nothing but time.
+    begun.elapsed()
+}
+
+/// Starts all, and waits until they are at work.
+fn start_at_work(commands: Vec<Command>) -> Vec<Running> {
+    let running = start_all(commands);
+    running.iter().for_each(|pe| _ = wait_until_joined(pe));
+    // The start of the steps is not visible from outside, so this waits a fixed time.
     thread::sleep(Duration::from_secs(1));
     running
 }
@@ -245,7 +251,7 @@ fn run_all(commands: Vec<Command>) -> Vec<Outcome> {
     start_all(commands).into_iter().map(Running::end).collect()
 }
 
-/// Runs a job that must go well: what PE 0 wrote, who alone writes something.
+/// Runs a job that must succeed; returns the output of PE 0. The other PEs must have none.
 #[track_caller]
 fn report(commands: Vec<Command>) -> String {
     let mut outcomes = run_all(commands).into_iter();
@@ -259,7 +265,7 @@ fn json(commands: Vec<Command>) -> serde_json::Value {
     serde_json::from_str(&report(commands)).unwrap()
 }
 
-/// A job too long to end by itself, its PEs at work; `act` on them, then how they end. All but those of `gone` must be over within
+/// Starts a job that is too long to end by itself, lets `act` disturb it, and returns how its PEs ended. All except those of `gone` must end within
 /// `limit`, and name `culprit` in one line each.
 #[track_caller]
 fn disturbed(
@@ -275,7 +281,7 @@ fn disturbed(
     let mut outcomes = Vec::new();
     for (pe, running) in running.into_iter().enumerate() {
         if gone.contains(&pe) {
-            // Ended already, or about to be: a stopped process cannot end by itself.
+            // It may have ended already; a stopped process cannot end by itself.
             running.signal(Signal::KILL);
         }
         let outcome = running.end();
@@ -288,7 +294,7 @@ fn disturbed(
     outcomes
 }
 
-/// Fails the test unless all are refused, and the lines of those that speak say all of `parts`.
+/// Fails the test unless all are refused, and only the `speakers` print a line, with all of `parts`.
 #[track_caller]
 fn refused(commands: Vec<Command>, speakers: &[usize], parts: &[&str]) {
     for (pe, outcome) in run_all(commands).into_iter().enumerate() {
@@ -416,7 +422,7 @@ const TESTS: &[(&str, fn())] = &[
         assert!(said.contains("2 PEs") && said.contains("pipelined / bulk"), "{said}");
         refused(here(3, p2p), &[0], &["3 PEs", "expected 2"]);
     }),
-    ("here::launchers_say_who_is_who", || {
+    ("here::ranks_are_read_from_launchers", || {
         let by = |variables: &dyn Fn(usize, u16) -> String, device: &str| -> Vec<Command> {
             let port = free_port();
             let command = |rank: usize| {
@@ -448,7 +454,7 @@ const TESTS: &[(&str, fn())] = &[
             }
         }
     }),
-    ("here::what_does_not_fit_is_one_line", || {
+    ("here::invalid_jobs_are_one_line", || {
         refused(here(3, "run --model nowhere --input nowhere"), &[0], &["nowhere/config.json", "No such file"]);
         refused(here(2, &format!("run {SMALL} --steps 0")), &[0], &["--steps is 0"]);
         refused(here(2, &format!("run {SMALL} --pes 3")), &[0], &["--pes 3", "2 processes", "expected 2"]);
@@ -471,7 +477,7 @@ const TESTS: &[(&str, fn())] = &[
         alone("run --transport tcp --ranks 9999 --rank 0 --rendezvous a:1", &["--ranks is 9999, expected 1 to 1024"]);
         run(aristos("run --transport tcp --rank 0".split_whitespace())).misused(&["--ranks"]);
     }),
-    ("here::who_does_not_come_is_named", || {
+    ("here::missing_pe_is_named", || {
         let mut commands = here(3, &format!("run {SMALL}"));
         commands.iter_mut().for_each(|command| _ = command.env("ARISTOS_JOIN_LIMIT", "1"));
         commands.truncate(2);
@@ -502,14 +508,14 @@ const TESTS: &[(&str, fn())] = &[
         );
         outcomes.for_each(|outcome| _ = outcome.success());
     }),
-    ("here::a_pe_that_is_killed_is_named", || {
+    ("here::killed_pe_is_named", || {
         for (n, victim) in [(2, 1), (3, 0), (4, 2)] {
             let kill = |pes: &[Running]| pes[victim].signal(Signal::KILL);
             let outcomes = disturbed(here(n, &format!("run {LONG}")), NAMED_LIMIT, victim, &[victim], kill);
             assert_eq!(outcomes.len(), n - 1);
         }
     }),
-    ("here::a_pe_that_is_killed_while_experts_move_is_named", || {
+    ("here::pe_killed_while_experts_move_is_named", || {
         let mut commands = here(3, &format!("run {MOVING}"));
         commands.iter_mut().for_each(|command| _ = command.env("RUST_LOG", "aristos::run=info"));
         let mut running = start_all(commands);
@@ -527,7 +533,7 @@ const TESTS: &[(&str, fn())] = &[
         let end = |pes: &[Running]| pes[0].signal(Signal::TERM);
         disturbed(here(3, &format!("run {LONG}")), NAMED_LIMIT, 0, &[0], end);
     }),
-    ("here::a_pe_that_is_stopped_is_named", || {
+    ("here::stopped_pe_is_named", || {
         let stop = |pes: &[Running]| {
             pes[1].signal(Signal::STOP);
             // It is killed when the others have ended; here it must be seen that they do before.
@@ -543,7 +549,7 @@ const TESTS: &[(&str, fn())] = &[
         conform(&hosts, "tcp");
         conform(&hosts, "hybrid");
     }),
-    ("hosts::what_stays_on_a_host_goes_through_its_memory", || {
+    ("hosts::hybrid_uses_shared_memory_within_a_host", || {
         let Some(hosts) = Hosts::make(2) else { return };
         let dir = tempfile::tempdir().unwrap();
         let layer = "--tokens 600 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --steps 12";
@@ -571,7 +577,7 @@ const TESTS: &[(&str, fn())] = &[
         assert!(loopback[0] > 0.25 && loopback[1] < 0.05, "over loopback, of all bytes put: {loopback:?}");
         same(&dir.path().join("tcp"), &dir.path().join("hybrid"));
     }),
-    ("hosts::a_hybrid_pe_that_is_killed_or_stopped_is_named", || {
+    ("hosts::killed_or_stopped_hybrid_pe_is_named", || {
         let Some(hosts) = Hosts::make(2) else { return };
         let start = |args: &str| two_a_host(&hosts, "hybrid", args);
         // The home of rows from the other host, too.
@@ -608,14 +614,14 @@ const TESTS: &[(&str, fn())] = &[
             assert_eq!(mode["culprit"]["pe"], 2, "{mode}");
         }
     }),
-    ("hosts::a_pe_that_is_killed_is_named", || {
+    ("hosts::killed_pe_is_named", || {
         let Some(hosts) = Hosts::make(3) else { return };
         for victim in [0, 2] {
             let kill = |pes: &[Running]| pes[victim].signal(Signal::KILL);
             disturbed(over(&hosts, 3, "tcp", &format!("run {LONG}")), NAMED_LIMIT, victim, &[victim], kill);
         }
     }),
-    ("hosts::a_host_that_is_frozen_is_named", || {
+    ("hosts::frozen_host_is_named", || {
         let Some(hosts) = Hosts::make(3) else { return };
         let stop = |pes: &[Running]| {
             pes[1].signal(Signal::STOP);

@@ -1,4 +1,4 @@
-//! Processes that meet, here as threads: who comes, who does not, and who asks for something else.
+//! `meet` with threads instead of processes: complete, missing and mismatched PEs.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -37,7 +37,7 @@ const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(300);
 
 #[test]
-fn those_who_meet_share_memory() {
+fn pes_share_memory_after_meeting() {
     for n in [1, 2, 5] {
         let asked: Vec<_> = (0..n).map(|pe| (pe, n, HEAP_BYTES, LONG)).collect();
         let pes: Vec<_> = all(&asked).into_iter().map(Result::unwrap).collect();
@@ -71,14 +71,14 @@ fn twenty_pes_meet() {
 }
 
 #[test]
-fn who_has_not_come_is_named() {
+fn missing_pe_is_named() {
     let said = lines(all(&[(0, 4, HEAP_BYTES, SHORT), (2, 4, HEAP_BYTES, SHORT)]));
     assert_eq!(said, ["cannot meet the other PEs: PE 1, 3 has not come in time"; 2]);
     assert_eq!(lines(all(&[(1, 2, HEAP_BYTES, SHORT)])), ["cannot meet the other PEs: PE 0 has not come in time"]);
 }
 
 #[test]
-fn who_asks_for_something_else_is_named_to_all() {
+fn mismatch_is_reported_to_all() {
     let said = lines(all(&[(0, 2, HEAP_BYTES, LONG), (1, 2, 2 * HEAP_BYTES, LONG)]));
     let want =
         "cannot meet the other PEs: PE 1 has a symmetric heap of 524288 bytes, PE 0 one of 262144: they must be equal";
@@ -90,7 +90,7 @@ fn who_asks_for_something_else_is_named_to_all() {
 }
 
 #[test]
-fn a_key_is_taken_once_and_free_again() {
+fn key_is_exclusive_and_reusable() {
     let key = key();
     thread::scope(|scope| {
         let first = scope.spawn(|| meet(&key, 0, 2, HEAP_BYTES, Instant::now() + Duration::from_secs(5)));

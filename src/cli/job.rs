@@ -1,4 +1,4 @@
-//! A job from its command to its report, whoever starts the PEs.
+//! A job from its command to its report, with or without a supervisor.
 
 use std::time::Duration;
 
@@ -15,32 +15,32 @@ use crate::job::peers::{Peers, START_LIMIT, World};
 use crate::job::request::Request;
 use crate::job::tcp;
 
-/// The processes of a job, as a command finds them.
+/// The processes of a job.
 pub struct JobProcesses {
-    /// How many PEs there are, where something else has started them; otherwise the request says.
+    /// Number of PEs, if a launcher has started them; otherwise the request sets it.
     pub started: Option<usize>,
-    /// How many of them are on this host.
+    /// Number of PEs on this host.
     pub here: Option<usize>,
     /// Whether this process reports the job, and so opens its files.
     pub reports: bool,
 }
 
-/// What a command asks of its job, and what it keeps for the report.
+/// A command's request, and its data for the report.
 pub struct JobSpec<S> {
-    /// What the PEs do.
+    /// The PEs' work.
     pub request: Request,
-    /// How many they are.
+    /// Number of PEs.
     pub pes: usize,
     /// How long a PE waits for another.
     pub wait_limit: Duration,
     /// Environment variables of the PEs' processes.
     pub env: Vec<(String, String)>,
-    /// The files of the report, and whatever else it is made of.
+    /// The files of the report, and its other data.
     pub kept: S,
 }
 
-/// Runs a job's PEs, as processes of this one or as those that something else has started; says whether all went well. `ask` is called in
-/// every process that has to know the request, `report` in one, with what the PEs sent.
+/// Runs a job's PEs, as children of this process or as processes of a launcher; returns whether the job succeeded. `ask` is called in
+/// every process that needs the request, `report` in one, with the PEs' messages.
 ///
 /// # Errors
 /// One line.

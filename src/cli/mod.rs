@@ -104,7 +104,7 @@ pub fn main() -> ExitCode {
             Ok(cli) => command_main(cli.command),
             Err(error) => refuse(&error),
         },
-        Ok(Role::Keeper(keeper)) => keeper.serve().unwrap_or_else(|error| fail(&error.into())),
+        Ok(Role::RankParent(parent)) => parent.serve().unwrap_or_else(|error| fail(&error.into())),
         Ok(Role::Silent) => {
             // Some launchers kill all processes when one ends: give rank 0 the time to print.
             std::thread::sleep(std::time::Duration::from_secs(1));

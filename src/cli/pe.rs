@@ -1,4 +1,4 @@
-//! `aristos pe`: a PE that a supervisor started. What it is to do comes to it as a request; its command line says no more.
+//! `aristos pe`: a PE that a supervisor started. It receives its work as a request, not on its command line.
 
 use std::process::ExitCode;
 
@@ -16,10 +16,10 @@ use crate::probe::ProbeError;
 use crate::run::{self, PreparedRun};
 use crate::stdio::{one_line, with_causes};
 
-/// A PE's life; its errors reach the user through the supervisor.
+/// Runs a PE; the supervisor prints its errors.
 ///
 /// # Errors
-/// This process is no PE of a supervisor's.
+/// No supervisor has started this process.
 pub fn main() -> Result<ExitCode> {
     let mut context = PeContext::take()?;
     let request = Request::from_bytes(context.request());
@@ -32,12 +32,12 @@ pub fn main() -> Result<ExitCode> {
     }
     Ok(match context.done() {
         Ok(()) => ExitCode::SUCCESS,
-        // The supervisor is gone: nobody is left to be told.
+        // The supervisor has ended.
         Err(_) => ExitCode::FAILURE,
     })
 }
 
-/// Does this PE's part, whoever started it.
+/// Runs this PE's part, with or without a supervisor.
 ///
 /// # Errors
 /// One line.
@@ -51,7 +51,7 @@ pub fn carry_out(request: Request, host: &mut impl MemoryHost) -> Result<()> {
     }
 }
 
-/// What a PE says of its error.
+/// The report of a PE's error.
 pub fn failure(error: &anyhow::Error) -> PeFailure {
     let awaited = error.downcast_ref::<MoeError>().and_then(MoeError::awaited_pe);
     let awaited = awaited.or_else(|| error.downcast_ref::<ProbeError>().and_then(ProbeError::awaited_pe));

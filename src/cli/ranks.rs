@@ -1,11 +1,11 @@
-//! Which of several processes this one is, for `--transport tcp`, `hybrid` and `ofi`.
+//! The rank of this process among those of its job, for `--transport tcp`, `hybrid` and `ofi`.
 
 use anyhow::{Result, ensure};
 
 use super::values::{NO_MPI, NO_OFI, TransportArg};
 use crate::job::tcp::{Sockets, TcpPlace};
 
-/// Where a process stands among those of its job.
+/// The rank of a process, and the rendezvous.
 #[derive(clap::Args)]
 #[command(next_help_heading = "With --transport tcp, hybrid or ofi")]
 pub struct RanksArgs {
@@ -20,30 +20,30 @@ pub struct RanksArgs {
     rendezvous: Option<String>,
 }
 
-/// What brings a job's PEs together.
+/// The way in which a job's PEs start and connect.
 pub enum Over {
-    /// This process starts them, or has been started as one of a launcher's on this host.
+    /// This process starts them, or a launcher has started it as one of several on this host.
     Processes,
     /// MPI.
     Mpi,
     /// TCP, alone or between hosts.
     Tcp(TcpPlace, Sockets),
-    /// TCP, and libfabric for what the layer sends.
+    /// TCP, and libfabric for the layer's data.
     Ofi(
         #[cfg_attr(not(any(feature = "ofi", feature = "cuda")), expect(dead_code, reason = "refused before"))] TcpPlace,
     ),
 }
 
 impl RanksArgs {
-    /// Whether anything is given.
+    /// Whether a flag is given.
     pub fn given(&self) -> bool {
         self.rank.is_some() || self.rendezvous.is_some()
     }
 
-    /// What this transport needs.
+    /// The way in which this transport connects PEs.
     ///
     /// # Errors
-    /// A transport that this build lacks, or places without one that has them.
+    /// This build lacks the transport, or the transport has no ranks.
     pub fn over(&self, transport: TransportArg) -> Result<Over> {
         let place = TcpPlace { rank: self.rank.zip(self.ranks), rendezvous: self.rendezvous.clone() };
         let given = [("rank", place.rank.is_some()), ("rendezvous", place.rendezvous.is_some())];
@@ -69,8 +69,8 @@ impl RanksArgs {
 }
 
 impl Over {
-    /// Before the PEs of something else meet: starts this process anew where NVSHMEM's heap does not grow and nobody has said how large it is, with the size that
-    /// `variable` finds for a job of so many PEs.
+    /// Before the PEs of another launcher connect: restarts this process if NVSHMEM's heap has a fixed size that is not set, with the size that
+    /// `variable` returns for the number of PEs.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -87,7 +87,7 @@ impl Over {
         }
         let launched = || crate::job::launch::launched_place().ok().flatten().map(|place| (place.rank, place.size));
         let Some((rank, size)) = given.or_else(launched) else { return Ok(()) };
-        // What is wrong with the job one PE says, once all have met.
+        // One PE reports errors of the job, once all are connected.
         let Ok(Some(variable)) = variable(size) else { return Ok(()) };
         if rank == 0 {
             crate::stdio::say(&heap::words(&variable));

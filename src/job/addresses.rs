@@ -1,4 +1,4 @@
-//! The addresses of this host's network interfaces: which of another host's can be reached from here.
+//! The addresses of this host's network interfaces, and the choice among another host's addresses.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
@@ -7,7 +7,7 @@ use if_addrs::{IfAddr, get_if_addrs};
 
 use super::JobError;
 
-/// Listens at a free port: for this host alone, or for all.
+/// Listens at a free port: on the loopback interface, or on all.
 ///
 /// # Errors
 /// The system's.
@@ -15,11 +15,11 @@ pub fn listen(one_host: bool) -> io::Result<TcpListener> {
     if one_host {
         return TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
     }
-    // Takes IPv4 too; but there are hosts without IPv6.
+    // Accepts IPv4 too; but some hosts have no IPv6.
     TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))
 }
 
-/// Those of this host, its loopback's last; none that are valid on one link alone.
+/// This host's addresses, loopback last, without link-local ones.
 ///
 /// # Errors
 /// The system's.
@@ -30,11 +30,11 @@ pub fn own() -> io::Result<Vec<IpAddr>> {
     Ok(addresses)
 }
 
-/// `HOST:PORT` at which this host reaches one with these addresses: its own, if they are; one in a network that both are in; otherwise the
-/// first, to which there may be a route.
+/// `HOST:PORT` at which this host reaches a host with these addresses: loopback, if they are its own; an address in a shared network; otherwise the
+/// first one, to which a route may exist.
 ///
 /// # Errors
-/// One line: the system's, or there is none.
+/// One line: the system's, or the list has no address.
 pub fn reachable(theirs: &[IpAddr], port: u16) -> Result<String, JobError> {
     let mine =
         get_if_addrs().map_err(|error| JobError::Peers(format!("cannot read this host's addresses: {error}")))?;
@@ -45,7 +45,7 @@ pub fn reachable(theirs: &[IpAddr], port: u16) -> Result<String, JobError> {
 
 fn choose(theirs: &[IpAddr], mine: &[IfAddr]) -> Option<IpAddr> {
     let outside = || theirs.iter().copied().filter(|address| !address.is_loopback());
-    // One of the container bridges that look alike on all hosts would be taken for the same host: all must be its own.
+    // Container bridges have the same address on many hosts, so one shared address is not enough: all must be this host's.
     let same_host = outside().all(|address| mine.iter().any(|own| own.ip() == address));
     if same_host {
         return Some(IpAddr::V4(Ipv4Addr::LOCALHOST));
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_chosen_that_can_be_reached() {
+    fn reachable_address_is_chosen() {
         let mine = [
             interface("127.0.0.1", 8),
             interface("172.17.0.1", 16), // A bridge of containers, of the same address everywhere.
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn this_host_reaches_itself() {
+    fn host_reaches_itself() {
         let listener = listen(true).unwrap();
         let place = reachable(&own().unwrap(), listener.local_addr().unwrap().port()).unwrap();
         assert!(std::net::TcpStream::connect(place).is_ok());

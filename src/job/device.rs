@@ -18,12 +18,11 @@ use crate::moe::device::{DeviceOptions, GemmPath, symmetric_bytes};
 use crate::moe::{LayerSpec, MoeError};
 use crate::shmem::{ShmTransport, Shmem};
 
-/// Opens this PE's device, with as much symmetric memory as such a layer needs where that must be known at first, as on an
-/// emulated device; CUDA's grows with what is asked for, or is said to be too small ([`heap`](super::heap)). Or goes on with the one that is `open`. Works with it.
-/// Collective.
+/// Runs `work` with this PE's device: `open`, or a new one. An emulated device is opened with the symmetric memory that the layer needs; CUDA's
+/// symmetric memory grows on demand, or is refused if it is too small ([`heap`](super::heap)). Collective.
 ///
 /// # Errors
-/// No such device, what it lacks, or the work's.
+/// The device is missing or lacks a feature, or the work's error.
 pub fn with_device<R, E: From<JobError>>(
     open: Option<OpenDevice>,
     (device, symmetric): (DeviceKind, SymmetricBy),
@@ -43,23 +42,24 @@ pub fn with_device<R, E: From<JobError>>(
     }
 }
 
-/// A device as a PE wants it.
+/// The device that a PE asks for.
 #[derive(Clone, Copy, Debug)]
 pub struct WantedDevice {
-    /// What it is.
+    /// Its kind.
     pub device: DeviceKind,
-    /// What gives CUDA devices symmetric memory.
+    /// The library that provides symmetric memory of CUDA devices.
     pub symmetric: SymmetricBy,
-    /// The matrix products that it is to run; an emulated one is made for them.
+    /// The matrix products that it will run; an emulated device is made for them.
     pub path: Option<GemmPath>,
     /// How long a PE waits for another.
     pub wait_limit: Duration,
 }
 
-/// As [`with_device`], with `bytes` of symmetric memory, given what the device has and whether loads and stores reach from every PE to every other.
+/// As [`with_device`], with `bytes` of symmetric memory, a function of the device's limits and of whether loads and stores reach every PE from
+/// every other.
 ///
 /// # Errors
-/// As there.
+/// As [`with_device`].
 pub fn with_symmetric<R, E: From<JobError>>(
     wanted: WantedDevice,
     bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
@@ -69,10 +69,10 @@ pub fn with_symmetric<R, E: From<JobError>>(
     in_part(OpenDevice::open(wanted, bytes, host)?, host, work)
 }
 
-/// As [`with_symmetric`], for what is done before a part on the same PEs' devices, and returns the device for it where that stays open.
+/// As [`with_symmetric`], for work before a part that uses the same device; returns the device if it stays open.
 ///
 /// # Errors
-/// As there.
+/// As [`with_device`].
 pub fn before_part<R, E: From<JobError>>(
     wanted: WantedDevice,
     bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
@@ -84,7 +84,7 @@ pub fn before_part<R, E: From<JobError>>(
     Ok((result, open.stay()))
 }
 
-/// What PEs have to say is not to wait for the end of the devices, nor that for it.
+/// Results are sent before the device is closed, which waits for all PEs.
 fn in_part<R, E: From<JobError>>(
     open: OpenDevice,
     host: &mut impl MemoryHost,
@@ -98,10 +98,10 @@ fn in_part<R, E: From<JobError>>(
 
 /// This PE's device, open.
 pub enum OpenDevice {
-    /// With NVSHMEM, which begins once in a process.
+    /// NVSHMEM can be initialised only once in a process.
     #[cfg(feature = "cuda")]
     Cuda(Box<CudaGpu>),
-    /// The end of its memory waits for all PEs, which after an error would be in vain.
+    /// Dropping its memory waits for all PEs, which after an error may never come.
     #[cfg(feature = "emulate")]
     Emulated(Box<ManuallyDrop<Emulated>>),
 }
@@ -128,7 +128,7 @@ impl OpenDevice {
         }
     }
 
-    /// Refuses a heap of NVSHMEM's that does not grow and has no room for `bytes`. Collective.
+    /// Refuses a fixed heap of NVSHMEM that is smaller than `bytes`. Collective.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))]
     fn check_heap(
         &self,
@@ -166,7 +166,7 @@ impl OpenDevice {
         }
     }
 
-    /// For the next part, which an emulated one has too little memory for, or too much.
+    /// The device for the next part; an emulated one is closed, because its memory has another size.
     fn stay(self) -> Option<Self> {
         match self {
             #[cfg(feature = "cuda")]
@@ -180,10 +180,10 @@ impl OpenDevice {
     }
 }
 
-/// Works with the CUDA device of this PE. The PEs meet over shared memory or TCP, of which they need next to nothing. Collective.
+/// Runs `work` with the CUDA device of this PE. The PEs set it up over a small heap in shared memory or over TCP. Collective.
 ///
 /// # Errors
-/// What the device, NVSHMEM or NCCL lacks, or the work's.
+/// A feature that the device, NVSHMEM or NCCL lacks, or the work's error.
 #[cfg(feature = "cuda")]
 pub fn with_cuda<R, E: From<JobError>>(
     host: &mut impl MemoryHost,

@@ -1,4 +1,4 @@
-//! Why a job failed, or a PE's part in it.
+//! Errors of a job, and of a PE's part in it.
 
 use std::io;
 
@@ -22,24 +22,24 @@ pub enum JobError {
     /// The request.
     #[error(transparent)]
     Request(#[from] RequestError),
-    /// A PE sent something that is not a message of this job.
+    /// A PE sent an invalid message.
     #[error("PE {pe} sent an unreadable message: {source}")]
     Message {
         /// The PE.
         pe: usize,
-        /// What is wrong with it.
+        /// The parser's error.
         source: serde_json::Error,
     },
-    /// A PE has something to write into a file that the job does not have.
+    /// A PE writes to a file that the job does not have.
     #[error("there is no file for {what}")]
     NoFile {
-        /// What it has to write.
+        /// The content.
         what: String,
     },
-    /// The system refused what a PE wrote.
+    /// The system refused a write.
     #[error("cannot write {what}: {source}")]
     Write {
-        /// What it wrote.
+        /// The content.
         what: String,
         /// The refusal.
         source: io::Error,
@@ -56,7 +56,7 @@ pub enum JobError {
         /// The device.
         device: DeviceKind,
     },
-    /// A heap of NVSHMEM's that does not grow, smaller than what the job needs.
+    /// A fixed heap of NVSHMEM that is smaller than the job needs.
     #[error(
         "NVSHMEM_SYMMETRIC_SIZE is {value}, and each of this job's PEs needs {needed} bytes of a heap that does not grow \
          (NVSHMEM_DISABLE_CUDA_VMM is set): set it to {enough} or more, or leave it unset, and it is made as large as needed"

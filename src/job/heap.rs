@@ -1,5 +1,5 @@
-//! NVSHMEM's symmetric heap where it does not grow, as without CUDA's virtual memory (on Slingshot): it is made at the start, of a size that a variable
-//! says. So that nobody has to guess it, the PEs' processes are started with what the job is going to ask of it.
+//! NVSHMEM's symmetric heap of fixed size, as without CUDA's virtual memory (on Slingshot): it is created at the start, with the size given by an
+//! environment variable. The PEs' processes are started with the size that the job needs, so that users need not guess it.
 
 #[cfg(feature = "cuda")]
 use super::JobError;
@@ -10,13 +10,13 @@ use crate::moe::MoeError;
 
 /// The size of NVSHMEM's heap, as NVSHMEM reads it.
 pub const SIZE: &str = "NVSHMEM_SYMMETRIC_SIZE";
-/// Set to anything true, the heap is plain device memory, and does not grow.
+/// If true, the heap is plain device memory and does not grow.
 pub const NO_VMM: &str = "NVSHMEM_DISABLE_CUDA_VMM";
 
-/// What NVSHMEM's own bookkeeping and alignment may take of a heap, bytes.
+/// Maximum overhead of NVSHMEM's bookkeeping and alignment, bytes.
 #[cfg(any(feature = "cuda", test))]
 const BESIDE: u64 = 1 << 20;
-/// What a heap's size is a multiple of, bytes: the pages of devices.
+/// Granularity of a heap's size, bytes: a device page.
 #[cfg(any(feature = "cuda", test))]
 const STEP: u64 = 2 << 20;
 
@@ -36,13 +36,13 @@ pub fn bytes(text: &str) -> Option<u64> {
     Some((number * 1024f64.powi(power)) as u64)
 }
 
-/// How to make a heap that PEs ask at most `needed` bytes of at a time.
+/// The variable for a heap of which PEs allocate at most `needed` bytes at a time.
 #[cfg(any(feature = "cuda", test))]
 fn size_for(needed: u64) -> u64 {
     needed.saturating_add(BESIDE).checked_next_multiple_of(STEP).unwrap_or(u64::MAX)
 }
 
-/// Whether the heap is as large at the start as it ever is.
+/// Whether the heap has a fixed size.
 #[cfg(any(feature = "cuda", test))]
 fn is_fixed(get: impl Fn(&str) -> Option<String>) -> bool {
     let no = |value: &str| value.is_empty() || value.starts_with(['0', 'n', 'N', 'f', 'F']) || value == "off";
@@ -54,22 +54,22 @@ fn environment(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Whether the heap does not grow, and nothing says how large it is.
+/// Whether the heap has a fixed size, which is not set.
 #[cfg(feature = "cuda")]
 pub fn is_to_be_set() -> bool {
     is_fixed(environment) && environment(SIZE).is_none()
 }
 
-/// Whether the heap does not grow, and something says how large it is.
+/// Whether the heap has a fixed size, which is set.
 #[cfg(feature = "cuda")]
 pub fn is_set() -> bool {
     is_fixed(environment) && environment(SIZE).is_some()
 }
 
-/// Refuses a heap of the user's that does not grow and is smaller than what a job needs.
+/// Refuses a fixed heap, set by the user, that is smaller than the job needs.
 ///
 /// # Errors
-/// One line, with the variable, its value, and what is needed.
+/// One line with the variable, its value, and the size needed.
 #[cfg(feature = "cuda")]
 pub fn check(needed: u64) -> Result<(), JobError> {
     match environment(SIZE) {
@@ -80,18 +80,18 @@ pub fn check(needed: u64) -> Result<(), JobError> {
 
 #[cfg(feature = "cuda")]
 fn check_value(value: &str, needed: u64) -> Result<(), JobError> {
-    // What is no size is for NVSHMEM to refuse.
+    // NVSHMEM refuses values that are no size.
     if bytes(value).is_none_or(|has| has >= needed) {
         return Ok(());
     }
     Err(JobError::SmallHeap { value: value.to_string(), needed, enough: size_for(needed) })
 }
 
-/// What the processes of `n_pes` PEs are to be started with besides, so that their heap holds what `bytes` says that a PE takes on a device, and what they take to
-/// see whether their puts arrive; nothing where the heap grows, or the user has said how large it is.
+/// The variable to start the processes of `n_pes` PEs with, so that their heap holds `bytes` (a function of the device) and the buffers for testing
+/// puts; `None` if the heap grows, or the user has set its size.
 ///
 /// # Errors
-/// As [`check`]; the driver's, and what no device runs.
+/// As [`check`]; the driver's; a layer that no device supports.
 #[cfg(feature = "cuda")]
 pub fn variable(
     n_pes: usize,
@@ -101,10 +101,10 @@ pub fn variable(
     if n_pes < 2 || by != SymmetricBy::Nvshmem || !is_fixed(environment) {
         return Ok(None);
     }
-    // One after the other: each gives back what it took.
+    // The two allocations follow each other, and the first is freed before the second.
     let mut needed = smoke::symmetric_bytes(n_pes);
     for limits in crate::gpu::cuda::visible_limits().map_err(|error| JobError::Layer(error.into()))? {
-        // Which of the two is known only once there is a heap.
+        // The case is known only once a heap exists.
         for all_reachable in [false, true] {
             needed = needed.max(bytes(&limits, all_reachable)?);
         }
@@ -115,7 +115,7 @@ pub fn variable(
     Ok(Some((SIZE.to_string(), size_for(needed).to_string())))
 }
 
-/// The line about it, for the user.
+/// A line about the variable, for the user.
 #[cfg(feature = "cuda")]
 pub fn words((name, value): &(String, String)) -> String {
     format!(
@@ -123,8 +123,8 @@ pub fn words((name, value): &(String, String)) -> String {
     )
 }
 
-/// Starts this process anew, with that variable: while a process has threads or connections no variable of it can be set safely, and NVSHMEM is to find
-/// it. Returns only where that fails.
+/// Restarts this process with that variable, which NVSHMEM reads: a process with threads or connections cannot set its variables safely. Returns
+/// only on failure.
 #[cfg(feature = "cuda")]
 pub fn start_anew((name, value): &(String, String)) -> JobError {
     use std::os::unix::process::CommandExt;

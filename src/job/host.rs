@@ -1,4 +1,4 @@
-//! What a PE of any job sees, whoever started it: a supervisor on this host, a launcher, or `mpirun`.
+//! A PE's view of its job, the same for PEs of a supervisor, of a launcher, and of `mpirun`.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,15 +12,15 @@ use super::launch::{GoOn, PeContext, StatusPage};
 use crate::shmem::tcp::TcpTransport;
 use crate::shmem::{Pace, ShmTransport, Shmem, Transport};
 
-/// The CPUs that this thread may run on: its launcher's choice.
+/// The CPUs that this thread may run on, as its launcher has set them.
 pub fn allowed_cpus() -> Vec<usize> {
     sched_getaffinity(None).map(|set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()).unwrap_or_default()
 }
 
-/// How much is written at once.
+/// Bytes written per call.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// A PE's surroundings: its number, its peers, its files, and whom it reports to.
+/// A PE's surroundings: its number, its peers, its files, and the process that it reports to.
 pub trait Host {
     /// This PE's number.
     fn my_pe(&self) -> usize;
@@ -28,25 +28,25 @@ pub trait Host {
     /// Number of PEs.
     fn n_pes(&self) -> usize;
 
-    /// How many of them run on this host.
+    /// Number of PEs on this host.
     fn pes_on_host(&self) -> usize;
 
     /// Each PE's host: PEs of one host have the same number.
     fn hosts(&self) -> Vec<usize>;
 
-    /// The name of what carries rows and signals between them.
+    /// The name of the transport of rows and signals.
     fn transport(&self) -> &'static str;
 
-    /// Where it shows what it is doing.
+    /// Its status page.
     fn status(&self) -> &StatusPage;
 
     /// Whether the job has a file of this name.
     fn has_file(&self, name: &str) -> bool;
 
-    /// Writes into that file, from a byte on; errors name `what` it is.
+    /// Writes `bytes` into that file at offset `at`; `what` names the content in errors.
     ///
     /// # Errors
-    /// No such file, or what the system refused.
+    /// The job has no such file, or the system refused the write.
     fn write(&self, name: &str, at: u64, bytes: &[u8], what: &str) -> Result<(), JobError>;
 
     /// Sends a message, which is JSON, to the process that reports the job.
@@ -55,34 +55,34 @@ pub trait Host {
     /// When that process has ended.
     fn send(&self, body: &[u8]) -> Result<(), JobError>;
 
-    /// A PE that was lost, where the job may go on without it: what this PE does fails then, until [`MemoryHost::go_on`].
+    /// A lost PE, if the job can continue without it: communication of this PE fails until [`MemoryHost::go_on`].
     fn lost(&self) -> Option<usize> {
         None
     }
 
-    /// Says that all steps are done for good: from now on the job cannot go on without a PE.
+    /// Reports that all steps are final: from now on the loss of a PE is the job's failure.
     ///
     /// # Errors
-    /// When nobody is left to hear it.
+    /// When the process that it reports to has ended.
     fn say_final(&self) -> Result<(), JobError> {
         Ok(())
     }
 
-    /// Matched messages, where the PEs have them beside one-sided operations.
+    /// Two-sided messages, if the transport has them in addition to one-sided operations.
     fn two_sided(&self) -> Option<&dyn TwoSided> {
         None
     }
 
-    /// An all-to-all that is one call, where the PEs have one.
+    /// An all-to-all in one call, if the transport has one.
     ///
     /// # Errors
-    /// What it needs could not be made.
+    /// Its setup failed.
     fn all_to_all(&self) -> Result<Option<Box<dyn AllToAll + '_>>, JobError> {
         Ok(None)
     }
 }
 
-/// Symmetric memory through which devices meet, and emulated ones send.
+/// Symmetric memory in which devices exchange addresses, and emulated ones send.
 pub enum DeviceMemory {
     /// Of PEs on one host.
     Shared(Shmem<ShmTransport>),
@@ -92,7 +92,7 @@ pub enum DeviceMemory {
 
 /// A host that can give its PE symmetric memory.
 pub trait MemoryHost: Host {
-    /// Does a part over symmetric memory that all PEs make together. Collective.
+    /// Runs a part over symmetric memory of all PEs. Collective.
     ///
     /// # Errors
     /// The memory's, or the part's.
@@ -104,10 +104,10 @@ pub trait MemoryHost: Host {
     /// Symmetric memory of this many bytes per PE for devices. Collective.
     ///
     /// # Errors
-    /// When memory or files run out, a PE ends, or what joins the PEs cannot carry what devices send.
+    /// When memory or files run out, a PE ends, or the transport does not support devices.
     fn device_memory(&mut self, heap_bytes: usize) -> Result<DeviceMemory, JobError>;
 
-    /// Ends a part that worked over such memory, once all is reported. Collective.
+    /// Ends a part that used such memory: sends the results. Collective.
     ///
     /// # Errors
     /// A PE that is lost.
@@ -115,11 +115,11 @@ pub trait MemoryHost: Host {
         Ok(())
     }
 
-    /// How the PEs that are left after a loss go on, this one having the results of `complete` steps, of which `settled` are final; the next
-    /// memory is theirs alone. Collective.
+    /// Agrees with the remaining PEs, after a loss, on the step to continue from. This PE has the results of `complete` steps, of which `settled`
+    /// are final. Later memory spans the remaining PEs only. Collective.
     ///
     /// # Errors
-    /// When they cannot.
+    /// The PEs cannot continue.
     fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, JobError> {
         let _ = (settled, complete);
         Err(JobError::Peers("these PEs cannot go on without one".to_string()))
@@ -128,54 +128,53 @@ pub trait MemoryHost: Host {
 
 /// A PE's part of a job, over any transport.
 pub trait PePart {
-    /// Why it fails.
+    /// Its error.
     type Error: From<JobError>;
 
-    /// The symmetric heap that it needs, bytes: the same on every PE.
+    /// Size of the symmetric heap, bytes: the same on every PE.
     ///
     /// # Errors
-    /// When there can be none so large.
+    /// The size exceeds what can be addressed.
     fn heap_bytes<T: Transport>(&self) -> Result<usize, Self::Error>;
 
-    /// How slow this PE's messages are to be made, where they are; over shared memory only.
+    /// The delays injected into this PE's messages, if any; over shared memory only.
     fn pace(&self, my_pe: usize) -> Option<Pace> {
         let _ = my_pe;
         None
     }
 
-    /// Does it.
+    /// Runs this part.
     ///
     /// # Errors
     /// Its own.
     fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<(), Self::Error>;
 }
 
-/// Matched messages between two PEs.
+/// Two-sided messages between two PEs.
 pub trait TwoSided {
-    /// Sends to `pe`; the bytes may be changed when it returns.
+    /// Sends to `pe`; the bytes may be reused when it returns.
     ///
     /// # Errors
     /// The transport's.
     fn send(&self, bytes: &[u8], pe: usize) -> Result<(), JobError>;
 
-    /// Receives from `pe` as many bytes as there is room for.
+    /// Receives `bytes.len()` bytes from `pe`.
     ///
     /// # Errors
     /// The transport's; `deadline` passed.
     fn receive(&self, bytes: &mut [u8], pe: usize, deadline: Instant) -> Result<(), JobError>;
 }
 
-/// An all-to-all that is one call.
+/// An all-to-all in one call.
 pub trait AllToAll {
-    /// Sends to each PE the `bytes` bytes of `out` that begin at its number times `bytes`, and takes theirs to the like place of
-    /// `into`. Collective.
+    /// Sends bytes `pe * bytes..(pe + 1) * bytes` of `out` to each PE `pe`, and receives that PE's at the same place of `into`. Collective.
     ///
     /// # Errors
     /// The transport's.
     fn exchange(&self, out: &[u8], into: &mut [u8], bytes: usize) -> Result<(), JobError>;
 }
 
-/// A supervisor, on the same host, has passed the files.
+/// A PE of a supervisor on the same host, which has passed the files.
 impl Host for PeContext {
     fn my_pe(&self) -> usize {
         self.my_pe()
@@ -209,7 +208,7 @@ impl Host for PeContext {
         let file = self.file(name).ok_or_else(|| JobError::NoFile { what: what.to_string() })?;
         let failed = |source| JobError::Write { what: what.to_string(), source };
         let file = File::from(file.try_clone_to_owned().map_err(failed)?);
-        // In pieces, each of which is a sign of life: a slow file system is no stalled one.
+        // Each piece is a heartbeat, so that a slow file system is not taken for a stalled one.
         let mut at = at;
         for piece in bytes.chunks(PIECE_BYTES) {
             file.write_all_at(piece, at).map_err(failed)?;
@@ -255,7 +254,7 @@ impl MemoryHost for PeContext {
     }
 }
 
-/// Shared memory of this many bytes per PE, as this PE reaches it. Collective.
+/// Maps shared memory of `heap_bytes` per PE. Collective.
 fn transport(pe: &mut PeContext, heap_bytes: usize) -> Result<ShmTransport, JobError> {
     let segments = pe.exchange_segments(heap_bytes)?;
     let rank = pe.world().iter().position(|&one| one == pe.my_pe()).unwrap_or(segments.len());

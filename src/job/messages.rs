@@ -1,23 +1,23 @@
-//! What PEs send to the process that reports the job.
+//! Messages of PEs to the process that reports the job.
 
 use serde::de::DeserializeOwned;
 
 use super::JobError;
 use super::launch::{Event, GoOn, LaunchError, Processes, StatusView};
 
-/// The messages of a job's PEs, JSON each, as they come.
+/// The messages of a job's PEs, in JSON, in order of arrival.
 pub struct Messages<M> {
     read: Vec<(usize, M)>,
     unreadable: Option<JobError>,
 }
 
 impl<M: DeserializeOwned> Messages<M> {
-    /// None yet.
+    /// No messages.
     pub fn new() -> Self {
         Messages { read: Vec::new(), unreadable: None }
     }
 
-    /// Takes one. A message that cannot be read is reported at the end, as the job goes on.
+    /// Adds a message. An unreadable one is reported by [`Messages::finish`]: the job continues.
     pub fn take(&mut self, pe: usize, body: &[u8]) {
         match serde_json::from_slice(body) {
             Ok(message) => self.read.push((pe, message)),
@@ -27,10 +27,10 @@ impl<M: DeserializeOwned> Messages<M> {
         }
     }
 
-    /// All of them with their PEs, those of one PE in its order.
+    /// All messages with their PEs, in order for each PE.
     ///
     /// # Errors
-    /// One that could not be read.
+    /// The first unreadable message.
     pub fn finish(self) -> Result<Vec<(usize, M)>, JobError> {
         self.unreadable.map_or(Ok(self.read), Err)
     }
@@ -42,11 +42,11 @@ impl<M: DeserializeOwned> Default for Messages<M> {
     }
 }
 
-/// Runs PEs that are processes to their end. `on_message` takes what they send, those of one PE in its order; `on_tick` sees what they are
-/// doing, about ten times a second; `on_loss` hears how the job goes on without PEs, and why it must, where it can.
+/// Runs PEs that are processes to their end. `on_message` receives their messages, in order for each PE; `on_tick` receives their status,
+/// about ten times a second; `on_loss` is called when the job continues without lost PEs, with the cause.
 ///
 /// # Errors
-/// As [`Processes::run`]; a message that cannot be read.
+/// As [`Processes::run`]; an unreadable message.
 pub fn collect<M: DeserializeOwned>(
     processes: Processes<'_>,
     mut on_message: impl FnMut(usize, M),
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_read_names_its_pe() {
+    fn unreadable_message_names_its_pe() {
         let mut messages = Messages::<u32>::new();
         [(1, "7"), (0, "8"), (1, "9")].into_iter().for_each(|(pe, body)| messages.take(pe, body.as_bytes()));
         assert_eq!(messages.finish().unwrap(), [(1, 7), (0, 8), (1, 9)]);

@@ -1,13 +1,13 @@
-//! A job: a request, the PEs that carry it out, and what they send.
+//! A job: a request, the PEs that carry it out, and their results.
 //!
-//! - [`request`]: what the PEs are asked to do, and how it travels to them;
+//! - [`request`]: the work of a job's PEs, and its encoding;
 //! - [`launch`]: the processes of the PEs, and the launchers that start them;
-//! - [`peers`]: PEs that something else started, on several hosts too: over MPI (`mpi`), or over TCP ([`tcp`]);
-//! - [`host`]: what a PE sees, whoever started it;
-//! - [`messages`]: what the PEs send, collected;
-//! - `device`: the device of a PE; [`heap`]: the symmetric memory of NVSHMEM where it must be known at the start.
+//! - [`peers`]: PEs without a supervisor, also on several hosts: over MPI (`mpi`), or over TCP ([`tcp`]);
+//! - [`host`]: a PE's view of its job, the same in both cases;
+//! - [`messages`]: the PEs' messages, collected;
+//! - `device`: the device of a PE; [`heap`]: the size of NVSHMEM's symmetric memory, if that is fixed at the start.
 //!
-//! Nothing here knows a flag, or what a request means: `cli` makes it, `run` and `bench` carry it out.
+//! This module is independent of flags and of the meaning of a request: `cli` makes requests, `run` and `bench` carry them out.
 
 #[cfg(feature = "mpi")]
 mod addresses;

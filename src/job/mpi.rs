@@ -16,19 +16,19 @@ use crate::shmem::Shmem;
 use crate::shmem::mpi::{MpiTransport, MpiWorld, Watchdog, library};
 use crate::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
 
-/// How long a PE that did not hear from another waits before it ends the job, and how much longer the next PE waits: that other one may
-/// have the cause to report.
+/// How long a PE whose wait timed out delays before it ends the job, and how much longer the next PE delays: the awaited PE may
+/// report the cause.
 const GRACE: Duration = Duration::from_millis(250);
 const GRACE_STEP: Duration = Duration::from_millis(20);
 
-/// Joins the others that `mpirun` started, for a job with these phases; `None` where another process says that it cannot. `show` makes of an error's line
-/// what the user sees.
+/// Joins the other processes of `mpirun`, for a job with these phases; `None` if another process reports that this failed. `show` converts an error's
+/// line for the user.
 ///
 /// # Errors
-/// MPI could not start, or `mpirun` is another MPI's.
+/// MPI could not start, or `mpirun` belongs to another MPI.
 pub fn join(phase_names: &[&'static str], show: fn(&str) -> String) -> Result<Option<Peers<MpiWorld>>, JobError> {
     match start(phase_names, show) {
-        // The others found the same.
+        // The other processes have the same error.
         Err(_) if mpirun::first_speaks() => Ok(None),
         joined => joined.map(Some),
     }
@@ -107,7 +107,7 @@ impl World for MpiWorld {
     }
 }
 
-/// The same PEs, joined by TCP, for what does not go through MPI: MPI says where to meet, and the token. Collective.
+/// TCP connections between the same PEs, for data that MPI does not carry. MPI distributes the rendezvous and the token. Collective.
 fn sockets(world: &MpiWorld, limit: Duration) -> Result<TcpWorld, JobError> {
     let (pe, n_pes) = (world.my_pe(), world.n_pes());
     let limits = JoinLimits { join: limit, ..JoinLimits::default() };
@@ -132,16 +132,16 @@ fn sockets(world: &MpiWorld, limit: Duration) -> Result<TcpWorld, JobError> {
     Ok(TcpWorld::join_at(&joining, listener)?)
 }
 
-/// Where PEs of MPI meet over TCP.
+/// The TCP rendezvous of MPI's PEs.
 #[derive(Serialize, Deserialize)]
 struct Meeting {
-    /// PE 0's host's.
+    /// The addresses of PE 0's host.
     addresses: Vec<IpAddr>,
     port: u16,
     token: [u8; 32],
 }
 
-/// Matched messages of MPI, the baseline of the one-sided operations.
+/// Two-sided messages of MPI, the baseline of the one-sided operations.
 impl TwoSided for PeerHost<'_, MpiWorld> {
     fn send(&self, bytes: &[u8], pe: usize) -> Result<(), JobError> {
         let deadline = Instant::now() + self.limit();
@@ -161,7 +161,7 @@ impl TwoSided for PeerHost<'_, MpiWorld> {
     }
 }
 
-/// Waits for the request; past the deadline the job ends, as MPI's requests cannot be left.
+/// Waits for the request; after the deadline the job ends, because a pending request of MPI cannot be abandoned.
 fn complete<'a, D: ?Sized, S: mpi::request::Scope<'a>>(
     host: &PeerHost<'_, MpiWorld>,
     mut request: Request<'a, D, S>,

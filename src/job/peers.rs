@@ -1,17 +1,17 @@
-//! PEs that something else has started, on one host or many: no supervisor, every process a PE.
+//! PEs without a supervisor, on one host or many: every process is a PE.
 //!
-//! Every process makes the same request of the same command line, and they agree that they could, and that it is the same, before they
-//! begin: to send the request from one of them would need a connection before the first wrong flag is
-//! refused, and would save nothing. What a supervisor does before and after (input, files, report), PE 0 does: the others send it what they
-//! write and say as messages, so that only PE 0's host needs to see the files.
+//! Every process makes the same request of the same command line. Before they begin the PEs agree that all requests are valid and equal.
+//! (Sending the request from PE 0 instead would need a connection before the first wrong flag is refused.) PE 0 does a supervisor's work before
+//! and after (input, files, report): the others send it their output as messages, so that only PE 0's host needs access to the
+//! files.
 //!
-//! How they came together and what carries their rows is a [`World`]: MPI's (`mpi.rs`), or that of PEs that met over TCP (`tcp.rs`).
+//! A [`World`] connects the PEs and carries their rows: MPI's (`mpi.rs`), or TCP's (`tcp.rs`).
 //!
 //! # How a job ends
 //! - All PEs did their part: PE 0 tells the others how it went, and all exit with that code.
 //! - A PE could not begin: the first one that could not prints its line, and all exit with code 1.
-//! - A PE fails later: it prints a line with its number and phase, and the world ends the others ([`World::end`]).
-//! - A PE dies: `mpirun` ends the others, and says which; over TCP the others notice, and each says so.
+//! - A PE fails later: it prints a line with its number and phase, and ends the others ([`World::end`]).
+//! - A PE dies: `mpirun` ends the others, and names it; over TCP the others notice, and each names it.
 
 use std::cell::RefCell;
 use std::error::Error;
@@ -34,14 +34,14 @@ use crate::stdio::{OutputError, one_line, say, with_causes};
 /// Any error, with its causes.
 type AnyError = Box<dyn Error + Send + Sync>;
 
-/// How long PEs may take, one after the other, to open the job's files.
+/// How long the PEs may take to open the job's files.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
-/// The most bytes of a file in one message.
+/// Maximum bytes of a file in one message.
 const PART_BYTES: usize = 4 << 20;
 
 /// The processes of a job, connected.
 pub trait World: Sized {
-    /// What carries rows and signals between them.
+    /// The transport of rows and signals.
     type Transport<'w>: Transport
     where
         Self: 'w;
@@ -55,15 +55,16 @@ pub trait World: Sized {
     /// Number of PEs.
     fn n_pes(&self) -> usize;
 
-    /// How many of them run on this host.
+    /// Number of PEs on this host.
     fn pes_on_host(&self) -> usize;
 
-    /// Each PE's host, where the PEs know it of each other: PEs of one host have the same number.
+    /// Each PE's host, if the PEs know it of each other: PEs of one host have the same number.
     fn hosts(&self) -> Option<Vec<usize>> {
         None
     }
 
-    /// Whoever waits longer than this for another PE, whatever its own limit, finds out whether that PE's process still answers, where the PEs can.
+    /// Sets how long a PE waits for another before it queries whether that PE's process answers, independent of the wait's own limit. Without effect if
+    /// the world has no such query.
     fn set_wait_limit(&self, limit: Duration) {
         let _ = limit;
     }
@@ -71,34 +72,34 @@ pub trait World: Sized {
     /// The smallest of all PEs' numbers, which are below 2^63. Collective.
     ///
     /// # Errors
-    /// A PE is lost, or has not come within `limit`.
+    /// A PE is lost, or has not taken part within `limit`.
     fn min(&self, value: u64, limit: Duration) -> Result<u64, JobError>;
 
     /// Sends a message; messages to one PE arrive in order.
     ///
     /// # Errors
-    /// A PE is lost, or has not taken it within `limit`.
+    /// A PE is lost, or has not received it within `limit`.
     fn send(&self, to: usize, message: Vec<u8>, limit: Duration) -> Result<(), JobError>;
 
-    /// Receives the next message of any PE; `None` when none has come within `limit`, or ever where that is `None`.
+    /// Receives the next message of any PE; `None` if none arrives within `limit`. Without a limit it waits until a PE is lost.
     ///
     /// # Errors
     /// A PE is lost.
     fn receive(&self, limit: Option<Duration>) -> Result<Option<(usize, Vec<u8>)>, JobError>;
 
-    /// A symmetric heap of `heap_bytes` a PE, in which a PE waits for `limit` for what has no deadline. Collective.
+    /// A symmetric heap of `heap_bytes` per PE; its operations without a deadline wait at most for `limit`. Collective.
     ///
     /// # Errors
     /// Memory, or a PE that is lost.
     fn memory(&self, heap_bytes: usize, limit: Duration) -> Result<Self::Transport<'_>, JobError>;
 
-    /// Such a heap for devices: that their PEs meet in, and emulated ones send through. Collective.
+    /// A symmetric heap in which devices exchange addresses, and emulated ones send. Collective.
     ///
     /// # Errors
     /// As [`World::memory`].
     fn device_memory(&self, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError>;
 
-    /// Ends this process, and has all others end, after a failure: calls `say`, which prints its line, when that is due.
+    /// Ends this process and all others after a failure. Calls `say`, which prints the line, at the right time.
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> !;
 
     /// See [`Host::two_sided`].
@@ -109,7 +110,7 @@ pub trait World: Sized {
     /// See [`Host::all_to_all`].
     ///
     /// # Errors
-    /// What it needs could not be made.
+    /// Its setup failed.
     fn all_to_all<'h>(_: &'h PeerHost<'_, Self>) -> Result<Option<Box<dyn AllToAll + 'h>>, JobError> {
         Ok(None)
     }
@@ -124,7 +125,7 @@ pub struct Peers<W> {
 }
 
 impl<W: World> Peers<W> {
-    /// For a job with these phases. `show` makes of an error's line what the user sees.
+    /// The PEs of a job with these phases. `show` converts an error's line for the user.
     ///
     /// # Errors
     /// No memory for a page.
@@ -144,8 +145,8 @@ impl<W: World> Peers<W> {
         self.world.my_pe() == 0
     }
 
-    /// What every PE does alone before they work together; `None`, and the line of the first that could not, where one could not.
-    /// They wait for each other as long as `limit`. Collective.
+    /// Agrees on the result of a step that every PE does alone: this PE's result, or `None` if a PE failed, in which case the first such PE prints its
+    /// line. PEs wait for each other at most for `limit`. Collective.
     pub fn agree<R, E: Into<AnyError>>(&self, mine: Result<R, E>, limit: Duration) -> Option<R> {
         let (me, nobody) = (self.world.my_pe() as u64, self.world.n_pes() as u64);
         let too_many = self.world.n_pes() > MAX_PES;
@@ -176,7 +177,7 @@ impl<W: World> Peers<W> {
         Err(JobError::Peers("its arguments are not those of PE 0, expected the same on all".to_string()))
     }
 
-    /// Works over a symmetric heap of `heap_bytes` a PE, in which a PE waits for `limit` for what it has put. Collective.
+    /// Runs `work` over a symmetric heap of `heap_bytes` per PE, whose operations without a deadline wait at most for `limit`. Collective.
     ///
     /// # Errors
     /// The memory's, or the work's.
@@ -187,23 +188,23 @@ impl<W: World> Peers<W> {
         work: impl FnOnce(&Shmem<W::Transport<'_>>) -> Result<R, E>,
     ) -> Result<R, E> {
         let transport = self.world.memory(heap_bytes, limit).map_err(E::from)?;
-        // Its end waits for all PEs, which after an error would be in vain.
+        // Dropping it waits for all PEs, which after an error may never come.
         let shmem = ManuallyDrop::new(Shmem::new(transport));
         let result = work(&shmem)?;
         drop(ManuallyDrop::into_inner(shmem));
         Ok(result)
     }
 
-    /// This PE's surroundings for what is done before a part: nobody takes what it sends or writes. A PE waits for another no longer than `limit`.
+    /// This PE's surroundings for work before a part: its messages and writes are discarded. A PE waits for another at most for `limit`.
     pub fn before_part(&self, limit: Duration) -> PeerHost<'_, W> {
         PeerHost { pes: self, file_names: &[], files: Vec::new(), limit, sent: RefCell::default() }
     }
 
-    /// Runs this PE's part of a job that has files of these names, which PE 0 has open: `files`. PE 0 gets what all PEs sent, the
-    /// others `None`. A PE waits for another no longer than `limit`.
+    /// Runs this PE's part of a job with files of these names, which PE 0 has open: `files`. Returns the messages of all PEs at PE 0, `None` at the
+    /// others. A PE waits for another at most for `limit`.
     ///
     /// # Errors
-    /// How this PE's part failed, for [`Peers::fail`] once what the job has made is taken back: nothing is dropped there.
+    /// The failure of this PE's part. Pass it to [`Peers::fail`] after dropping the job's outputs: that function drops no values.
     pub fn run<M: DeserializeOwned>(
         &self,
         file_names: &[&'static str],
@@ -223,10 +224,10 @@ impl<W: World> Peers<W> {
         Ok(Some(messages.finish()?))
     }
 
-    /// Ends the job: PE 0 tells the others whether all went well, which they return too.
+    /// Ends the job: PE 0 sends the others whether it succeeded; all return that.
     pub fn conclude(&self, report: Option<bool>, limit: Duration) -> bool {
         let Some(well) = report else {
-            // PE 0 may take any time for its report.
+            // PE 0's report may take any time.
             return match self.world.receive(None) {
                 Ok(verdict) => verdict.is_some_and(|(_, well)| well == [1]),
                 Err(error) => self.fail(&error.into()),
@@ -240,7 +241,7 @@ impl<W: World> Peers<W> {
         well
     }
 
-    /// Prints the line of an error, before any PE's end: at the first exit code a launcher may end the others.
+    /// Prints the line of an error before any PE exits: at the first exit code a launcher may end the others.
     pub fn say(&self, error: impl Into<AnyError>) {
         let error = error.into();
         if !matches!(error.downcast_ref(), Some(OutputError::ReaderGone)) {
@@ -257,10 +258,10 @@ impl<W: World> Peers<W> {
     }
 }
 
-/// PE 0 has the files and the messages; the others send it theirs.
+/// A PE's surroundings: PE 0 has the files, and collects the messages of all.
 ///
-/// What they send has its kind and, for a part of a file, the place in the file, u64 little endian each, then the bytes. Messages wait
-/// until a PE's part is at its end: before that PE 0 has its own to do, and takes nothing.
+/// Each message has its kind and, for a part of a file, the offset in the file, u64 little endian each, then the bytes. Messages are sent
+/// when a PE's part ends: before that PE 0 runs its own part, and receives none.
 pub struct PeerHost<'p, W> {
     pes: &'p Peers<W>,
     file_names: &'p [&'static str],
@@ -268,11 +269,11 @@ pub struct PeerHost<'p, W> {
     files: Vec<File>,
     /// How long a PE waits for another.
     limit: Duration,
-    /// This PE's messages; at PE 0, in the end, all PEs'.
+    /// This PE's messages; at PE 0, finally, all PEs'.
     sent: RefCell<Vec<(usize, Vec<u8>)>>,
 }
 
-/// The kinds of what is sent; above them the files, by their place among the names.
+/// The kinds of messages; from `KIND_FILES` on the files, by their index among the names.
 const KIND_END: u64 = 0;
 const KIND_MESSAGE: u64 = 1;
 const KIND_FILES: u64 = 2;
@@ -293,7 +294,7 @@ impl<W: World> PeerHost<'_, W> {
         self.pes.world.send(0, message, self.limit)
     }
 
-    /// This PE's part is done: sends what it has to say or, at PE 0, takes what all others send.
+    /// Ends this PE's part: sends its messages, or at PE 0 receives those of all others.
     fn finish(&self) -> Result<(), JobError> {
         if !self.pes.reports() {
             for (_, body) in self.sent.take() {

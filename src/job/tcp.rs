@@ -1,5 +1,5 @@
-//! PEs on any number of hosts that meet over TCP, as a [`World`]. Rows and signals go over these connections, those of one host through
-//! shared memory, or all through libfabric: [`Carrier`].
+//! PEs on any number of hosts, connected over TCP, as a [`World`]. Rows and signals use these connections, shared memory within a host, or
+//! libfabric: see [`Carrier`].
 
 use std::time::Duration;
 
@@ -15,16 +15,16 @@ use crate::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
 use crate::shmem::{Shmem, Transport};
 use crate::stdio::{one_line, say};
 
-/// Which PE this process is, and where they meet, as far as the command line says; the rest is the launcher's to say.
+/// This process's rank and the rendezvous, as far as the command line gives them; the launcher provides the rest.
 #[derive(Clone, Debug, Default)]
 pub struct TcpPlace {
-    /// This PE, and the number of PEs.
+    /// This PE's number, and the number of PEs.
     pub rank: Option<(usize, usize)>,
-    /// Where PE 0 listens, as HOST:PORT.
+    /// The address where PE 0 listens, as HOST:PORT.
     pub rendezvous: Option<String>,
 }
 
-/// What carries rows and signals between PEs that have met over TCP.
+/// The transport of rows and signals between PEs that are connected over TCP.
 pub trait Carrier: 'static {
     /// The transport.
     type Transport: Transport;
@@ -35,24 +35,24 @@ pub trait Carrier: 'static {
     /// See [`World::memory`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`World::memory`].
     fn memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<Self::Transport, JobError>;
 
-    /// See [`World::device_memory`]: devices have a network of their own, whatever carries the rows of layers on CPUs.
+    /// See [`World::device_memory`]. Devices use their own network, independent of the transport of layers on CPUs.
     ///
     /// # Errors
-    /// As there.
+    /// As [`World::device_memory`].
     fn device_memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<TcpTransport, JobError> {
         Ok(TcpTransport::new(world, heap_bytes, limit)?)
     }
 }
 
-/// The connections over which they have met.
+/// The TCP connections themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sockets {
-    /// For all.
+    /// For all data.
     Tcp,
-    /// For what goes to other hosts.
+    /// For data to other hosts.
     Hybrid,
 }
 
@@ -71,14 +71,14 @@ impl Carrier for Sockets {
             return Ok(TcpTransport::new(world, heap_bytes, limit)?);
         }
         let transport = TcpTransport::hybrid(world, heap_bytes, limit)?;
-        if let Some(why) = transport.not_near() {
+        if let Some(why) = transport.unmapped() {
             let line = format!("PE {} cannot map {why}; TCP carries all, within hosts too", world.my_pe());
             say(&format!("aristos: {}", one_line(&line)));
         }
         Ok(transport)
     }
 
-    /// Where PEs of a host map each other's memory, emulated devices of a host reach each other by loads and stores, as GPUs do.
+    /// If the PEs of a host map each other's memory, their emulated devices use loads and stores, as GPUs do.
     fn device_memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<TcpTransport, JobError> {
         self.memory(world, heap_bytes, limit)
     }
@@ -103,17 +103,17 @@ impl Carrier for Ofi {
     }
 }
 
-/// The processes of a job that have met, and what carries their rows.
+/// The connected processes of a job, and the transport of their rows.
 #[derive(Debug)]
 pub struct TcpPes<C> {
     world: TcpWorld,
     carrier: C,
 }
 
-/// Joins the others, for a job with these phases. `show` makes of an error's line what the user sees.
+/// Joins the other PEs, for a job with these phases. `show` converts an error's line for the user.
 ///
 /// # Errors
-/// One line: a place that is not known, or makes no sense; who does not come.
+/// One line: a missing or invalid rank or rendezvous; a PE that has not joined.
 pub fn join<C: Carrier>(
     place: &TcpPlace,
     carrier: C,
@@ -122,7 +122,7 @@ pub fn join<C: Carrier>(
 ) -> Result<Peers<TcpPes<C>>, JobError> {
     let transport = carrier.name();
     let launched = match place.rank {
-        // By hand, whatever has started the shell.
+        // Given by the user, also inside a launcher's shell.
         Some((rank, size)) => Some(LaunchedPlace { rank, size, address: None, job: String::new() }),
         None => launched_place()?,
     };
@@ -213,7 +213,7 @@ impl<C: Carrier> World for TcpPes<C> {
     }
 
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> ! {
-        // Where several see a loss, all name the one that was lost first, not one that ended for it.
+        // If several PEs see a loss, all name the PE that was lost first, not one that ended because of it.
         match self.world.lost() {
             Some(lost) => self.world.farewell(lost.pe, &lost.why),
             None => self.world.farewell(self.world.my_pe(), &format!("it failed: {}", failure.line)),

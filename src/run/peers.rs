@@ -1,4 +1,4 @@
-//! A run on PEs that something else has started: what a supervisor would do before and after, PE 0 does.
+//! A run on PEs without a supervisor: PE 0 does the supervisor's work before and after.
 
 use std::fs::File;
 use std::io;
@@ -19,9 +19,9 @@ use crate::job::request::{DeviceKind, ProbeRequest, Request, RunRequest};
 /// The phases of such a run.
 pub const PHASES: &[&str] = &PHASE_NAMES;
 
-/// Runs this process's part as one of these PEs, and at PE 0 prints the report; says whether the check, if asked for, passed. `request`
-/// gets the number of PEs; `failure` of an error makes how it ends the job. Ends the process where a PE fails; earlier errors are printed
-/// by the one PE that should, and are `false` everywhere.
+/// Runs this process's part as one of these PEs, and at PE 0 prints the report; returns whether the check, if requested, passed. `request`
+/// receives the number of PEs; `failure` converts an error to the report that ends the job. Ends the process if a PE fails. Errors before that are
+/// printed by one PE, and return `false` on all.
 pub fn run<W: World>(
     pes: &Peers<W>,
     request: impl FnOnce(usize) -> Result<RunRequest>,
@@ -40,7 +40,7 @@ pub fn run<W: World>(
     if pes.agree(same, START_LIMIT).is_none() {
         return false;
     }
-    // Here every PE is at hand to be probed; all get the same cluster, and make the same plan of it.
+    // All PEs are probed here; they get the same cluster, and make the same plan of it.
     let cluster = probe(pes, &mut job).unwrap_or_else(|error| pes.fail(&failure(&error)));
     let prepared = prepare(pes, &mut job, cluster);
     let Some((outputs, files)) = pes.agree(prepared, limit.max(START_LIMIT)) else { return false };
@@ -89,7 +89,7 @@ fn probe_cpus<W: World>(pes: &Peers<W>, request: &ProbeRequest) -> Result<Cluste
     })
 }
 
-/// The layer runs on the device that was probed, where it stays open.
+/// The layer runs on the probed device, if that stays open.
 #[cfg(feature = "device")]
 fn probe_devices<W: World>(pes: &Peers<W>, request: &ProbeRequest, job: &mut PreparedRun) -> Result<Cluster> {
     let mut host = pes.before_part(request.options.wait_limit);
@@ -103,7 +103,7 @@ fn probe_devices<W: World>(_: &Peers<W>, _: &ProbeRequest, _: &mut PreparedRun) 
     anyhow::bail!("this build probes CPUs only")
 }
 
-/// What a host lacks is said here, once: all its PEs would come upon it at the same time.
+/// Reports a host's missing features once, before all its PEs fail for them.
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))]
 fn check_host(job: &PreparedRun, here: usize, probed: bool) -> Result<()> {
     #[cfg(feature = "cuda")]
@@ -116,7 +116,7 @@ fn check_host(job: &PreparedRun, here: usize, probed: bool) -> Result<()> {
     Ok(())
 }
 
-/// What must be right before anything is computed; at PE 0 the outputs, and what the PEs write to.
+/// Checks the job before it computes; at PE 0 also creates the outputs, and returns the files that the PEs write to.
 fn prepare<W: World>(
     pes: &Peers<W>,
     job: &mut PreparedRun,
@@ -126,7 +126,7 @@ fn prepare<W: World>(
     job.make_plan(|_| cluster.ok_or_else(|| anyhow!("`plan` auto: nothing was probed")))?;
     let here = pes.world().pes_on_host();
     job.check_memory(here)?;
-    // A size that was to be set has been before this process had threads; here one of the user's is looked at.
+    // An unset size has been set before this process had threads; this checks one that the user has set.
     #[cfg(feature = "cuda")]
     if job.request.device == DeviceKind::Cuda {
         job.heap_variable()?;

@@ -1,4 +1,4 @@
-//! The supervisor's part of the main job.
+//! The supervisor's part of a run.
 
 use std::fs::File;
 use std::io::{self, BufWriter};
@@ -14,7 +14,7 @@ use super::routing::SavedRouting;
 use crate::checkpoint::{OutputFile, ResultLayout, memory_file, real_path};
 #[cfg(feature = "cuda")]
 use crate::job::heap;
-use crate::job::launch::{GoOn, LaunchError, Processes, Separable, StatusView};
+use crate::job::launch::{FailureDomains, GoOn, LaunchError, Processes, StatusView};
 use crate::job::messages::collect;
 #[cfg(feature = "cuda")]
 use crate::job::request::DeviceKind;
@@ -26,20 +26,20 @@ use crate::stdio::print_line;
 #[cfg(feature = "cuda")]
 use crate::stdio::say;
 
-/// Prints the report, and says whether the check, if asked for, passed.
+/// Prints the report; returns whether the check, if requested, passed.
 ///
 /// # Errors
-/// When it cannot be written.
+/// The output cannot be written.
 pub fn print(job: &PreparedRun, report: &RunReport) -> Result<bool> {
     let text = if job.request.json { report.to_json() } else { report.render_table() };
     print_line(&text)?;
     Ok(report.check.as_ref().is_none_or(|c| c.passed))
 }
 
-/// Runs the job on PEs of this host, and writes the files that it asks for. `on_tick` sees what the PEs are doing, about ten times a second.
+/// Runs the job on PEs of this host, and writes its files. `on_tick` receives the PEs' status, about ten times a second.
 ///
 /// # Errors
-/// One line: a trace in the place of another file of the job, an input that is not finite, an output that cannot be written, a PE that failed.
+/// One line: two outputs with the same path, an input that is not finite, an output that cannot be written, a PE that failed.
 pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> Result<RunReport> {
     check_outputs(&job.request)?;
     job.make_plan(PreparedRun::probe)?;
@@ -69,7 +69,7 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
     if job.request.on_failure == OnFailure::Continue {
         ensure!(job.groups.len() > 1, "`on_failure` continue with one EP group, expected a plan of several");
         let groups = (0..job.groups.len()).map(|group| job.groups.members(group).to_vec()).collect();
-        processes.separable = Separable { groups, steps: job.request.steps as u64 };
+        processes.failure_domains = FailureDomains { groups, steps: job.request.steps as u64 };
     }
     let mut lost = Vec::new();
     let on_loss = |how: &GoOn, cause: &LaunchError| {
@@ -84,7 +84,7 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
     outputs.finish(job)
 }
 
-/// Refuses an input that is not finite; says what of the model is not done.
+/// Refuses an input that is not finite; logs the parts of the model that are skipped.
 pub(super) fn check_input(job: &PreparedRun) -> Result<()> {
     match &job.source {
         super::Source::Checkpoint(checkpoint, input) => {
@@ -95,7 +95,7 @@ pub(super) fn check_input(job: &PreparedRun) -> Result<()> {
     }
 }
 
-/// The files of a job that PEs write to, or that are written at its end.
+/// The output files of a job.
 pub(super) struct Outputs {
     layout: ResultLayout,
     results: Option<OutputFile>,
@@ -107,10 +107,10 @@ pub(super) struct Outputs {
     lost: Vec<LostGroups>,
 }
 
-/// The trace, as far as it has come.
+/// The trace, as far as it is written.
 struct Trace {
     file: OutputFile,
-    /// Its writer, or what the system said when it last wrote.
+    /// Its writer, or the error of the last write.
     writer: io::Result<TraceWriter<BufWriter<File>>>,
 }
 
@@ -132,7 +132,7 @@ impl Trace {
 }
 
 impl Outputs {
-    /// Makes what the request asks for, before anything is computed.
+    /// Creates the files that the request asks for.
     pub(super) fn create(job: &PreparedRun) -> Result<Outputs> {
         let layout = job.results()?;
         let results = match &job.request.output {
@@ -152,7 +152,7 @@ impl Outputs {
         Ok(Outputs { layout, results, chosen, weights, routing, trace, done: Vec::new(), lost: Vec::new() })
     }
 
-    /// Takes what a PE says.
+    /// Handles a PE's message.
     pub(super) fn take(&mut self, pe: usize, message: Message) {
         match (message, &mut self.trace) {
             (Message::Spans(spans), Some(trace)) => trace.add(pe, spans),
@@ -161,7 +161,7 @@ impl Outputs {
         }
     }
 
-    /// What PEs write to, by name.
+    /// The files that PEs write to, by name.
     pub(super) fn files(&self) -> impl Iterator<Item = (&'static str, &File)> {
         let results = self.results.as_ref().map(|file| (RESULTS, file.file()));
         let weights = self.weights.as_ref().map(|file| (WEIGHTS, file.file()));
@@ -169,7 +169,7 @@ impl Outputs {
         results.into_iter().chain(self.chosen.as_ref().map(|file| (CHOSEN, file))).chain(weights).chain(routing)
     }
 
-    /// All PEs have written and said what they had to: checks and publishes.
+    /// Checks and publishes the results, after all PEs are done.
     pub(super) fn finish(self, job: &PreparedRun) -> Result<RunReport> {
         let Outputs { layout, results: output, chosen, weights, routing, trace, done, lost } = self;
         let losses = done.iter().min_by_key(|done| done.report.pe).map(|done| done.losses.clone()).unwrap_or_default();
@@ -208,7 +208,7 @@ impl Outputs {
     }
 }
 
-/// Writes NaN in the place of the rows that lost PEs would have written.
+/// Writes NaN for the rows of lost PEs.
 fn leave_out(job: &PreparedRun, layout: &ResultLayout, file: &File, lost: &[LostGroups]) -> Result<()> {
     let row = vec![f32::NAN; job.config.hidden];
     let tensors = if job.backward { &["output", "grad_hidden_states"][..] } else { &["output"] };
@@ -222,7 +222,7 @@ fn leave_out(job: &PreparedRun, layout: &ResultLayout, file: &File, lost: &[Lost
     Ok(())
 }
 
-/// Refuses files to be written that are each other, or that are there to be read.
+/// Refuses output files that are equal to each other or to an input.
 pub(super) fn check_outputs(request: &RunRequest) -> Result<()> {
     let written = [
         ("output", &request.output),

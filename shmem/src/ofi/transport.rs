@@ -15,7 +15,7 @@ use crate::{LostPe, RawWait, Segment, SignalOp, Transport};
 
 /// Default providers in search order: Slingshot's, then TCP's.
 pub const PROVIDERS: [&str; 2] = ["cxi", "tcp;ofi_rxm"];
-/// Message channel on which PEs exchange their [`EndpointInfo`]; `tcp/world.rs` and `tcp/near.rs` use other channels.
+/// Message channel on which PEs exchange their [`EndpointInfo`]; `tcp/world.rs` and `tcp/intra_host.rs` use other channels.
 const ENDPOINT_CHANNEL: u64 = 4;
 /// Maximum in-flight copied bytes per PE; senders block above it.
 const MAX_COPIED_BYTES: usize = 64 << 20;

@@ -1,15 +1,15 @@
-//! Why PEs do not come together over TCP, or not to an end.
+//! Errors of PEs that are connected over TCP.
 
 use std::io;
 use std::time::Duration;
 
 use crate::{LostPe, ShmemError};
 
-/// What went wrong. Each displays as one line.
+/// Each displays as one line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TcpError {
-    /// The PEs did not meet.
+    /// The PEs did not connect.
     #[error("cannot meet the other PEs: {0}")]
     Meeting(String),
     /// The system refused something.
@@ -26,20 +26,20 @@ pub enum TcpError {
     /// A PE is lost.
     #[error(transparent)]
     Lost(#[from] LostPe),
-    /// A PE did not do in time what all do together.
+    /// A PE did not take part in a collective operation in time.
     #[error("waited {} s for {what} of PE {pe}", .limit.as_secs_f64())]
     Late {
         /// The PE.
         pe: usize,
-        /// What did not come.
+        /// Its missing part.
         what: &'static str,
-        /// How long it was waited for.
+        /// The limit of the wait.
         limit: Duration,
     },
 }
 
 impl TcpError {
-    /// The PE that it is about, where there is one.
+    /// The PE that caused it, if one did.
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             TcpError::Lost(lost) => Some(lost.pe),

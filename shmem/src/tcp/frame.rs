@@ -1,38 +1,38 @@
-//! What PEs send each other: a header of six words, little endian, and for some kinds bytes after it.
+//! Frames between connected PEs: a header of six words, little endian, and for some kinds a body.
 
 use crate::SignalOp;
 
 /// Length of a header, bytes.
 pub(super) const HEADER_BYTES: usize = 48;
-/// No message or farewell is longer, bytes.
+/// Maximum length of a message or farewell, bytes.
 pub(super) const MAX_MESSAGE_BYTES: u64 = 256 << 20;
 
-/// What a frame asks of its receiver.
+/// The operation that a frame asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Write the bytes that follow at `at`.
+    /// Write the body at `at`.
     Put = 1,
-    /// The same, then update the word at `signal`.
+    /// Write the body at `at`, then update the word at `signal`.
     PutSignal,
     /// Update the word at `signal`.
     Signal,
-    /// Send `bytes` bytes from `at`, as an answer to question `value`.
+    /// Send `bytes` bytes from `at`, as the answer to question `value`.
     Get,
-    /// The bytes that follow are the answer to question `value`.
+    /// The body is the answer to question `value`.
     GotBytes,
-    /// Add `value` to the word at `signal`, and send what it was, as an answer to question `at`.
+    /// Add `value` to the word at `signal`, and send its old value, as the answer to question `at`.
     FetchAdd,
     /// `value` is the answer to question `at`.
     GotWord,
-    /// Say how many frames you have carried out.
+    /// Report the number of frames carried out.
     Ask,
-    /// What every header says: `carried_out`.
+    /// Only carries `carried_out`, as every header does.
     Answer,
     /// A message, on channel `at`.
     Message,
-    /// The sender ends, since PE `at` is lost: the bytes that follow say why.
+    /// The sender ends because PE `at` is lost; the body says why.
     Lost,
-    /// The sender has nothing more to send, and ends when all have said so.
+    /// The sender's last frame: it ends once every PE has sent this.
     Bye,
 }
 
@@ -56,24 +56,24 @@ const KINDS: [Kind; 12] = [
 pub(super) struct Header {
     pub(super) kind: Kind,
     pub(super) op: SignalOp,
-    /// An offset in the receiver's heap, or as the kind says.
+    /// An offset in the receiver's heap, or as documented at the kind.
     pub(super) at: u64,
     /// A number of bytes.
     pub(super) bytes: u64,
     /// The offset of a word in the receiver's heap.
     pub(super) signal: u64,
     pub(super) value: u64,
-    /// How many frames of the receiver the sender has carried out.
+    /// Number of the receiver's frames that the sender has carried out.
     pub(super) carried_out: u64,
 }
 
 impl Header {
-    /// Of a kind, with nothing else.
+    /// A header with only a kind.
     pub(super) fn of(kind: Kind) -> Header {
         Header { kind, op: SignalOp::Set, at: 0, bytes: 0, signal: 0, value: 0, carried_out: 0 }
     }
 
-    /// How many bytes follow it.
+    /// Length of its body, bytes.
     pub(super) fn body_bytes(&self) -> u64 {
         match self.kind {
             Kind::Put | Kind::PutSignal | Kind::GotBytes | Kind::Message | Kind::Lost => self.bytes,
@@ -81,7 +81,7 @@ impl Header {
         }
     }
 
-    /// As it travels.
+    /// As bytes.
     pub(super) fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let kind = self.kind as u64 | u64::from(self.op == SignalOp::Add) << 32;
         let words = [kind, self.at, self.bytes, self.signal, self.value, self.carried_out];
@@ -90,7 +90,7 @@ impl Header {
         bytes
     }
 
-    /// What came; `None` where it is no header.
+    /// Reads a header; `None` if the bytes are none.
     pub(super) fn from_bytes(bytes: &[u8; HEADER_BYTES]) -> Option<Header> {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |i: usize| u64::from_le_bytes(words[i]);
@@ -104,7 +104,7 @@ impl Header {
         Some(Header { kind, op, at, bytes, signal, value, carried_out })
     }
 
-    /// Whether everything that it names in the heap is there.
+    /// Whether all its offsets are inside the heap.
     pub(super) fn fits(&self, heap_bytes: usize) -> bool {
         let inside = |at: u64, bytes: u64| at.checked_add(bytes).is_some_and(|end| end <= heap_bytes as u64);
         let word = |at: u64| at.is_multiple_of(8) && inside(at, 8);
@@ -116,7 +116,7 @@ impl Header {
         }
     }
 
-    /// Whether it is about the receiver's heap.
+    /// Whether it accesses the receiver's heap.
     pub(super) fn needs_heap(&self) -> bool {
         matches!(self.kind, Kind::Put | Kind::PutSignal | Kind::Signal | Kind::Get | Kind::FetchAdd)
     }
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_survives_its_way() {
+    fn header_survives_its_encoding() {
         for kind in KINDS {
             for op in [SignalOp::Set, SignalOp::Add] {
                 let header =
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leaves_the_heap_does_not_fit() {
+    fn offsets_outside_the_heap_do_not_fit() {
         let header = |kind, at, bytes, signal| Header { at, bytes, signal, ..Header::of(kind) };
         for kind in [Kind::Put, Kind::PutSignal, Kind::Get] {
             assert!(header(kind, 60, 4, 56).fits(64) && header(kind, 64, 0, 0).fits(64));

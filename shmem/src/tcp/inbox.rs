@@ -1,4 +1,4 @@
-//! What comes from one peer: headers through a buffer, bodies to their final place.
+//! The stream from one peer: headers pass through a buffer, bodies are received at their final place.
 
 use std::io::IoSliceMut;
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,18 +10,18 @@ use rustix::net::{RecvAncillaryBuffer, RecvFlags, recvmsg};
 use super::frame::{HEADER_BYTES, Header};
 use crate::Segment;
 
-/// What is read at once behind a body: headers, and bodies that are not worth a call each.
+/// Bytes read behind a body in the same call: headers and small bodies.
 const BUFFER_BYTES: usize = 32 << 10;
 
-/// Where a body goes.
+/// The destination of a body.
 pub(super) enum Sink {
-    /// To the own heap, from this offset on.
+    /// This PE's heap, from this offset on.
     Heap(Arc<Segment>, usize),
-    /// To a buffer of its length.
+    /// A buffer of the body's length.
     Buffer(Vec<u8>),
 }
 
-/// A frame whose body is not all there.
+/// A frame whose body has arrived in part.
 struct Arriving {
     header: Header,
     sink: Sink,
@@ -33,15 +33,15 @@ impl Arriving {
         self.header.body_bytes() as usize - self.here
     }
 
-    /// The place of what is still to come.
+    /// The destination of the missing bytes.
     fn rest(&mut self) -> &mut [u8] {
         let (here, left) = (self.here, self.left());
         match &mut self.sink {
             Sink::Heap(segment, at) => {
                 let start = segment.address(*at + here, left);
-                // SAFETY: inside the mapping, which lives as long as the segment. The slice goes to a system call or is the destination
-                // of a copy, and is gone after it. That nobody else accesses these bytes meanwhile is the contract of put and
-                // get_nbi (`segment.rs` says what holds where a peer breaks it).
+                // SAFETY: inside the mapping, which lives as long as the segment. The slice is used for one system call or one copy.
+                // The contract of put and get_nbi excludes other accesses meanwhile (`segment.rs` covers peers that
+                // break it).
                 unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), left) }
             }
             Sink::Buffer(buffer) => &mut buffer[here..],
@@ -52,19 +52,19 @@ impl Arriving {
 /// The stream from one peer.
 pub(super) struct Inbox {
     buffer: Box<[u8]>,
-    /// What of it is still to be looked at.
+    /// Start of the bytes in `buffer` that are not parsed yet.
     start: usize,
     end: usize,
     arriving: Option<Arriving>,
 }
 
-/// What [`Inbox::receive`] found.
+/// The result of [`Inbox::receive`].
 pub(super) enum Received {
-    /// Something; there may be more.
+    /// Some bytes arrived; more may be waiting.
     Bytes,
-    /// Nothing more for now.
+    /// The socket is empty.
     Nothing,
-    /// The stream is at its end.
+    /// The stream has ended.
     End,
 }
 
@@ -107,7 +107,7 @@ impl Inbox {
         Ok(Received::Bytes)
     }
 
-    /// The next frame that is all there, with its body if that went to a buffer. `place` says where a body goes.
+    /// The next complete frame, with its body if that was received in a buffer. `place` returns the destination of a body.
     pub(super) fn next<E>(
         &mut self,
         place: impl FnOnce(&Header) -> Result<Sink, E>,

@@ -12,8 +12,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{getpeername, sockopt};
 
 use super::TcpError;
+use super::liveness::limit_retransmission;
 use super::places::{self, Place};
-use super::silence::retry_soon;
 use crate::control::frame::{Kind, receive_by, send_by};
 use crate::control::{Attempt, CallError, Gate, Hello, Introduction, Joined, Key, Link, MAX_TEXT_BYTES, Nonce, call};
 
@@ -122,7 +122,7 @@ pub(super) fn meet(joining: &Joining<'_>, listener: Option<TcpListener>) -> Resu
 fn prepare(socket: &OwnedFd, silence: Duration) -> io::Result<()> {
     rustix::io::ioctl_fionbio(socket, true)?;
     sockopt::set_tcp_nodelay(socket, true)?;
-    retry_soon(socket);
+    limit_retransmission(socket);
     // While nothing is sent: half of the limit until the first probe, then one a second.
     let idle = Duration::from_secs((silence.as_secs() / 2).clamp(1, 600));
     sockopt::set_tcp_keepidle(socket, idle)?;
@@ -145,11 +145,11 @@ fn listen(rendezvous: &str) -> Result<Vec<TcpListener>, TcpError> {
         return Err(meeting(format!("{rendezvous} has no address")));
     };
     let failed = |error| TcpError::system(format!("listen for the other PEs at {rendezvous}"), error);
-    let mut listeners = vec![listen_near(first.ip(), first.port()).map_err(failed)?];
+    let mut listeners = vec![listen_for(first.ip(), first.port()).map_err(failed)?];
     if is_loopback(first.ip()) {
         // Another user must not listen at the name's other address.
         for other in addresses.iter().filter(|other| other.ip() != first.ip() && is_loopback(other.ip())) {
-            match listen_near(other.ip(), other.port()) {
+            match listen_for(other.ip(), other.port()) {
                 Ok(listener) => listeners.push(listener),
                 // This host has no IPv6.
                 Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {}
@@ -166,7 +166,7 @@ fn is_loopback(ip: IpAddr) -> bool {
 }
 
 /// Listens on `port` on every interface through which peers can reach `address`.
-fn listen_near(address: IpAddr, port: u16) -> io::Result<TcpListener> {
+fn listen_for(address: IpAddr, port: u16) -> io::Result<TcpListener> {
     let listener = match address {
         address if is_loopback(address) => TcpListener::bind((address, port)),
         // Accepts IPv4 too; but some hosts have no IPv6.
@@ -220,7 +220,8 @@ impl Rank<'_> {
     fn follow(self) -> Result<Met, TcpError> {
         let Joining { pe: me, n_pes: n, rendezvous, .. } = self.joining;
         let (mut zero, listener) = self.call_zero()?;
-        let near = address_of(&zero.socket).map_err(|error| TcpError::system("find out where PE 0 is", error))?;
+        let zero_address =
+            address_of(&zero.socket).map_err(|error| TcpError::system("find out where PE 0 is", error))?;
         let frame = receive_by(zero.socket.as_fd(), &mut zero.inbox, MAX_PLACES_BYTES, self.until + GRACE);
         let frame = frame.map_err(|error| match error.kind() {
             io::ErrorKind::TimedOut => meeting(format!("PE 0 has not answered within {} s", self.seconds())),
@@ -236,7 +237,7 @@ impl Rank<'_> {
         for pe in 1..me {
             // A PE of PE 0's host reached it by an address of that host alone: the others find it where they found PE 0.
             let address = match places[pe].address.ip() {
-                ip if ip.is_loopback() => SocketAddr::new(near.ip(), places[pe].address.port()),
+                ip if ip.is_loopback() => SocketAddr::new(zero_address.ip(), places[pe].address.port()),
                 _ => places[pe].address,
             };
             sockets[pe] = Some(self.call_peer(pe, address, &key)?);
@@ -310,7 +311,7 @@ impl Rank<'_> {
                 _ => Attempt::Retry(error),
             })?;
             let listen = || {
-                let listener = listen_near(stream.peer_addr()?.ip().to_canonical(), 0)?;
+                let listener = listen_for(stream.peer_addr()?.ip().to_canonical(), 0)?;
                 let port = listener.local_addr()?.port();
                 Ok((listener, port))
             };

@@ -1,4 +1,4 @@
-//! What the threads of a PE share: its connections, and what has come over them.
+//! State shared by the threads of a PE: its connections, and the messages and answers received over them.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -15,68 +15,68 @@ use super::outbox::{Body, Outbox};
 use crate::doorbell::ring;
 use crate::{LostPe, Segment};
 
-/// So many bytes may wait for a peer before who sends more to it waits.
+/// Maximum bytes queued per peer; senders block above it.
 const WAITING_BYTES_MAX: usize = 64 << 20;
-/// How long a PE that is asked whether it is there may take to answer: its progress thread does, whatever else it does.
+/// How long a PE may take to answer a liveness query. Its progress thread answers, even while the PE computes.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
-/// The event that is no peer's.
+/// The epoll event of the wake-up descriptor, which belongs to no peer.
 pub(super) const WAKE: u64 = u64::MAX;
 
 /// One connection.
 pub(super) struct Peer {
     pub(super) socket: OwnedFd,
     pub(super) out: Outbox,
-    /// Whether the progress thread is told when the socket takes more.
+    /// Whether epoll reports when the socket has room.
     armed: Mutex<bool>,
-    /// How many of its frames this PE has carried out.
+    /// Number of the peer's frames that this PE has carried out.
     pub(super) carried_out: AtomicU64,
-    /// How many of this PE's frames it has carried out, as it last said.
+    /// Number of this PE's frames that the peer has carried out, as last reported.
     pub(super) acknowledged: AtomicU64,
-    /// It has said that it ends.
+    /// Set once the peer has sent `Bye`.
     pub(super) bye: AtomicBool,
-    /// Its connection is at its end.
+    /// Set once the connection is closed.
     pub(super) ended: AtomicBool,
 }
 
-/// Where an answer goes.
+/// The destination of an answer.
 pub(super) enum Wanted {
-    /// To who asked, by way of `answers`: so many bytes.
+    /// `answers`; the number of bytes expected.
     Bytes(usize),
-    /// To the own heap.
+    /// This PE's heap: offset and length.
     Heap(Arc<Segment>, usize, usize),
 }
 
-/// What who waits looks at.
+/// State polled by waiting threads.
 #[derive(Default)]
-pub(super) struct Came {
+pub(super) struct ReceivedState {
     next_question: u64,
-    /// By question: whom it was asked, and what is wanted.
+    /// By question: the PE asked, and the destination of its answer.
     pub(super) wanted: HashMap<u64, (usize, Wanted)>,
     pub(super) answers: HashMap<u64, Vec<u8>>,
-    /// By channel: messages, and who sent them.
+    /// By channel: the sender and content of each message.
     pub(super) messages: HashMap<u64, VecDeque<(usize, Vec<u8>)>>,
 }
 
 /// A PE's connections to all others.
 pub(crate) struct Mesh {
     pub(super) me: usize,
-    /// By PE; none to itself.
+    /// By PE; `None` for itself.
     pub(super) peers: Vec<Option<Peer>>,
     pub(super) epoll: OwnedFd,
     pub(super) wake: OwnedFd,
-    /// The heap that frames are about, while there is one.
+    /// The heap that frames access, while one exists.
     pub(super) window: RwLock<Option<Arc<Segment>>>,
-    pub(super) came: Mutex<Came>,
+    pub(super) received: Mutex<ReceivedState>,
     changed: Condvar,
-    /// How many threads wait for `changed`.
+    /// Number of threads that wait for `changed`.
     waiters: AtomicUsize,
     lost: OnceLock<LostPe>,
-    /// The progress thread is to end.
+    /// Tells the progress thread to end.
     pub(super) stop: AtomicBool,
 }
 
 impl Mesh {
-    /// Over these connections, which do not block.
+    /// A mesh over these connections, which do not block.
     pub(super) fn new(me: usize, sockets: Vec<Option<OwnedFd>>) -> Result<Mesh, Errno> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
@@ -102,7 +102,7 @@ impl Mesh {
             epoll,
             wake,
             window: RwLock::new(None),
-            came: Mutex::default(),
+            received: Mutex::default(),
             changed: Condvar::new(),
             waiters: AtomicUsize::new(0),
             lost: OnceLock::new(),
@@ -114,7 +114,7 @@ impl Mesh {
         self.peers.len()
     }
 
-    /// The other PEs that there are connections to.
+    /// The other PEs, with their connections.
     pub(super) fn others(&self) -> impl Iterator<Item = (usize, &Peer)> {
         self.peers.iter().enumerate().filter_map(|(pe, peer)| Some((pe, peer.as_ref()?)))
     }
@@ -134,7 +134,7 @@ impl Mesh {
         self.lost.get()
     }
 
-    /// From now on `pe` is lost, if none is so far; ends all waits.
+    /// Records that `pe` is lost, unless another PE already is; ends all waits.
     pub(super) fn lose(&self, pe: usize, why: impl Into<String>) {
         let _ = self.lost.set(LostPe { pe, why: why.into() });
         if let Some(Some(peer)) = self.peers.get(pe) {
@@ -146,14 +146,14 @@ impl Mesh {
         self.notify();
     }
 
-    /// The same of one that was waited for in vain: not where that was for another's loss.
+    /// Records that a PE is lost after a wait for it timed out, unless the wait ended for another PE's loss.
     pub(crate) fn give_up(&self, pe: usize, why: String) {
         if self.lost().is_none() {
             self.lose(pe, why);
         }
     }
 
-    /// The connection to `pe` is at its end.
+    /// The connection to `pe` has ended.
     pub(super) fn end(&self, pe: usize, why: &str) {
         let peer = self.peer(pe);
         if peer.ended.swap(true, Ordering::SeqCst) {
@@ -168,34 +168,38 @@ impl Mesh {
         }
     }
 
-    /// Wakes who waits, after something that they wait for may have come.
+    /// Wakes the waiting threads, after a condition that they wait for may have changed.
     pub(super) fn notify(&self) {
-        // Who waits counts itself before it looks, and looks under the lock: it sees what has come, or is counted here.
+        // A waiter increments `waiters` before it evaluates its condition under the lock: it sees the change, or is counted here.
         if self.waiters.load(Ordering::SeqCst) > 0 {
-            drop(lock(&self.came));
+            drop(lock(&self.received));
             self.changed.notify_all();
         }
     }
 
-    /// Waits until `look` finds something, all with SeqCst; `None` where it has not by the deadline, or a PE was lost first.
-    pub(super) fn wait<R>(&self, deadline: Instant, mut look: impl FnMut(&mut Came) -> Option<R>) -> Option<R> {
-        let mut came = lock(&self.came);
+    /// Waits until `look`, which loads with SeqCst, returns a value; `None` after the deadline or the loss of a PE.
+    pub(super) fn wait<R>(
+        &self,
+        deadline: Instant,
+        mut look: impl FnMut(&mut ReceivedState) -> Option<R>,
+    ) -> Option<R> {
+        let mut state = lock(&self.received);
         self.waiters.fetch_add(1, Ordering::SeqCst);
         let found = loop {
-            if let Some(found) = look(&mut came) {
+            if let Some(found) = look(&mut state) {
                 break Some(found);
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || self.lost().is_some() {
                 break None;
             }
-            came = self.changed.wait_timeout(came, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         };
         self.waiters.fetch_sub(1, Ordering::SeqCst);
         found
     }
 
-    /// Sends a frame to `pe`; not to one that is lost or has ended. Returns its number there.
+    /// Sends a frame to `pe`, unless it is lost or has ended. Returns the frame's number.
     pub(super) fn send(&self, pe: usize, header: Header, body: Body<'_>) -> u64 {
         let peer = self.peer(pe);
         let is_op = matches!(header.kind, Kind::Put | Kind::PutSignal | Kind::Signal | Kind::Get | Kind::FetchAdd);
@@ -215,22 +219,22 @@ impl Mesh {
         }
     }
 
-    /// Waits, where very much waits for `pe` already, until there is less, `limit` long; past that the PE is lost.
+    /// Blocks while too much is queued for `pe`, at most for `limit`; then the PE is lost.
     pub(super) fn make_room(&self, pe: usize, limit: Duration) {
         let peer = self.peer(pe);
         if peer.out.waiting_bytes() <= WAITING_BYTES_MAX {
             return;
         }
-        let room = |_: &mut Came| (peer.out.waiting_bytes() <= WAITING_BYTES_MAX).then_some(());
+        let room = |_: &mut ReceivedState| (peer.out.waiting_bytes() <= WAITING_BYTES_MAX).then_some(());
         if self.wait(Instant::now() + limit, room).is_none() {
             self.give_up(pe, format!("it has not taken what was sent to it for {} s", limit.as_secs_f64()));
         }
     }
 
-    /// Writes what waits for `pe`, as far as its socket takes it.
+    /// Writes queued frames to `pe`, as far as its socket has room.
     pub(super) fn flush(&self, pe: usize) {
         let peer = self.peer(pe);
-        // First, so that who queues something from here on asks again.
+        // First, so that a sender that queues a frame from here on arms it again.
         self.arm(pe, peer, false);
         match peer.out.flush(&peer.socket) {
             Ok(true) => self.arm(pe, peer, true),
@@ -240,18 +244,18 @@ impl Mesh {
         self.notify();
     }
 
-    /// Has the progress thread told when the socket takes more, or not.
+    /// Turns epoll's reports of room in the socket on or off.
     fn arm(&self, pe: usize, peer: &Peer, wanted: bool) {
         let mut armed = lock(&peer.armed);
         if *armed != wanted {
             *armed = wanted;
             let events = if wanted { EventFlags::IN | EventFlags::OUT } else { EventFlags::IN };
-            // Fails only for a socket that has ended.
+            // Fails only for a closed socket.
             let _ = epoll::modify(&self.epoll, &peer.socket, EventData::new_u64(pe as u64), events);
         }
     }
 
-    /// Sending to `pe` has failed: the progress thread reads what it had sent before, and finds the end.
+    /// Sending to `pe` has failed: the progress thread still reads its last frames, and then finds the end of the stream.
     fn fail(&self, pe: usize, error: Errno) {
         self.peer(pe).out.close();
         if !matches!(error, Errno::PIPE | Errno::CONNRESET) {
@@ -259,7 +263,7 @@ impl Mesh {
         }
     }
 
-    /// Asks `pe` something: `question` is made with the question's number. The answer, if it comes within `limit`; past that the PE
+    /// Sends `pe` the question that `question` makes of the question's number, and returns the answer. If none arrives within `limit`, the PE
     /// is lost.
     pub(super) fn ask(
         &self,
@@ -271,12 +275,12 @@ impl Mesh {
         let number = self.question(pe, Wanted::Bytes(wanted));
         self.send(pe, question(number), Body::Bytes(&[]));
         let gone = || self.peer(pe).ended.load(Ordering::SeqCst);
-        let found = self.wait(Instant::now() + limit, |came| match came.answers.remove(&number) {
+        let found = self.wait(Instant::now() + limit, |state| match state.answers.remove(&number) {
             None if gone() => Some(None),
             answer => answer.map(Some),
         });
         if found.is_none() || found == Some(None) {
-            lock(&self.came).wanted.remove(&number);
+            lock(&self.received).wanted.remove(&number);
             self.give_up(
                 pe,
                 match found {
@@ -288,16 +292,16 @@ impl Mesh {
         found.flatten()
     }
 
-    /// Makes a question to `pe`; its number.
+    /// Registers a question to `pe`; returns its number.
     pub(super) fn question(&self, pe: usize, wanted: Wanted) -> u64 {
-        let mut came = lock(&self.came);
-        came.next_question += 1;
-        let number = came.next_question;
-        came.wanted.insert(number, (pe, wanted));
+        let mut state = lock(&self.received);
+        state.next_question += 1;
+        let number = state.next_question;
+        state.wanted.insert(number, (pe, wanted));
         number
     }
 
-    /// Waits until all peers have carried out what was sent to them, `limit` long; past that one that has not is lost.
+    /// Waits until all peers have carried out all operations sent to them, at most for `limit`; then the first that has not is lost.
     pub(super) fn quiet(&self, limit: Duration) {
         let mut open: Vec<(usize, &Peer, u64)> = Vec::new();
         for (pe, peer) in self.others() {
@@ -321,7 +325,7 @@ impl Mesh {
         }
     }
 
-    /// After a wait in vain: whether a PE is silent altogether, which is then lost. Takes no time where all are there.
+    /// After a wait that timed out: queries all PEs, and records one that does not answer as lost. Returns at once if all answer.
     pub(crate) fn find_silent(&self) {
         let asked: Vec<(usize, &Peer, u64)> = self
             .others()

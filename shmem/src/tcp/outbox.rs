@@ -1,6 +1,6 @@
-//! What is on its way to one peer: written by whoever sends as far as the socket takes it at once, the rest by the progress thread.
+//! Frames on their way to one peer: the sending thread writes as much as the socket has room for, the progress thread the rest.
 //!
-//! One thread at a time writes, and does so without the lock: who sends meanwhile queues its frame and goes on.
+//! One thread at a time writes, without holding the lock: other senders queue their frames and continue.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -13,16 +13,16 @@ use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use super::frame::HEADER_BYTES;
 use crate::Segment;
 
-/// A lock whose holder cannot have left half a change: what panics under it has reported it.
+/// Locks, also after a panic: no holder leaves a change half made, and a panic of the progress thread is reported.
 pub(crate) fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What follows a header.
+/// The body of a frame.
 pub(super) enum Body<'a> {
-    /// Bytes of the caller's, which are copied if the socket does not take them at once.
+    /// The caller's bytes, copied if the socket has no room for them.
     Bytes(&'a [u8]),
-    /// A part of the own heap, which stays as it is until it is sent.
+    /// A part of this PE's heap, which must not change until it is sent.
     Heap(&'a Arc<Segment>, usize, usize),
 }
 
@@ -38,8 +38,8 @@ impl Body<'_> {
 /// Bytes of a heap, for the kernel to read.
 fn heap_slice(segment: &Segment, at: usize, bytes: usize) -> &[u8] {
     let start = segment.address(at, bytes);
-    // SAFETY: inside the mapping, which lives as long as the segment. The slice goes to a system call and nowhere else. That nobody
-    // writes these bytes before they are sent is the contract of put_nbi and get; if it is broken, unspecified bytes are sent.
+    // SAFETY: inside the mapping, which lives as long as the segment. The slice is only passed to a system call. The contract of put_nbi
+    // and get excludes writes to these bytes before they are sent; a caller that breaks it sends unspecified bytes.
     unsafe { std::slice::from_raw_parts(start.as_ptr(), bytes) }
 }
 
@@ -47,7 +47,7 @@ fn heap_slice(segment: &Segment, at: usize, bytes: usize) -> &[u8] {
 struct Waiting {
     header: [u8; HEADER_BYTES],
     rest: Rest,
-    /// How much of header and body together is sent.
+    /// Number of bytes of header and body that are sent.
     sent: usize,
 }
 
@@ -57,11 +57,11 @@ enum Rest {
 }
 
 impl Waiting {
-    /// Of a frame of which `sent` bytes are sent.
+    /// A frame of which `sent` bytes are sent.
     fn new(header: [u8; HEADER_BYTES], body: &Body<'_>, sent: usize) -> Waiting {
         match *body {
             Body::Bytes(bytes) => {
-                // What is sent of them is not copied.
+                // Bytes that are already sent are not copied.
                 let gone = sent.saturating_sub(HEADER_BYTES);
                 Waiting { header, rest: Rest::Bytes(bytes[gone..].to_vec()), sent: sent - gone }
             }
@@ -69,7 +69,7 @@ impl Waiting {
         }
     }
 
-    /// What is left of it.
+    /// The unsent parts of header and body.
     fn parts(&self) -> [IoSlice<'_>; 2] {
         let header = &self.header[self.sent.min(HEADER_BYTES)..];
         [IoSlice::new(header), IoSlice::new(&self.body()[self.sent.saturating_sub(HEADER_BYTES)..])]
@@ -91,29 +91,29 @@ impl Waiting {
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Waiting>,
-    /// Of those that wait, and of those that are being written.
+    /// Length of the queued frames and those being written, bytes.
     waiting_bytes: usize,
-    /// Whether a thread writes: what it has taken comes before all that waits.
+    /// Whether a thread is writing; its frames precede all queued ones.
     writing: bool,
-    /// How many frames were ever given to it.
+    /// Number of frames issued.
     issued: u64,
-    /// The last of them that quiet waits for.
+    /// The number of the last frame that quiet waits for.
     last_op: u64,
-    /// Nothing more is sent.
+    /// Set once further frames are discarded.
     closed: bool,
 }
 
-/// The way out to one peer.
+/// The outgoing queue of one peer.
 #[derive(Default)]
 pub(super) struct Outbox(Mutex<Queue>);
 
-/// Frames that are taken out of the queue to be written at once.
+/// Maximum frames written in one call.
 const BATCH_FRAMES: usize = 32;
 /// Bytes after which a batch is large enough.
 const BATCH_BYTES: usize = 1 << 20;
 
 impl Outbox {
-    /// Bytes that the socket has not taken.
+    /// Bytes that the socket has not accepted.
     pub(super) fn waiting_bytes(&self) -> usize {
         lock(&self.0).waiting_bytes
     }
@@ -123,8 +123,8 @@ impl Outbox {
         lock(&self.0).last_op
     }
 
-    /// Sends the frame that `header` makes, as an operation that quiet waits for or not, or queues what the socket does not take. Returns its
-    /// number, and whether something waits now.
+    /// Sends a frame, and queues the part that the socket has no room for. Quiet waits for it if `is_op`. Returns the frame's number, and whether
+    /// bytes are queued now.
     pub(super) fn send(
         &self,
         socket: &OwnedFd,
@@ -141,7 +141,7 @@ impl Outbox {
         if is_op {
             queue.last_op = number;
         }
-        // Under the lock, so that what was queued before a frame was carried out goes before who says that it was.
+        // Built under the lock, so that frames queued before an operation completed precede its acknowledgement.
         let header = header();
         let bytes = HEADER_BYTES + body.as_slice().len();
         queue.waiting_bytes += bytes;
@@ -159,12 +159,12 @@ impl Outbox {
         self.written(written, rest.into_iter().collect()).map(|waits| (number, waits))
     }
 
-    /// Writes what waits, as far as the socket takes it; says whether more waits.
+    /// Writes queued frames, as far as the socket has room; returns whether more are queued.
     pub(super) fn flush(&self, socket: &OwnedFd) -> Result<bool, Errno> {
         loop {
             let mut queue = lock(&self.0);
             if queue.writing || queue.waiting.is_empty() {
-                // Who writes will find what waits, and say so.
+                // The writing thread will see queued frames, and report them.
                 return Ok(false);
             }
             let mut batch = VecDeque::new();
@@ -187,7 +187,7 @@ impl Outbox {
         }
     }
 
-    /// After a write of its own: gives back what the socket has not taken, and says whether anything waits.
+    /// After a write by this thread: returns the unsent frames to the queue; returns whether bytes are queued.
     fn written(&self, written: Result<usize, Errno>, rest: VecDeque<Waiting>) -> Result<bool, Errno> {
         let mut queue = lock(&self.0);
         queue.writing = false;
@@ -200,7 +200,7 @@ impl Outbox {
         Ok(!queue.waiting.is_empty())
     }
 
-    /// Forgets what waits, and sends nothing more: nobody will take it.
+    /// Discards the queued frames and all later ones: the peer is lost.
     pub(super) fn close(&self) {
         let mut queue = lock(&self.0);
         queue.closed = true;
@@ -209,7 +209,7 @@ impl Outbox {
     }
 }
 
-/// Takes what is sent off the batch.
+/// Removes `sent` bytes from the front of the batch.
 fn advance(batch: &mut VecDeque<Waiting>, mut sent: usize) {
     while let Some(first) = batch.front_mut() {
         let left = first.left();
@@ -222,7 +222,7 @@ fn advance(batch: &mut VecDeque<Waiting>, mut sent: usize) {
     }
 }
 
-/// Writes what the socket takes now.
+/// Writes as much as the socket has room for.
 fn write(socket: &OwnedFd, parts: &[IoSlice<'_>]) -> Result<usize, Errno> {
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     match retry_on_intr(|| sendmsg(socket.as_fd(), parts, &mut SendAncillaryBuffer::default(), flags)) {

@@ -1,4 +1,4 @@
-//! The thread that reads what comes, and writes what waits.
+//! The progress thread: reads all connections, and writes queued frames.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -11,24 +11,24 @@ use rustix::io::{Errno, retry_on_intr};
 
 use super::frame::{Header, Kind, MAX_MESSAGE_BYTES};
 use super::inbox::{Inbox, Received, Sink};
+use super::liveness::silent_for;
 use super::mesh::{Mesh, WAKE, Wanted, lock};
 use super::outbox::Body;
-use super::silence::silent_for;
 use crate::Segment;
 use crate::doorbell::{ring, signal};
 
-/// Reads of one connection before the others have their turn.
+/// Maximum reads from one connection before the next is served.
 const READS: usize = 16;
-/// Events of one call.
+/// Maximum events per call of epoll.
 const EVENTS: usize = 64;
 
-/// Why a peer's stream cannot go on, half a line.
+/// Why a peer's stream is invalid, half a line.
 struct Invalid(String);
 
-/// How often the connections are asked whether their hosts are silent.
+/// Time between checks for silent hosts.
 const LOOK_AFTER: Duration = Duration::from_millis(500);
 
-/// Runs until it is told to stop; a PE whose host has been silent for longer than `limit` is lost.
+/// Runs until `stop` is set; a PE whose host has been silent for longer than `limit` is lost.
 pub(super) fn run(mesh: &Mesh, limit: Duration) {
     let mut inboxes: Vec<Inbox> = mesh.peers.iter().map(|_| Inbox::new()).collect();
     let mut events: Vec<Event> = Vec::with_capacity(EVENTS);
@@ -72,7 +72,7 @@ fn find_silent_hosts(mesh: &Mesh, limit: Duration) {
     }
 }
 
-/// Reads from `pe`, and carries out what came.
+/// Reads from `pe`, and carries out the complete frames.
 fn read(mesh: &Mesh, pe: usize, inbox: &mut Inbox) {
     let socket = &mesh.peer(pe).socket;
     for _ in 0..READS {
@@ -87,7 +87,7 @@ fn read(mesh: &Mesh, pe: usize, inbox: &mut Inbox) {
             Err(error) => return mesh.end(pe, &format!("its connection has failed: {error}")),
         }
         if let Err(Invalid(what)) = carry_out_all(mesh, pe, inbox) {
-            // Nothing more of it is read.
+            // The rest of the stream is not read.
             return mesh.end(pe, &format!("it sent an invalid frame, {what}"));
         }
     }
@@ -101,7 +101,7 @@ fn carry_out_all(mesh: &Mesh, pe: usize, inbox: &mut Inbox) -> Result<(), Invali
     Ok(())
 }
 
-/// Where the body of a frame goes, once everything that the frame names is known to be there.
+/// The destination of a frame's body, after all offsets of the frame have been checked.
 fn place(mesh: &Mesh, pe: usize, header: &Header) -> Result<Sink, Invalid> {
     if header.needs_heap() {
         let window = heap(mesh, header)?;
@@ -117,7 +117,7 @@ fn place(mesh: &Mesh, pe: usize, header: &Header) -> Result<Sink, Invalid> {
         }
     }
     match header.kind {
-        Kind::GotBytes => match lock(&mesh.came).wanted.get(&header.value) {
+        Kind::GotBytes => match lock(&mesh.received).wanted.get(&header.value) {
             Some((of, Wanted::Bytes(bytes))) if *of == pe && *bytes as u64 == header.bytes => {
                 Ok(Sink::Buffer(vec![0; *bytes]))
             }
@@ -138,7 +138,7 @@ fn heap(mesh: &Mesh, header: &Header) -> Result<Arc<Segment>, Invalid> {
     mesh.window().ok_or_else(|| Invalid(format!("{:?} where there is no symmetric heap", header.kind)))
 }
 
-/// Carries out a frame that is all there; a body for the heap is in it.
+/// Carries out a complete frame; a body for the heap is already in it.
 fn carry_out(mesh: &Mesh, pe: usize, header: &Header, body: Vec<u8>) -> Result<(), Invalid> {
     let peer = mesh.peer(pe);
     let &Header { at, bytes, value, op, .. } = header;
@@ -165,16 +165,16 @@ fn carry_out(mesh: &Mesh, pe: usize, header: &Header, body: Vec<u8>) -> Result<(
                 Kind::GotBytes => (value, body),
                 _ => (at, value.to_le_bytes().to_vec()),
             };
-            let mut came = lock(&mesh.came);
-            match came.wanted.remove(&question) {
-                Some((_, Wanted::Bytes(wanted))) if wanted == bytes.len() => _ = came.answers.insert(question, bytes),
-                // It went to the heap; or who asked waits no more.
+            let mut state = lock(&mesh.received);
+            match state.wanted.remove(&question) {
+                Some((_, Wanted::Bytes(wanted))) if wanted == bytes.len() => _ = state.answers.insert(question, bytes),
+                // The answer is in the heap, or the asking thread has given up.
                 _ => {}
             }
         }
         Kind::Ask => answer = Some(Kind::Answer),
         Kind::Answer => {}
-        Kind::Message => lock(&mesh.came).messages.entry(at).or_default().push_back((pe, body)),
+        Kind::Message => lock(&mesh.received).messages.entry(at).or_default().push_back((pe, body)),
         Kind::Lost => mesh.lose(at as usize, String::from_utf8_lossy(&body)),
         Kind::Bye => peer.bye.store(true, Ordering::SeqCst),
     }
@@ -187,7 +187,7 @@ fn carry_out(mesh: &Mesh, pe: usize, header: &Header, body: Vec<u8>) -> Result<(
     Ok(())
 }
 
-/// Frames arrive in their order, so that this only grows.
+/// Frames arrive in order, so this only grows.
 fn raise(word: &AtomicU64, value: u64) {
     word.fetch_max(value, Ordering::SeqCst);
 }

@@ -1,4 +1,4 @@
-//! What the conformance suite does not show: much data, peers that are lost, that lie, and strangers.
+//! Behaviour outside of the conformance suite: large transfers, lost and invalid peers, strangers.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -28,7 +28,7 @@ fn listener() -> (TcpListener, String) {
     (listener, rendezvous)
 }
 
-/// Worlds of as many threads; what `f` returns, by PE.
+/// A world of `n_pes` threads; returns the results of `f`, by PE.
 fn worlds<R: Send>(n_pes: usize, f: impl Fn(TcpWorld) -> R + Sync) -> Vec<R> {
     let (listener, rendezvous) = listener();
     let mut listener = Some(listener);
@@ -54,17 +54,13 @@ fn shmem(world: &TcpWorld, heap_bytes: usize) -> Shmem<TcpTransport> {
     Shmem::new(TcpTransport::new(world, heap_bytes, LIMIT).unwrap())
 }
 
-/// PE 0 over a real world of two; the other is played by hand, over the connection.
+/// Runs PE 0 in a real world of two; `play` acts as the other PE, over its connection.
 fn against(heap_bytes: usize, play: impl FnOnce(&mut TcpStream) + Send, f: impl FnOnce(&Shmem<TcpTransport>) + Send) {
     let (listener, rendezvous) = listener();
     thread::scope(|scope| {
         scope.spawn(|| {
-            let mut link = joined(&rendezvous, 1, 2).unwrap();
-            let frame = control::frame::receive_by(link.socket.as_fd(), &mut link.inbox, 1 << 16, soon()).unwrap();
-            let data = link.session.open(frame.kind, &frame.body).unwrap();
-            assert!(places::from_bytes(data, 2).is_some());
-            let mut stream = TcpStream::from(link.socket);
-            // Its part of the two barriers: after joining, and after making the heap.
+            let mut stream = connected(&rendezvous);
+            // PE 1's part of the two barriers: after joining, and after creating the heap.
             for _ in 0..2 {
                 say(&mut stream, Header { at: 1, bytes: 8, ..Header::of(Kind::Message) }, &[0; 8]);
                 stream.read_exact(&mut [0; 48 + 8]).unwrap();
@@ -74,6 +70,15 @@ fn against(heap_bytes: usize, play: impl FnOnce(&mut TcpStream) + Send, f: impl 
         let world = TcpWorld::join_at(&joining(0, 2, &rendezvous, LIMIT), listener).unwrap();
         f(&shmem(&world, heap_bytes));
     });
+}
+
+/// A hand-played PE 1 of 2, once PE 0 has let all in.
+fn connected(rendezvous: &str) -> TcpStream {
+    let mut link = joined(rendezvous, 1, 2).unwrap();
+    let frame = control::frame::receive_by(link.socket.as_fd(), &mut link.inbox, 1 << 16, soon()).unwrap();
+    let data = link.session.open(frame.kind, &frame.body).unwrap();
+    assert!(places::from_bytes(data, 2).is_some());
+    TcpStream::from(link.socket)
 }
 
 /// A hand-played PE, after its handshake with PE 0.
@@ -103,8 +108,8 @@ fn say(stream: &mut TcpStream, header: Header, body: &[u8]) {
 }
 
 #[test]
-fn much_data_goes_both_ways_at_once() {
-    // Far more than sockets hold, so that most of it waits; in sizes that end within buffers.
+fn large_transfers_in_both_directions_arrive() {
+    // More data than socket buffers hold, so that most of it is queued; in sizes that end inside buffers.
     worlds(3, |world| {
         let (parts, len) = (9, 300_001);
         let pe = shmem(&world, 64 << 20);
@@ -152,8 +157,8 @@ fn much_data_goes_both_ways_at_once() {
 }
 
 #[test]
-fn a_put_returns_before_its_peer_takes_it() {
-    // The peer reads nothing; far more than a socket's buffers hold is on its way, and the PE goes on.
+fn put_returns_before_its_peer_reads() {
+    // The peer does not read, and the PE sends more than the socket's buffers hold.
     let (free, is_free) = std::sync::mpsc::channel::<()>();
     against(
         1 << 20,
@@ -169,7 +174,7 @@ fn a_put_returns_before_its_peer_takes_it() {
 }
 
 #[test]
-fn messages_and_agreements() {
+fn messages_arrive_in_order_and_min_agrees() {
     let least = worlds(3, |world| {
         let me = world.my_pe();
         assert_eq!((world.n_pes(), world.pes_on_host()), (3, 3));
@@ -193,7 +198,7 @@ fn messages_and_agreements() {
 }
 
 #[test]
-fn heaps_follow_each_other() {
+fn world_can_have_one_heap_after_another() {
     worlds(2, |world| {
         for heap_bytes in [1 << 16, 1 << 20, 1 << 18] {
             let pe = shmem(&world, heap_bytes);
@@ -205,7 +210,7 @@ fn heaps_follow_each_other() {
     });
 }
 
-/// All PEs pass a barrier; what `last` then calls waits until the others are past it.
+/// All PEs pass a barrier; `last` then calls the returned function to wait until the others have passed it.
 fn all_but_one_pass_a_barrier(pe: &Shmem<TcpTransport>, last: usize) -> impl FnOnce() {
     let passed = pe.alloc::<u64>(1).unwrap();
     pe.barrier_all(soon()).unwrap();
@@ -216,7 +221,7 @@ fn all_but_one_pass_a_barrier(pe: &Shmem<TcpTransport>, last: usize) -> impl FnO
 }
 
 #[test]
-fn a_pe_that_panics_is_named_by_the_others() {
+fn panicking_pe_is_named_by_the_others() {
     let lines = worlds(3, |world| {
         let run = move || {
             let pe = shmem(&world, 1 << 16);
@@ -230,7 +235,7 @@ fn a_pe_that_panics_is_named_by_the_others() {
             let begun = Instant::now();
             let ended = pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap_err();
             assert!(begun.elapsed() < LIMIT / 2);
-            // What needs the lost PE ends at once, too; and so does all else that waits.
+            // Operations on the lost PE, and all waits, end at once.
             pe.put(word, &[1], 2);
             assert_eq!(pe.fetch_add(word, 1, 2), 0);
             let mut got = [7];
@@ -239,7 +244,7 @@ fn a_pe_that_panics_is_named_by_the_others() {
             pe.barrier_all(soon()).unwrap_err();
             assert!(begun.elapsed() < LIMIT / 2);
             assert_eq!((got, ended.lost.as_ref().map(|lost| lost.pe)), ([0], Some(2)));
-            // Kept until both have seen it: who ends for it without a farewell is lost to the other.
+            // Kept until both have seen the loss: a PE that ends without a farewell is lost to the other.
             (ended.to_string(), pe, world)
         };
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).ok()
@@ -253,7 +258,7 @@ fn a_pe_that_panics_is_named_by_the_others() {
 }
 
 #[test]
-fn who_ends_for_another_names_that_one() {
+fn pe_that_ends_for_another_names_it() {
     let lost = worlds(3, |world| {
         let pe = shmem(&world, 1 << 16);
         let others_are_here = all_but_one_pass_a_barrier(&pe, 1);
@@ -266,7 +271,7 @@ fn who_ends_for_another_names_that_one() {
         drop(others_are_here);
         let word = pe.alloc::<u64>(1).unwrap();
         let ended = pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap_err();
-        // Kept until both have seen it, as above.
+        // Kept until both have seen the loss.
         Some((ended.lost.unwrap().to_string(), pe, world))
     });
     let lost: Vec<Option<&str>> = lost.iter().map(|kept| kept.as_ref().map(|(line, ..)| line.as_str())).collect();
@@ -275,7 +280,7 @@ fn who_ends_for_another_names_that_one() {
 }
 
 #[test]
-fn a_silent_pe_is_found_after_a_wait() {
+fn silent_pe_is_found_after_a_wait() {
     let (free, is_free) = std::sync::mpsc::channel::<()>();
     against(
         1 << 16,
@@ -291,7 +296,7 @@ fn a_silent_pe_is_found_after_a_wait() {
 }
 
 #[test]
-fn a_pe_that_lies_is_named_and_touches_nothing() {
+fn invalid_frame_names_its_sender_and_changes_no_memory() {
     const HEAP: usize = 1 << 16;
     let header = |kind, at: usize, bytes: usize, signal: usize| {
         let [at, bytes, signal] = [at, bytes, signal].map(|n| n as u64);
@@ -371,7 +376,7 @@ fn strangers_neither_delay_nor_end_the_job() {
     });
 }
 
-/// Serves one connection after the other at PE 0's place, until `stop` or for good; returns all bytes that it received.
+/// Serves one connection after the other in PE 0's place, until `until`; returns all bytes received.
 fn impersonate(
     listener: &TcpListener,
     until: Instant,
@@ -400,7 +405,7 @@ fn impersonate(
 fn process_in_place_of_pe_0_learns_no_token_and_is_not_followed() {
     let frame =
         |kind: u32, body: &[u8]| [&kind.to_le_bytes()[..], &[0; 4], &(body.len() as u64).to_le_bytes(), body].concat();
-    // An invented challenge; an admission without one; a refusal; no frame; and what the caller sent, back to it.
+    // A false challenge; an admission without one; a refusal; no frame; the caller's hello, sent back.
     let answers: [&(dyn Fn(&[u8]) -> Vec<u8> + Sync); 5] = [
         &|_| frame(2, &[9; 64]),
         &|_| frame(4, &[9; 32]),
@@ -430,7 +435,7 @@ fn process_in_place_of_pe_0_learns_no_token_and_is_not_followed() {
     for (received, line) in lines {
         assert!(line.contains("is not PE 0 of this job: "), "{line}");
         assert!(received.starts_with(&1u32.to_le_bytes()), "it sent no hello");
-        // No token, and no proof either: nothing but hellos.
+        // Neither the token nor a proof: only hellos.
         assert!(!received.windows(5).any(|bytes| bytes == b"token"), "the token was sent");
         let hello_bytes = 16 + u64::from_le_bytes(*received[8..].first_chunk().unwrap()) as usize;
         assert!(received.chunks(hello_bytes).all(|one| one[..4] == 1u32.to_le_bytes()), "more than hellos were sent");
@@ -523,10 +528,10 @@ fn silent_pe_is_lost_before_the_limit_of_a_long_wait() {
     let (free, is_free) = std::sync::mpsc::channel::<()>();
     let (listener, rendezvous) = listener();
     thread::scope(|scope| {
-        let rendezvous = &rendezvous;
+        // Dropped here in case of a failure, too, so that the other thread ends.
+        let (free, rendezvous) = (free, &rendezvous);
         scope.spawn(move || {
-            let link = joined(rendezvous, 1, 2).unwrap();
-            let mut stream = TcpStream::from(link.socket);
+            let mut stream = connected(rendezvous);
             say(&mut stream, Header { at: 1, bytes: 8, ..Header::of(Kind::Message) }, &[0; 8]);
             let _ = is_free.recv();
         });
@@ -541,12 +546,12 @@ fn silent_pe_is_lost_before_the_limit_of_a_long_wait() {
 }
 
 #[test]
-fn who_does_not_come_is_named() {
+fn missing_pe_is_named() {
     let (listener, rendezvous) = listener();
     let limit = Duration::from_millis(300);
     let line = TcpWorld::join_at(&joining(0, 3, &rendezvous, limit), listener).unwrap_err().to_string();
     assert_eq!(line, "cannot meet the other PEs: PE 1 and 1 more has not come within 0.3 s");
-    // Nobody listens there any more.
+    // PE 0 does not listen any more.
     let line = TcpWorld::join(&joining(1, 3, &rendezvous, limit)).unwrap_err().to_string();
     assert!(line.contains(&format!("PE 0 has not listened at {rendezvous} within 0.3 s")), "{line}");
     for bad in ["nowhere.invalid:1", "localhost", "localhost:99999", ":::"] {
@@ -560,7 +565,7 @@ fn who_does_not_come_is_named() {
 }
 
 #[test]
-fn a_pe_that_has_come_and_gone_is_named() {
+fn pe_that_leaves_before_the_start_is_named() {
     let (listener, rendezvous) = listener();
     let place = rendezvous.clone();
     let gone = thread::spawn(move || {

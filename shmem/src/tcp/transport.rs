@@ -9,32 +9,32 @@ use super::frame::{Header, Kind};
 use super::mesh::{Mesh, Wanted};
 use super::outbox::Body;
 use super::world::Running;
-use super::{TcpError, TcpWorld, near};
+use super::{TcpError, TcpWorld, intra_host};
 use crate::doorbell::{ring, signal};
 use crate::wait::Patience;
 use crate::{LostPe, RawWait, Segment, SignalOp, Transport};
 
-/// A wait that was shorter, and in vain, does not look for a PE that is silent.
+/// A wait that times out sooner does not query the PEs for a silent one.
 const SHORT_WAIT: Duration = Duration::from_millis(100);
 
 /// One PE's heap, and its view of the others'.
 pub struct TcpTransport {
     running: Arc<Running>,
     heap: Arc<Segment>,
-    /// By PE, the heaps of others that are mapped here; empty where none is.
-    near: Vec<Option<Segment>>,
-    not_near: Option<String>,
-    /// How long it waits for a PE to answer, or to take what was sent.
+    /// By PE, the other PEs' heaps that are mapped here; empty if none is.
+    intra_host: Vec<Option<Segment>>,
+    unmapped: Option<String>,
+    /// How long an operation without a deadline waits for a PE.
     limit: Duration,
     patience: Patience,
 }
 
 impl TcpTransport {
-    /// A heap of `heap_bytes` bytes, zero, on each PE of the world, which has no other. Collective; so is its end. A PE waits for another
-    /// for `limit` where the operation has no deadline: to make and end the heap, to get, in quiet.
+    /// A heap of `heap_bytes` zero bytes on each PE of the world, which has no other heap. Creating and dropping it are collective. A PE waits for
+    /// another at most for `limit` in operations without a deadline: creating and dropping the heap, get, quiet.
     ///
     /// # Errors
-    /// As [`Segment::create`]; a PE that does not come in time, or is lost; a world that has a heap.
+    /// As [`Segment::create`]; a PE is late or lost; the world already has a heap.
     pub fn new(world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<Self, TcpError> {
         let running = world.running().clone();
         let heap = Arc::new(Segment::create(&format!("aristos-{}", world.my_pe()), heap_bytes)?);
@@ -45,27 +45,28 @@ impl TcpTransport {
             }
             *window = Some(heap.clone());
         }
-        // A frame for this heap finds it: nobody sends one before all have theirs.
+        // No PE sends a frame for this heap before the barrier below.
         let patience = Patience::of(2 * world.pes_on_host());
-        let transport = TcpTransport { running, heap, near: Vec::new(), not_near: None, limit, patience };
+        let transport = TcpTransport { running, heap, intra_host: Vec::new(), unmapped: None, limit, patience };
         world.barrier(limit)?;
         Ok(transport)
     }
 
-    /// The same, where TCP carries nothing but what goes to other hosts: the heaps of a host's PEs are shared memory. Where a PE cannot map
-    /// them (another user's, another container's), TCP carries all, for all PEs; [`TcpTransport::not_near`] says so there. Collective.
+    /// As [`TcpTransport::new`], with the heaps of a host's PEs as shared memory, so that TCP only carries data to other hosts. If a PE cannot map
+    /// them (another user's, another container's), TCP carries all data, for all PEs; [`TcpTransport::unmapped`] then says why. Collective.
     ///
     /// # Errors
     /// As [`TcpTransport::new`].
     pub fn hybrid(world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<Self, TcpError> {
         let mut transport = Self::new(world, heap_bytes, limit)?;
-        (transport.near, transport.not_near) = near::map(&transport.running, world.hosts(), &transport.heap, limit)?;
+        (transport.intra_host, transport.unmapped) =
+            intra_host::map(&transport.running, world.hosts(), &transport.heap, limit)?;
         Ok(transport)
     }
 
-    /// Which PE's memory this PE could not map, and why, where all that are on its host should be.
-    pub fn not_near(&self) -> Option<&str> {
-        self.not_near.as_deref()
+    /// The PE of this host whose memory this PE could not map, and why.
+    pub fn unmapped(&self) -> Option<&str> {
+        self.unmapped.as_deref()
     }
 
     pub(crate) fn mesh(&self) -> &Mesh {
@@ -90,7 +91,7 @@ impl TcpTransport {
     /// The heap of `pe`, where this PE maps it.
     #[inline]
     fn mapped(&self, pe: usize) -> Option<&Segment> {
-        if pe == self.mesh().me { Some(&self.heap) } else { self.near.get(pe)?.as_ref() }
+        if pe == self.mesh().me { Some(&self.heap) } else { self.intra_host.get(pe)?.as_ref() }
     }
 
     fn send(&self, pe: usize, header: Header, body: Body<'_>) {
@@ -107,7 +108,7 @@ impl TcpTransport {
 
 impl Drop for TcpTransport {
     fn drop(&mut self) {
-        // All that was sent to this heap must have come before it goes; during a panic the others may never come.
+        // All frames for this heap must arrive before it is unmapped; after a panic the other PEs may never get here.
         if !std::thread::panicking() {
             self.quiet();
             let _ = self.running.barrier(self.limit);
@@ -224,7 +225,7 @@ impl Transport for TcpTransport {
     }
 
     fn fence(&self) {
-        // A connection keeps the order of what is sent over it; this one is for heaps that are mapped, as over shared memory.
+        // Connections preserve the order of frames; this orders stores to mapped heaps.
         fence(Ordering::Release);
     }
 

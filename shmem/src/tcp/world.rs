@@ -1,4 +1,4 @@
-//! [`TcpWorld`]: PEs that have met, what they agree on, and messages between them.
+//! [`TcpWorld`]: connected PEs, their agreements, and messages between them.
 
 use std::net::TcpListener;
 #[cfg(feature = "ofi")]
@@ -12,27 +12,27 @@ use super::frame::{Header, Kind};
 use super::join::{self, Joining, Met};
 #[cfg(feature = "ofi")]
 use super::mesh::Peer;
-use super::mesh::{Came, Mesh, lock};
+use super::mesh::{Mesh, ReceivedState, lock};
 use super::outbox::Body;
 use super::{TcpError, progress};
 use crate::LostPe;
 
-/// The channels of messages: what their receiver asks for, and what agreements are made of; others are in `near.rs` and `ofi/transport.rs`.
+/// The channels of messages: the caller's, and two for agreements. Other channels are in `intra_host.rs` and `ofi/transport.rs`.
 const MESSAGES: u64 = 0;
 const PROPOSALS: u64 = 1;
 const DECISIONS: u64 = 2;
-/// How much longer than PE 0 the others wait for a decision: it knows who has not come, and says so.
+/// How much longer than PE 0 the others wait for a decision: PE 0 knows which PE is late, and names it.
 const GRACE: Duration = Duration::from_secs(1);
-/// How long a PE waits at its end for the others to be at theirs.
+/// How long a PE that ends waits for the others to end.
 const END_LIMIT: Duration = Duration::from_secs(5);
 /// Longer than any job.
 const YEAR: Duration = Duration::from_secs(365 * 86400);
-/// How long it may take to say why a PE ends.
+/// How long sending a farewell may take.
 const FAREWELL_LIMIT: Duration = Duration::from_millis(200);
 
 /// PEs that are connected, each to all others.
 ///
-/// Its end waits for the others to come to theirs, 5 s at most. A process that ends without it, or unwinds, is lost to the others.
+/// Dropping it waits until the others drop theirs, 5 s at most. A process that ends without dropping it, or unwinds, is lost to the others.
 #[derive(Debug)]
 pub struct TcpWorld {
     running: Arc<Running>,
@@ -49,15 +49,15 @@ pub(crate) struct Running {
 }
 
 impl TcpWorld {
-    /// Meets the other PEs: collective. PE 0 listens at `joining.rendezvous`.
+    /// Connects all PEs. PE 0 listens at `joining.rendezvous`. Collective.
     ///
     /// # Errors
-    /// One line: who has not come in time, or was refused; an address that cannot be had.
+    /// One line: a PE that has not joined in time, or was refused; an address that is not available.
     pub fn join(joining: &Joining<'_>) -> Result<TcpWorld, TcpError> {
         Self::over(joining, join::meet(joining, None)?)
     }
 
-    /// The same, as PE 0 with a socket that listens at the rendezvous already.
+    /// As [`TcpWorld::join`], as PE 0 with a socket that already listens at the rendezvous.
     ///
     /// # Errors
     /// As [`TcpWorld::join`].
@@ -93,12 +93,12 @@ impl TcpWorld {
         self.running.mesh.n_pes()
     }
 
-    /// How many of the PEs run on this host, this one included.
+    /// Number of PEs on this host, this one included.
     pub fn pes_on_host(&self) -> usize {
         self.hosts.iter().filter(|host| **host == self.hosts[self.my_pe()]).count()
     }
 
-    /// At PE 0, who was refused while the PEs met, and why: a line each, the first few.
+    /// At PE 0: the first few callers that were refused while the PEs joined, a line each.
     pub fn refusals(&self) -> &[String] {
         &self.refusals
     }
@@ -118,12 +118,12 @@ impl TcpWorld {
     /// The smallest of all PEs' numbers. Collective.
     ///
     /// # Errors
-    /// A PE is lost, or has not come within `limit`.
+    /// A PE is lost, or has not taken part within `limit`.
     pub fn min(&self, value: u64, limit: Duration) -> Result<u64, TcpError> {
         self.running.min(value, limit)
     }
 
-    /// Waits for all PEs to come here.
+    /// Waits until all PEs have called this.
     ///
     /// # Errors
     /// As [`TcpWorld::min`].
@@ -131,14 +131,14 @@ impl TcpWorld {
         self.running.barrier(limit)
     }
 
-    /// Sends a message of at most 256 MiB; messages to one PE arrive in order. It is under way when this returns.
+    /// Sends a message of at most 256 MiB; messages to one PE arrive in order. Returns once the message is queued.
     ///
     /// # Errors
-    /// A PE is lost; or `to` has not taken for `limit` what was sent to it before.
+    /// A PE is lost; or `to` has not received earlier messages for `limit`.
     pub fn send(&self, to: usize, message: &[u8], limit: Duration) -> Result<(), TcpError> {
         let mesh = &self.running.mesh;
         if to == mesh.me {
-            lock(&mesh.came).messages.entry(MESSAGES).or_default().push_back((to, message.to_vec()));
+            lock(&mesh.received).messages.entry(MESSAGES).or_default().push_back((to, message.to_vec()));
             return Ok(());
         }
         mesh.make_room(to, limit);
@@ -146,7 +146,7 @@ impl TcpWorld {
         self.lost().map_or(Ok(()), |lost| Err(lost.into()))
     }
 
-    /// Receives the next message of any PE, or of `from`; `None` when none has come within `limit`, or ever where that is `None`.
+    /// Receives the next message of any PE, or of `from`; `None` if none arrives within `limit`. Without a limit it waits until a PE is lost.
     ///
     /// # Errors
     /// A PE is lost.
@@ -155,8 +155,8 @@ impl TcpWorld {
         self.running.receive(deadline, from, MESSAGES)
     }
 
-    /// Tells the other PEs, as far as they take it now, that this one ends since PE `lost` is lost: half a line says why. The process then ends
-    /// without the end of this world.
+    /// Reports to the other PEs, as far as their sockets have room, that this PE ends because PE `lost` is lost: half a line says why. The process
+    /// then ends without dropping this world.
     pub fn farewell(&self, lost: usize, why: &str) {
         let mesh = &self.running.mesh;
         let header = Header { at: lost as u64, bytes: why.len() as u64, ..Header::of(Kind::Lost) };
@@ -168,14 +168,14 @@ impl TcpWorld {
         }
     }
 
-    /// How many of this host's PEs have a lower number.
+    /// Number of this host's PEs with a lower number.
     #[cfg(feature = "ofi")]
     pub(crate) fn index_on_host(&self) -> usize {
         let me = self.my_pe();
         self.hosts[..me].iter().filter(|host| **host == self.hosts[me]).count()
     }
 
-    /// This host's address on the network between the PEs: one that is not the loopback's, where a connection has one.
+    /// This host's address on the network between the PEs: not a loopback address, if a connection has another.
     #[cfg(feature = "ofi")]
     pub(crate) fn address(&self) -> Option<IpAddr> {
         let address = |(_, peer): (usize, &Peer)| {
@@ -184,7 +184,7 @@ impl TcpWorld {
         };
         let mut addresses: Vec<IpAddr> = self.running.mesh.others().filter_map(address).collect();
         addresses.sort_by_key(IpAddr::is_loopback);
-        // A PE that is alone.
+        // The only PE.
         addresses.first().copied().or(Some(Ipv4Addr::LOCALHOST.into()))
     }
 
@@ -210,8 +210,8 @@ impl Running {
         from: Option<usize>,
         channel: u64,
     ) -> Result<Option<(usize, Vec<u8>)>, TcpError> {
-        let mut next = |came: &mut Came| {
-            let messages = came.messages.get_mut(&channel)?;
+        let mut next = |state: &mut ReceivedState| {
+            let messages = state.messages.get_mut(&channel)?;
             let place = messages.iter().position(|(pe, _)| from.is_none_or(|from| from == *pe))?;
             messages.remove(place)
         };
@@ -231,7 +231,7 @@ impl Running {
         }
     }
 
-    /// See [`TcpWorld::min`]: all propose to PE 0, which decides.
+    /// See [`TcpWorld::min`]: every PE sends its number to PE 0, which sends back the minimum.
     pub(super) fn min(&self, value: u64, limit: Duration) -> Result<u64, TcpError> {
         let (me, n) = (self.mesh.me, self.mesh.n_pes());
         let number = |pe: usize, bytes: Vec<u8>| {
@@ -265,7 +265,7 @@ impl Running {
     }
 }
 
-/// A PE whose progress thread panics waits for nothing any more.
+/// Ends all waits of a PE whose progress thread panics.
 pub(crate) struct Watch<'m>(pub(crate) &'m Mesh);
 
 impl Drop for Watch<'_> {
@@ -281,7 +281,7 @@ impl Drop for Running {
         let mesh = &self.mesh;
         if !std::thread::panicking() && mesh.lost().is_none() {
             mesh.others().for_each(|(pe, _)| _ = mesh.send(pe, Header::of(Kind::Bye), Body::Bytes(&[])));
-            // Until all have said the same and taken what was sent: then no connection is cut with something still in it.
+            // Waits until all have sent it and received all frames, so that no connection is closed with unread data.
             mesh.wait(Instant::now() + END_LIMIT, |_| {
                 let is_over = mesh.others().all(|(_, peer)| {
                     let (bye, ended) = (peer.bye.load(Ordering::SeqCst), peer.ended.load(Ordering::SeqCst));
@@ -291,7 +291,7 @@ impl Drop for Running {
             });
         }
         mesh.stop.store(true, Ordering::SeqCst);
-        // The counter of an eventfd takes any number of these.
+        // An eventfd's counter never overflows by this.
         let _ = rustix::io::write(&mesh.wake, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();

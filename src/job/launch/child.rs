@@ -1,4 +1,4 @@
-//! One PE's process, as the child of the process that keeps it.
+//! One PE's process, as the child of its parent: the supervisor, or a launched process.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,18 +9,18 @@ use serde::{Deserialize, Serialize};
 
 use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, PE_COMMAND};
 
-/// Which PE to start, and with what; also the body of a `Start` frame, as JSON, whose file is the PE's end of its control socket.
+/// A PE to start; also the body of a `Start` frame, as JSON, whose file is the PE's end of its control socket.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Start {
     pub(super) pe: usize,
     pub(super) n_pes: usize,
-    /// Variables of its environment, over those of this process.
+    /// Environment variables in addition to those of this process.
     pub(super) env: Vec<(String, String)>,
 }
 
 impl Start {
-    /// Starts the PE as a child of this process, which it dies with. It is this program again with [`PE_COMMAND`] for its only
-    /// argument: what it is to do comes over `socket`.
+    /// Starts the PE as a child of this process, which it dies with. It runs this program with [`PE_COMMAND`] as its only
+    /// argument, and receives its request over `socket`.
     pub(super) fn spawn(&self, socket: OwnedFd) -> io::Result<Child> {
         let mut command = Command::new("/proc/self/exe");
         if let Some(name) = std::env::args_os().next() {

@@ -1,37 +1,37 @@
-//! Which of a launcher's processes this one is: what Slurm, Open MPI, MPICH and torchrun say in the environment.
+//! Reads this process's rank from the environment that Slurm, Open MPI, MPICH or torchrun has set.
 
 use super::MAX_PES;
 
-/// Step numbers of Slurm from here on are not steps of tasks: the batch script, the interactive shell, the external step.
+/// Slurm step numbers from here on are not steps of tasks but the batch script, the interactive shell and the external step.
 const SLURM_NO_STEP: u32 = 0xffff_fff0;
 
 /// One of the processes that a launcher started together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LaunchedProcess {
-    /// Who started them, for messages.
+    /// The launcher's name, for messages.
     pub(super) launcher: &'static str,
-    /// This process.
+    /// This process's rank.
     pub(super) rank: usize,
-    /// How many there are.
+    /// Number of processes.
     pub(super) size: usize,
-    /// Whether the launcher says that all are on one host.
+    /// Whether all are on one host, according to the launcher.
     pub(super) one_host: bool,
-    /// What all of them have in common, and no other job on the host has.
+    /// An identifier shared by all of them and by no other job on the host.
     pub(super) job: String,
-    /// Where rank 0 can be reached by TCP from all hosts, as HOST:PORT, as far as the launcher says.
+    /// Rank 0's address for TCP from all hosts, as HOST:PORT, if the launcher provides one.
     pub(super) address: Option<String>,
 }
 
-/// What is wrong with the launcher's variables.
+/// Invalid variables of a launcher.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct BadEnvironment {
     /// One line.
     pub(super) line: String,
-    /// Whether this process is the one that reports it.
+    /// Whether this process prints the line.
     pub(super) speaks: bool,
 }
 
-/// The environment, as far as it is asked for.
+/// Access to the environment.
 struct Env<'a> {
     get: &'a dyn Fn(&str) -> Option<String>,
     rank_name: &'a str,
@@ -47,7 +47,7 @@ impl Env<'_> {
     }
 
     fn bad(&self, line: String) -> BadEnvironment {
-        // Without a rank nobody knows who speaks, and all do.
+        // If the rank is unknown, every process prints the error.
         let speaks = self.text(self.rank_name).parse::<usize>().map_or(true, |rank| rank == 0);
         BadEnvironment { line, speaks }
     }
@@ -57,7 +57,7 @@ impl Env<'_> {
         value.parse().map_err(|_| self.bad(format!("{name}={value}: not a number, as a launcher sets it")))
     }
 
-    /// The process by these variables; `None` for a process that is alone.
+    /// The process that these variables describe; `None` for a single process.
     fn process(
         &self,
         launcher: &'static str,
@@ -77,10 +77,10 @@ impl Env<'_> {
     }
 }
 
-/// This process, as one of a launcher's; `None` when no launcher started it, or it alone.
+/// This process, as one of a launcher's; `None` if no launcher started it, or only this one.
 ///
-/// The innermost launcher counts: `torchrun` and `mpirun` are themselves started in steps of Slurm. `parent` is this process's
-/// parent, which is all that MPICH's processes have in common.
+/// The innermost launcher counts: `torchrun` and `mpirun` may be started in steps of Slurm. `parent` is this process's parent, the only
+/// identifier that MPICH's processes share.
 pub(super) fn launched_process(
     get: &dyn Fn(&str) -> Option<String>,
     parent: i32,
@@ -95,7 +95,7 @@ pub(super) fn launched_process(
         let (run, restart) = (torch.text("TORCHELASTIC_RUN_ID"), torch.text("TORCHELASTIC_RESTART_COUNT"));
         let process = torch.process("torchrun", "WORLD_SIZE", format!("torchrun-{port}-{restart}-{run}"))?;
         let process = with_hosts(process, &torch, "LOCAL_WORLD_SIZE")?;
-        // The port itself is torchrun's own, for its store.
+        // torchrun's own store uses the port itself.
         let port = port.parse::<u16>().unwrap_or(0);
         let port = if torch.has("TORCHELASTIC_RUN_ID") { port.wrapping_add(1).max(1) } else { port };
         let host = if torch.has("MASTER_ADDR") { torch.text("MASTER_ADDR") } else { "localhost".to_string() };
@@ -109,12 +109,12 @@ pub(super) fn launched_process(
         return with_hosts(process, &ompi, "OMPI_COMM_WORLD_LOCAL_SIZE");
     }
     let slurm = env("SLURM_PROCID");
-    // A batch script's shell has a SLURM_PROCID too, and a shell in an allocation has the allocation's variables.
+    // The shell of a batch script has a SLURM_PROCID too, and a shell in an allocation has the allocation's variables.
     let step = slurm.text("SLURM_STEP_ID").parse::<u32>().ok().filter(|step| *step < SLURM_NO_STEP);
     let tasks = if slurm.has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
     let slurm_step = step.filter(|_| slurm.has("SLURM_PROCID") && slurm.has(tasks));
     let pmi = env("PMI_RANK");
-    // Slurm sets these for its own tasks as well; others are of an mpiexec whose proxies Slurm started.
+    // Slurm sets these for its own tasks too; with other values they come from an mpiexec whose proxies Slurm started.
     let of_slurm = slurm_step.is_some() && pmi.text("PMI_SIZE") == slurm.text(tasks);
     if pmi.has("PMI_RANK") && pmi.has("PMI_SIZE") && !of_slurm {
         let process = pmi.process("MPICH", "PMI_SIZE", format!("mpich-child-of-{parent}"))?;
@@ -139,7 +139,7 @@ pub(super) fn launched_process(
     Ok(None)
 }
 
-/// The process, with what `local_size_name` says of hosts where it is set.
+/// The process, with `one_host` according to `local_size_name`, if that is set.
 fn with_hosts(
     process: Option<LaunchedProcess>,
     env: &Env<'_>,
@@ -159,7 +159,7 @@ fn with_port(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// A port that a job's processes find by its name alone, below those that systems give out: 20000 to 29999.
+/// A port derived from the job's name, below the ephemeral ports: 20000 to 29999.
 fn port_of(job: &str) -> u16 {
     // FNV-1a, 32 bits.
     let hash = job.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
@@ -173,7 +173,7 @@ fn first_node(list: &str) -> Option<String> {
     let node = match rest.strip_prefix('[') {
         Some(numbers) => {
             let end = numbers.find([',', '-', ']'])?;
-            // What follows the brackets is a part of the name: rack[1-2]node.
+            // The name continues after the brackets: rack[1-2]node.
             let suffix = &numbers[numbers.find(']')? + 1..];
             let suffix = &suffix[..suffix.find(',').unwrap_or(suffix.len())];
             format!("{prefix}{}{suffix}", &numbers[..end])
@@ -205,7 +205,7 @@ mod tests {
         "SLURM_JOB_ID=12 SLURM_STEP_ID=3 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4 SLURM_NTASKS=8 SLURM_NNODES=2";
 
     #[test]
-    fn each_launcher_is_understood() {
+    fn every_launcher_is_recognised() {
         is(&format!("{STEP} SLURM_STEP_NUM_NODES=1"), 1, 4, true, "slurm-12.3");
         is(STEP, 1, 4, false, "slurm-12.3");
         is(&format!("{STEP} PMI_RANK=1 PMI_SIZE=4 SLURM_STEP_NUM_NODES=1"), 1, 4, true, "slurm-12.3");
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_launcher_says_where_rank_0_is() {
+    fn rank_0_address_is_read_from_the_launcher() {
         let address = |variables: &str| of(variables).unwrap().unwrap().address;
         let torch = "RANK=1 WORLD_SIZE=2 MASTER_PORT=29500";
         assert_eq!(address(torch).unwrap(), "localhost:29500");

@@ -1,4 +1,4 @@
-//! The PEs' processes: started, reaped, and killed when their owner goes.
+//! The PEs' processes: started, reaped, and killed when the fleet is dropped.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,54 +11,54 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair};
 
 use super::child::Start;
-use super::rendezvous::{KeeperLink, Rendezvous};
+use super::rendezvous::{ParentLink, Rendezvous};
 use super::{LaunchError, signals};
 use crate::shmem::control::frame::Kind;
 
-/// How long killed processes may take to be gone. SIGKILL takes effect at once, except in a process that
-/// sleeps uninterruptibly in the kernel; such a one is not waited for.
+/// How long killed processes may take to end. SIGKILL takes effect at once, except in a process that
+/// sleeps uninterruptibly in the kernel; the fleet does not wait for such a process.
 const REAP_LIMIT: Duration = Duration::from_millis(1500);
 
-/// The processes of a job's PEs, index = PE. Dropping it kills and reaps those that still run.
+/// The processes of a job's PEs, by PE. Dropping it kills and reaps those that still run.
 pub(super) struct Fleet {
     members: Vec<Member>,
-    /// The launched processes that keep the PEs from 1 on, where there are any.
+    /// The launched processes that are the parents of PEs 1 and up, if a launcher started this process.
     rendezvous: Option<MutexGuard<'static, Rendezvous>>,
     scratch: Vec<u8>,
 }
 
 struct Member {
-    /// `None` where a launched process keeps it.
+    /// `None` if a launched process is its parent.
     child: Option<Child>,
     end: Option<End>,
-    /// Whether [`Fleet::reap`] has told its end.
+    /// Whether [`Fleet::reap`] has returned its end.
     told: bool,
 }
 
 #[derive(Clone, Copy)]
 enum End {
     Status(ExitStatus),
-    /// With the process that kept it.
+    /// Its parent, a launched process, has ended.
     Lost,
 }
 
 impl Fleet {
-    /// PEs of this process alone, or with those that launched processes keep.
+    /// A fleet without PEs; launched processes, if any, become the parents of PEs 1 and up.
     pub(super) fn new(rendezvous: Option<MutexGuard<'static, Rendezvous>>) -> Fleet {
         Fleet { members: Vec::new(), rendezvous, scratch: vec![0; 4096] }
     }
 
     /// Starts the next PE; returns the supervisor's end of its control socket.
     ///
-    /// The PE dies with the calling thread (`PR_SET_PDEATHSIG`), which must therefore stay until the job's end; one that another
-    /// process keeps dies with that process.
+    /// The PE dies with the calling thread (`PR_SET_PDEATHSIG`), which must therefore live until the job's end; a PE of a launched
+    /// process dies with that process.
     pub(super) fn spawn(&mut self, n_pes: usize, env: &[(String, String)]) -> io::Result<OwnedFd> {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         let pe = self.members.len();
         let start = Start { pe, n_pes, env: env.to_vec() };
-        let child = match self.keeper(pe) {
-            Some(kept) => {
-                kept.send(Kind::Start, &serde_json::to_vec(&start)?, &[theirs.as_fd()])?;
+        let child = match self.parent(pe) {
+            Some(parent) => {
+                parent.send(Kind::Start, &serde_json::to_vec(&start)?, &[theirs.as_fd()])?;
                 None
             }
             None => Some(start.spawn(theirs)?),
@@ -67,22 +67,22 @@ impl Fleet {
         Ok(ours)
     }
 
-    /// The process of a PE that is a child of this one.
+    /// The process id of a PE that is a child of this process.
     pub(super) fn child(&self, pe: usize) -> Option<u32> {
         self.members.get(pe)?.child.as_ref().map(Child::id)
     }
 
-    /// The process that keeps a PE, where another one does.
-    fn keeper(&mut self, pe: usize) -> Option<&mut KeeperLink> {
-        self.rendezvous.as_mut()?.kept.get_mut(pe)?.as_mut()
+    /// The launched process that is the parent of a PE.
+    fn parent(&mut self, pe: usize) -> Option<&mut ParentLink> {
+        self.rendezvous.as_mut()?.parents.get_mut(pe)?.as_mut()
     }
 
-    /// The sockets of the processes that keep PEs; readable when there is something for [`Fleet::listen`].
+    /// The sockets of the launched processes, to poll for input before [`Fleet::listen`].
     pub(super) fn sockets(&self) -> impl Iterator<Item = &OwnedFd> {
-        self.rendezvous.iter().flat_map(|rendezvous| rendezvous.kept.iter().flatten()).map(|kept| &kept.socket)
+        self.rendezvous.iter().flat_map(|rendezvous| rendezvous.parents.iter().flatten()).map(|parent| &parent.socket)
     }
 
-    /// Takes what the processes that keep PEs say; returns the PEs that have just been lost with theirs.
+    /// Handles the frames of the launched processes; returns the PEs that have just been lost with their parents.
     ///
     /// # Errors
     /// A PE that could not be started.
@@ -90,13 +90,13 @@ impl Fleet {
         let mut lost = Vec::new();
         let n_pes = self.members.len();
         let Some(rendezvous) = &mut self.rendezvous else { return Ok(lost) };
-        for (pe, (member, place)) in self.members.iter_mut().zip(&mut rendezvous.kept).enumerate() {
-            let Some(kept) = place else { continue };
-            let gone = match kept.inbox.fill(kept.socket.as_fd(), &mut self.scratch, RecvFlags::DONTWAIT) {
+        for (pe, (member, place)) in self.members.iter_mut().zip(&mut rendezvous.parents).enumerate() {
+            let Some(parent) = place else { continue };
+            let gone = match parent.inbox.fill(parent.socket.as_fd(), &mut self.scratch, RecvFlags::DONTWAIT) {
                 Ok(1..) | Err(Errno::AGAIN) => false,
                 Ok(0) | Err(_) => true,
             };
-            while let Ok(Some(frame)) = kept.inbox.next() {
+            while let Ok(Some(frame)) = parent.inbox.next() {
                 let code = frame.body.first_chunk().map_or(0, |code| i32::from_le_bytes(*code));
                 match frame.kind {
                     Kind::Ended => member.end = Some(End::Status(ExitStatus::from_raw(code))),
@@ -119,7 +119,7 @@ impl Fleet {
         Ok(lost)
     }
 
-    /// The PEs that have just ended; those of this process are reaped.
+    /// Reaps this process's PEs; returns all PEs that have just ended.
     pub(super) fn reap(&mut self) -> Vec<(usize, ExitStatus)> {
         let mut ended = Vec::new();
         for (pe, member) in self.members.iter_mut().enumerate() {
@@ -154,11 +154,11 @@ impl Fleet {
             return;
         }
         match &mut member.child {
-            // An error says that it has ended already: reap() finds it.
+            // An error means that it has ended already: reap() returns it.
             Some(child) => drop(child.kill()),
             None => {
-                if let Some(kept) = self.keeper(pe) {
-                    let _ = kept.send(Kind::Kill, b"", &[]);
+                if let Some(parent) = self.parent(pe) {
+                    let _ = parent.send(Kind::Kill, b"", &[]);
                 }
             }
         }

@@ -1,38 +1,38 @@
-//! How the processes of a job's PEs start, find each other, and end together.
+//! Start, rendezvous and end of the processes of a job's PEs.
 //!
-//! [`Processes::run`], in the supervisor, starts N PEs on this host: the same program with [`PE_COMMAND`] for its only argument, and the
-//! environment variables `ARISTOS_PE`, `ARISTOS_N_PES` and `ARISTOS_SUPERVISOR`. [`PeContext::take`], called first thing in
-//! such a process, finds out which PE it is, and what the job asks of it.
+//! [`Processes::run`], in the supervisor, starts N PEs on this host: the same program with [`PE_COMMAND`] as its only argument, and the
+//! environment variables `ARISTOS_PE`, `ARISTOS_N_PES` and `ARISTOS_SUPERVISOR`. [`PeContext::take`], which such a process calls first, reads
+//! its rank and its request.
 //!
-//! Supervisor and PE talk over a Unix socket pair that is the PE's standard input until `take` takes it. So
-//! each PE holds its own socket and no other, whatever else the program starts meanwhile, and the end of a process is the
-//! end of its stream. Files (the request, the symmetric heaps, the inputs, the status page) are memfds or ordinary files passed over
-//! it: nothing has a name in `/dev/shm` or `/tmp`, so nothing can be left there.
+//! Supervisor and PE communicate over a Unix socket pair, which is the PE's standard input until `take`. Each PE thus holds only its own socket,
+//! whatever other processes the program starts, and the end of a process is the end of its stream. Files (the request, the symmetric heaps, the
+//! inputs, the status page) are memfds or ordinary files passed over it. They have no names in `/dev/shm` or `/tmp`, so none can be left
+//! there.
 //!
 //! # How a job ends
 //! - Every PE said [`PeContext::done`] and exited with code 0: `Ok`.
-//! - A PE died without that, failed, or broke the protocol; the time limit passed; SIGINT, SIGTERM or SIGHUP came: the
+//! - A PE died without `done`, failed, or violated the protocol; the time limit passed; SIGINT, SIGTERM or SIGHUP arrived: the
 //!   other PEs get SIGKILL at once, all are reaped, and the [`LaunchError`] is one line that names the PE and its phase.
-//!   A PE that notices a peer's death may report before the death itself is seen; so a report is held for 250 ms, and a
-//!   death in that time is named instead.
-//! - A PE died of a job whose other PEs are to go on ([`Separable`]): they do, see `survivors.rs`.
+//!   A PE that notices a peer's death may report it before the supervisor sees the death, so a report is held for 250 ms, and a
+//!   death within that time is named instead.
+//! - A PE died of a job whose other PEs can continue ([`FailureDomains`]): they do, see `survivors.rs`.
 //! - The supervisor died, by `kill -9` too: the kernel kills the PEs (`PR_SET_PDEATHSIG`).
 //!
 //! Each PE is in a process group of its own: a terminal's Ctrl-C reaches the supervisor alone.
 //!
 //! # Processes that a launcher started
 //! Where `srun`, `mpirun` or `torchrun` started several processes on this host, [`enter`] makes rank 0 the supervisor, and each
-//! process the parent of one PE: see `rendezvous.rs`. All of the above holds, and the end of such a process ends the job.
+//! process the parent of one PE: see `rendezvous.rs`. The rules above hold, and the end of such a process ends the job.
 
 mod child;
 mod environment;
 mod fleet;
 #[cfg(all(test, feature = "command"))]
 mod fuzz;
-mod keeper;
-mod life;
+mod heartbeat;
 pub mod mpirun;
 mod pe;
+mod rank_parent;
 mod rendezvous;
 mod role;
 mod signals;
@@ -43,45 +43,45 @@ mod survivors;
 use std::io;
 use std::time::Duration;
 
-pub use keeper::Keeper;
 pub use pe::PeContext;
+pub use rank_parent::RankParent;
 pub use rendezvous::{conclude, settled_pes};
 #[cfg(feature = "ofi")]
 pub use role::ofi_provider;
 pub use role::{LaunchedPlace, Role, enter, job_token, join_limit, launched_place, on_several_hosts};
 pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes};
-pub use survivors::{GoOn, Separable};
+pub use survivors::{FailureDomains, GoOn};
 
-/// Raised with every change to what the processes of a job send each other: the frames on their sockets, and the request.
+/// Raised with every change to the frames between the processes of a job, or to the request.
 pub const VERSION: u32 = 5;
 /// The argument with which a program starts itself again as a PE.
 pub const PE_COMMAND: &str = "pe";
 
-/// Most PEs a job may have.
+/// Maximum number of PEs of a job.
 pub const MAX_PES: usize = 1024;
 
 /// The PE's number.
 const ENV_PE: &str = "ARISTOS_PE";
 /// The number of PEs.
 const ENV_N_PES: &str = "ARISTOS_N_PES";
-/// The process id of its parent: the supervisor, or a launched process that keeps it.
+/// The process id of its parent: the supervisor, or a launched process.
 const ENV_SUPERVISOR: &str = "ARISTOS_SUPERVISOR";
 
-/// Why a job, or a PE's part in it, ended. Each displays as one line; a field of the request is named in backticks.
+/// Errors of a job, or of a PE's part in it. Each displays as one line; a field of the request is named in backticks.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
     /// A job of no PEs, or of more than [`MAX_PES`].
     #[error("`pes` {pes}: the number of PEs must be 1 to {MAX_PES}")]
     Pes {
-        /// What was asked.
+        /// The number given.
         pes: usize,
     },
-    /// The operating system refused what a job needs before any PE runs.
+    /// The operating system refused a step of the job's setup.
     #[error("cannot {what}: {source}")]
     Setup {
-        /// What was refused.
+        /// The step.
         what: &'static str,
         /// The refusal.
         source: io::Error,
@@ -101,7 +101,7 @@ pub enum LaunchError {
     Died {
         /// The PE.
         pe: usize,
-        /// Its end: "was killed by signal 9 (SIGKILL)", "exited with code 3".
+        /// How it ended: "was killed by signal 9 (SIGKILL)", "exited with code 3".
         how: String,
         /// The phase it was in.
         phase: String,
@@ -116,7 +116,7 @@ pub enum LaunchError {
         /// Its line.
         message: String,
     },
-    /// The launched process that kept a PE ended, and the PE with it.
+    /// The launched process that was the parent of a PE ended, and the PE with it.
     #[error("PE {pe} was lost in phase {phase}: the process that its launcher started for it has ended")]
     Lost {
         /// The PE.
@@ -135,19 +135,19 @@ pub enum LaunchError {
         /// Every PE's phase.
         states: String,
     },
-    /// A PE did not do within [`Processes::start_limit`] what the others' start depends on.
+    /// A PE did not complete, within a limit, a step that the other PEs depend on.
     #[error("PE {pe} has not {what} within {} s, in phase {phase}", .limit.as_secs_f64())]
     Late {
         /// The PE.
         pe: usize,
-        /// What it has not done: "connected", "given its segment", "exited".
+        /// The step: "connected", "given its segment", "exited".
         what: &'static str,
         /// The limit.
         limit: Duration,
         /// The phase it is in.
         phase: String,
     },
-    /// A PE showed no sign of life.
+    /// A PE had no heartbeat.
     #[error(
         "PE {pe} stalled in phase {phase}: for {} s it used no processor time and moved no data; it is stopped, or its file \
          system does not answer",
@@ -179,15 +179,15 @@ pub enum LaunchError {
         /// Its size.
         expected: u64,
     },
-    /// Something other than a frame came over a control socket.
+    /// A control socket received an invalid frame.
     #[error("control socket of PE {pe}: {message}")]
     Protocol {
-        /// The PE at its end.
+        /// The PE that uses it.
         pe: usize,
-        /// What came.
+        /// What was received.
         message: String,
     },
-    /// In a PE: its environment is not what a supervisor makes.
+    /// In a PE: no supervisor has set up its environment.
     #[error("{0}")]
     Environment(String),
     /// In a PE: the supervisor has ended.
@@ -196,7 +196,7 @@ pub enum LaunchError {
         /// This PE.
         pe: usize,
     },
-    /// In a PE: its symmetric heap, or its view of a peer's, could not be made.
+    /// In a PE: its symmetric heap could not be created, or a peer's not mapped.
     #[error("PE {pe}: {message}")]
     Segment {
         /// This PE.
@@ -217,7 +217,7 @@ pub enum LaunchError {
 }
 
 impl LaunchError {
-    /// The exit code that says this: 128 + signal where a signal ended the job, as shells have it, otherwise 1.
+    /// The exit code: 128 + signal if a signal ended the job, as in shells, otherwise 1.
     pub fn exit_code(&self) -> u8 {
         match self {
             LaunchError::Interrupted { signal } => (128 + signal) as u8,
@@ -226,13 +226,13 @@ impl LaunchError {
     }
 }
 
-/// What to look at when a process cannot be started for this reason.
+/// A hint for an error of starting a process.
 fn spawn_hint(error: &io::Error) -> &'static str {
     match rustix::io::Errno::from_io_error(error) {
         Some(rustix::io::Errno::AGAIN) => ": the limit on processes (ulimit -u, or the cgroup's pids.max) is reached",
         Some(rustix::io::Errno::NOMEM) => ": no memory is left for it",
         Some(rustix::io::Errno::MFILE) => ": the limit on open files (ulimit -n) is reached",
-        // The program is started again by the name that /proc has for it.
+        // The program is started through its link in /proc.
         Some(rustix::io::Errno::NOENT) => ": /proc is not mounted, or has no /proc/self/exe",
         _ => "",
     }

@@ -1,20 +1,20 @@
-//! What `mpirun` tells a process about its place, by Open MPI's variables or those of all that use PMI (MPICH, Slurm's PMI
-//! plug-ins); known before MPI is initialised, and without it.
+//! Rank and size of a process of `mpirun`, from the variables of Open MPI or of PMI (MPICH, Slurm's PMI plug-ins), before and without
+//! initialising MPI.
 
 use std::env;
 
-/// This process's number; `None` where it was not started so.
+/// This process's rank; `None` if `mpirun` did not start it.
 pub fn rank() -> Option<usize> {
     first_number(["OMPI_COMM_WORLD_RANK", "PMI_RANK"])
 }
 
-/// The number of processes started; `None` where this one was not started so.
+/// The number of processes; `None` if `mpirun` did not start this one.
 pub fn size() -> Option<usize> {
     first_number(["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 }
 
-/// Whether another process than this one, the first, reports what is wrong with all of them. Waits a moment for that: at the
-/// first exit code `mpirun` ends the others, whatever they were about to print.
+/// Whether rank 0, another process than this one, reports an error common to all. Waits until rank 0 has had time to print: at the first exit
+/// code `mpirun` ends the other processes.
 pub fn first_speaks() -> bool {
     let other = rank().is_some_and(|rank| rank > 0);
     if other {

@@ -1,4 +1,4 @@
-//! The PE's side: its number, its files, its segment, its messages.
+//! The PE's side of a supervised job: its rank, its files, its segment, its messages.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use rustix::process::{Pid, Signal};
 
-use super::life::process_name;
+use super::heartbeat::process_name;
 use super::status::StatusPage;
 use super::survivors::{GoOn, Stopped};
 use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, LaunchError, MAX_PES};
@@ -24,7 +24,7 @@ use crate::shmem::{Segment, ShmemError};
 /// A process that a supervisor started as a PE.
 pub struct PeContext {
     n_pes: usize,
-    /// The PEs that the job still has.
+    /// The remaining PEs, ascending.
     world: Vec<usize>,
     control: Arc<Control>,
     inbox: Inbox,
@@ -37,7 +37,7 @@ pub struct PeContext {
 struct Control {
     pe: usize,
     socket: OwnedFd,
-    /// Held while a frame is sent, so that threads' frames do not mix.
+    /// Held while a frame is sent, so that frames of different threads do not interleave.
     sending: Mutex<()>,
 }
 
@@ -56,13 +56,13 @@ impl Control {
 }
 
 impl PeContext {
-    /// The PE that this process, started as [`PE_COMMAND`](super::PE_COMMAND), is.
+    /// Connects this process, started as [`PE_COMMAND`](super::PE_COMMAND), to its supervisor.
     ///
-    /// To be called once, before anything reads standard input (which becomes `/dev/null`). From then on a panic
-    /// in any thread is reported to the supervisor, as [`PeContext::fail`] would, besides being printed.
+    /// Call it once, before standard input is read (it becomes `/dev/null`). From then on a panic
+    /// in any thread is printed and also reported to the supervisor, as by [`PeContext::fail`].
     ///
     /// # Errors
-    /// When the environment is not what a supervisor makes; or the supervisor has ended.
+    /// No supervisor has set up the environment, or the supervisor has ended.
     pub fn take() -> Result<PeContext, LaunchError> {
         if env::var_os(ENV_PE).is_none() {
             let line = "this command is for the PEs that a supervisor starts; run a job, and it starts them";
@@ -82,8 +82,8 @@ impl PeContext {
         }
         let supervisor: i32 = variable(ENV_SUPERVISOR)?;
 
-        // The kernel kills this process when the supervisor dies from here on; whether it died before is seen in the
-        // parent's number.
+        // From here on the kernel kills this process when its parent dies. An earlier death shows in the parent's
+        // process id.
         let setup = |what, error: Errno| LaunchError::Pe { pe, what, source: error.into() };
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
             .map_err(|error| setup("tie itself to its supervisor", error))?;
@@ -116,7 +116,7 @@ impl PeContext {
         let files = names.zip(files).collect();
 
         report_panics(control.clone());
-        // For `ps` and `top`, which would show the file name of /proc/self/exe.
+        // For `ps` and `top`, which would show `exe`.
         if let Ok(name) = std::ffi::CString::new(process_name(pe)) {
             let _ = rustix::thread::set_name(&name);
         }
@@ -133,19 +133,19 @@ impl PeContext {
         self.n_pes
     }
 
-    /// The PEs that the job still has, ascending: all, until [`PeContext::go_on`].
+    /// The remaining PEs, ascending: all, until [`PeContext::go_on`].
     pub fn world(&self) -> &[usize] {
         &self.world
     }
 
-    /// What the supervisor asks of its PEs.
+    /// The supervisor's request.
     pub fn request(&self) -> &[u8] {
         &self.request
     }
 
     /// The file that the job passed under this name.
     ///
-    /// All PEs and the supervisor share its position: read and write at explicit offsets
+    /// All PEs and the supervisor share its file position: read and write at explicit offsets
     /// ([`std::os::unix::fs::FileExt`]).
     pub fn file(&self, name: &str) -> Option<BorrowedFd<'_>> {
         self.files.iter().find(|(known, _)| known == name).map(|(_, file)| file.as_fd())
@@ -154,7 +154,7 @@ impl PeContext {
     /// Creates this PE's segment of `bytes` bytes and maps every PE's, in the order of [`PeContext::world`]. Collective.
     ///
     /// # Errors
-    /// When memory or files run out, or the supervisor ends. A PE that gave another size, or none in
+    /// Memory or files run out, or the supervisor ends. A PE that sent another size, or none within
     /// [`Processes::start_limit`](super::Processes::start_limit), ends the job.
     pub fn exchange_segments(&mut self, bytes: usize) -> Result<Vec<Segment>, LaunchError> {
         let pe = self.my_pe();
@@ -182,11 +182,11 @@ impl PeContext {
         Ok(segments)
     }
 
-    /// Stops, after the loss of a PE ([`StatusPage::lost`]), having the results of `complete` steps, of which `settled` are final. Returns how
-    /// the PEs that are left go on, once all have stopped; they then are the job's [`PeContext::world`].
+    /// Stops after the loss of a PE ([`StatusPage::lost`]). This PE has the results of `complete` steps, of which `settled` are final. Returns the
+    /// lost PEs and the step to continue from, once all remaining PEs have stopped; these then are the job's [`PeContext::world`].
     ///
     /// # Errors
-    /// When the supervisor ends.
+    /// The supervisor ends.
     pub fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, LaunchError> {
         self.control.send(Kind::Stopped, &Stopped { settled, complete }.to_bytes(), &[])?;
         let frame = receive(&self.control, &mut self.inbox, Kind::GoOn)?;
@@ -196,20 +196,20 @@ impl PeContext {
         Ok(how)
     }
 
-    /// Says that all steps are done for good: from now on the job cannot go on without a PE.
+    /// Reports that all steps are final: from now on the loss of a PE is the job's failure.
     ///
     /// # Errors
-    /// When the supervisor has ended.
+    /// The supervisor has ended.
     pub fn say_final(&self) -> Result<(), LaunchError> {
         self.control.send(Kind::Final, b"", &[])
     }
 
-    /// Where this PE says what it is doing.
+    /// This PE's status page.
     pub fn status(&self) -> &StatusPage {
         &self.status
     }
 
-    /// Sends a message to the caller of [`Processes::run`](super::Processes::run). Returns when it is on its way.
+    /// Sends a message to the caller of [`Processes::run`](super::Processes::run). Returns when the kernel has it.
     ///
     /// # Errors
     /// When the supervisor has ended.
@@ -217,7 +217,7 @@ impl PeContext {
         self.control.send(Kind::Message, body, &[])
     }
 
-    /// Ends this PE's part. The process should then exit with code 0, soon: any other end is a failure of the job.
+    /// Ends this PE's part. The process must then exit with code 0 within 20 s: any other end is a failure of the job.
     ///
     /// # Errors
     /// When the supervisor has ended.
@@ -227,20 +227,20 @@ impl PeContext {
 
     /// Reports a failure, as one line, and exits with code 1. The supervisor ends the other PEs.
     pub fn fail(self, error: &str) -> ! {
-        // When it cannot be sent, the supervisor has ended, and there is no one to tell.
+        // An error means that the supervisor has ended.
         let _ = self.control.send(Kind::Fail, error.as_bytes(), &[]);
         process::exit(1)
     }
 
-    /// As [`PeContext::fail`], for a failure to hear from PE `peer`: where several PEs report one, the supervisor looks for
-    /// the one that all wait for in the end.
+    /// As [`PeContext::fail`], for a wait for PE `peer` that timed out. If several PEs report one, the supervisor names the PE that
+    /// all wait for directly or indirectly.
     pub fn fail_on(self, error: &str, peer: usize) -> ! {
         let _ = self.control.send(Kind::FailOn, &[&peer.to_le_bytes()[..], error.as_bytes()].concat(), &[]);
         process::exit(1)
     }
 }
 
-/// The content of a file whose position all PEs share.
+/// Reads a file whose position all PEs share.
 fn read(file: OwnedFd) -> io::Result<Vec<u8>> {
     let file = File::from(file);
     let mut content = vec![0; file.metadata()?.len() as usize];
@@ -260,8 +260,8 @@ fn variable<T: FromStr>(name: &str) -> Result<T, LaunchError> {
     })
 }
 
-/// Waits for the next frame, which must be of this kind. The supervisor bounds the wait: it ends a job that does not
-/// start in time.
+/// Waits for the next frame, which must be of this kind. The supervisor bounds the wait: it ends a job whose start
+/// takes too long.
 fn receive(control: &Control, inbox: &mut Inbox, kind: Kind) -> Result<Frame, LaunchError> {
     let mut scratch = [0; 4096];
     loop {
@@ -282,7 +282,7 @@ fn protocol(control: &Control, message: String) -> LaunchError {
     LaunchError::Protocol { pe: control.pe, message }
 }
 
-/// From now on a panic also goes to the supervisor.
+/// Reports panics to the supervisor from now on.
 fn report_panics(control: Arc<Control>) {
     let print = panic::take_hook();
     panic::set_hook(Box::new(move |info: &PanicHookInfo<'_>| {

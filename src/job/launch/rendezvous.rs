@@ -64,7 +64,7 @@ pub fn conclude(code: u8) {
     }
     let until = Instant::now() + SEND_LIMIT;
     let joined = rendezvous.gate.iter().flat_map(Gate::joined).flatten().map(|one| &one.socket);
-    for socket in joined.chain(rendezvous.kept.iter().flatten().map(|kept| &kept.socket)) {
+    for socket in joined.chain(rendezvous.parents.iter().flatten().map(|parent| &parent.socket)) {
         let _ = send_by(socket.as_fd(), Kind::Verdict, &[code], &[], until);
     }
 }
@@ -85,12 +85,12 @@ pub(super) fn gather(pes: usize, signals: &Signals) -> Result<Option<MutexGuard<
 }
 
 /// Rank 0's connection to the parent of a PE.
-pub(super) struct KeeperLink {
+pub(super) struct ParentLink {
     pub(super) socket: OwnedFd,
     pub(super) inbox: Inbox,
 }
 
-impl KeeperLink {
+impl ParentLink {
     /// Sends it a frame.
     pub(super) fn send(&self, kind: Kind, body: &[u8], files: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {
         send_by(self.socket.as_fd(), kind, body, files, Instant::now() + SEND_LIMIT)
@@ -104,7 +104,7 @@ pub(super) struct Rendezvous {
     /// Until all have joined.
     gate: Option<Gate>,
     /// By rank, once all have joined; rank 0 is the parent of its PE itself.
-    pub(super) kept: Vec<Option<KeeperLink>>,
+    pub(super) parents: Vec<Option<ParentLink>>,
     /// Number of refusals that are printed.
     shown: usize,
     given_up: bool,
@@ -143,7 +143,7 @@ impl Rendezvous {
         })?;
         let (key, program) = identity(&process);
         let gate = Gate::new(vec![listener], key, &program, process.size, 1..process.size, |_| Ok(()));
-        Ok(Rendezvous { process, limit, gate: Some(gate), kept: Vec::new(), shown: 0, given_up: false })
+        Ok(Rendezvous { process, limit, gate: Some(gate), parents: Vec::new(), shown: 0, given_up: false })
     }
 
     /// Waits until all have joined.
@@ -153,8 +153,8 @@ impl Rendezvous {
             let missing = gate.missing();
             if missing.is_empty() {
                 let joined = self.gate.take().map(Gate::close).unwrap_or_default();
-                let link = |one: Joined| KeeperLink { socket: one.socket, inbox: one.inbox };
-                self.kept = joined.into_iter().map(|one| one.map(link)).collect();
+                let link = |one: Joined| ParentLink { socket: one.socket, inbox: one.inbox };
+                self.parents = joined.into_iter().map(|one| one.map(link)).collect();
                 break;
             }
             if let Some(signal) = signals.and_then(Signals::caught) {

@@ -1,9 +1,9 @@
-//! What this process is among those that a launcher started, if one did.
+//! The role of this process among those that a launcher started.
 
 use std::time::Duration;
 
 use super::environment::{BadEnvironment, LaunchedProcess, launched_process};
-use super::keeper::Keeper;
+use super::rank_parent::RankParent;
 use super::{LaunchError, rendezvous};
 
 /// Secret of a job's processes, if the user sets one.
@@ -14,25 +14,25 @@ const ENV_JOIN_LIMIT: &str = "ARISTOS_JOIN_LIMIT";
 #[cfg(feature = "ofi")]
 const ENV_OFI_PROVIDER: &str = "ARISTOS_OFI_PROVIDER";
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
-/// The same where the launcher says that there are several hosts, though it may count one host twice.
+/// The shorter limit if the launcher reports several hosts: it may count one host twice.
 const SEVERAL_HOSTS_LIMIT: Duration = Duration::from_secs(10);
 
-/// What a process is among those that a launcher started.
+/// The role of a process.
 pub enum Role {
-    /// No launcher started it, or it alone; it starts PEs itself.
+    /// No launcher started it, or only this one; it starts PEs itself.
     Alone,
     /// Rank 0: it runs the command.
     Supervisor,
-    /// It keeps a PE: [`Keeper::serve`].
-    Keeper(Keeper),
-    /// Its launcher's environment makes no sense, and rank 0 says so: it ends.
+    /// The parent of one PE: [`RankParent::serve`].
+    RankParent(RankParent),
+    /// Its launcher's environment is invalid, which rank 0 reports: it ends.
     Silent,
 }
 
-/// Finds this process's role, and as rank 0 opens the rendezvous socket. To be called once.
+/// Finds this process's role, and as rank 0 opens the rendezvous socket. Call it once.
 ///
 /// # Errors
-/// One line: the environment makes no sense; the rendezvous socket is taken.
+/// One line: the environment is invalid; the rendezvous socket is taken.
 pub fn enter() -> Result<Role, LaunchError> {
     let process = match this_process() {
         Ok(None) => return Ok(Role::Alone),
@@ -47,7 +47,7 @@ pub fn enter() -> Result<Role, LaunchError> {
         Err(error) => return Err(error),
     };
     if process.rank > 0 {
-        return Ok(Role::Keeper(Keeper::new(process, limit)));
+        return Ok(Role::RankParent(RankParent::new(process, limit)));
     }
     rendezvous::open(process, limit)?;
     Ok(Role::Supervisor)
@@ -58,26 +58,26 @@ fn this_process() -> Result<Option<LaunchedProcess>, BadEnvironment> {
     launched_process(&|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()), parent)
 }
 
-/// Where a process that a launcher started stands among the others, which may be on other hosts.
+/// The place of a launched process among the others, which may be on other hosts.
 pub struct LaunchedPlace {
-    /// This process.
+    /// Its rank.
     pub rank: usize,
-    /// How many there are.
+    /// Number of processes.
     pub size: usize,
-    /// Where rank 0 can be reached by TCP, as HOST:PORT, as far as the launcher says.
+    /// Rank 0's address for TCP, as HOST:PORT, if the launcher provides one.
     pub address: Option<String>,
-    /// What all of them have in common.
+    /// An identifier that all of them share.
     pub job: String,
 }
 
-/// This process's place; `None` when no launcher started it, or it alone.
+/// This process's place; `None` if no launcher started it, or only this one.
 ///
 /// # Errors
-/// One line: the environment makes no sense.
+/// One line: the environment is invalid.
 pub fn launched_place() -> Result<Option<LaunchedPlace>, LaunchError> {
     let place = |process: LaunchedProcess| {
         let LaunchedProcess { launcher, rank, size, one_host, job, address } = process;
-        // MPICH's processes have their parent in common, and those of another host another parent.
+        // MPICH's processes share their parent, but each host has another one.
         let job = if launcher == "MPICH" && !one_host { launcher.to_string() } else { job };
         LaunchedPlace { rank, size, address, job }
     };
@@ -87,12 +87,12 @@ pub fn launched_place() -> Result<Option<LaunchedPlace>, LaunchError> {
     }
 }
 
-/// Whether a launcher has started processes on several hosts, as far as it says.
+/// Whether a launcher has started processes on several hosts, by its own report.
 pub fn on_several_hosts() -> bool {
     this_process().is_ok_and(|process| process.is_some_and(|process| !process.one_host))
 }
 
-/// What all processes of a job know, besides what their launcher gave them: `ARISTOS_JOB_TOKEN`.
+/// The job's token: `ARISTOS_JOB_TOKEN`, empty if it is not set.
 pub fn job_token() -> String {
     std::env::var_os(ENV_TOKEN).unwrap_or_default().to_string_lossy().into_owned()
 }
@@ -100,7 +100,7 @@ pub fn job_token() -> String {
 /// How long processes wait for each other at the start.
 ///
 /// # Errors
-/// One line: the environment's variable for it is no time.
+/// One line: `ARISTOS_JOIN_LIMIT` is no time.
 pub fn join_limit() -> Result<Duration, LaunchError> {
     let Some(value) = std::env::var_os(ENV_JOIN_LIMIT) else { return Ok(JOIN_LIMIT) };
     let seconds = value.to_str().and_then(|value| value.parse().ok()).filter(|s| (0.01..=1e6).contains(s));
@@ -108,10 +108,10 @@ pub fn join_limit() -> Result<Duration, LaunchError> {
     Ok(Duration::from_secs_f64(seconds.ok_or_else(|| LaunchError::Environment(wrong()))?))
 }
 
-/// The provider of libfabric's that is asked for.
+/// The libfabric provider that the user has chosen.
 ///
 /// # Errors
-/// One line: the environment's variable for it is no name.
+/// One line: `ARISTOS_OFI_PROVIDER` is no name.
 #[cfg(feature = "ofi")]
 pub fn ofi_provider() -> Result<Option<String>, LaunchError> {
     let value = std::env::var_os(ENV_OFI_PROVIDER).filter(|value| !value.is_empty());

@@ -10,7 +10,7 @@ use signal_hook::SigId;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
 use signal_hook::low_level::{pipe, unregister};
 
-/// Jobs running in this process, and whether signals take their default action because there is none.
+/// Number of jobs running in this process, and whether signals take their default action because no job is running.
 ///
 /// signal-hook never gives a signal its default action back, so without this a Ctrl-C after the job's end, while the
 /// caller writes its results, would do nothing.
@@ -91,7 +91,7 @@ impl Drop for Signals {
     }
 }
 
-/// The mask of signals this process ignores, bit `signal - 1`; 0 where /proc does not say.
+/// The mask of signals that this process ignores, bit `signal - 1`; 0 if /proc does not report it.
 fn ignored_signals() -> u64 {
     fs::read_to_string("/proc/self/status")
         .ok()

@@ -1,4 +1,4 @@
-//! The status page: what every PE is doing, in memory that outlives it.
+//! The status page: every PE's phase and progress, in memory that outlives the PE.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -16,7 +16,7 @@ const BEAT: usize = 24;
 /// Written by the supervisor: 1 + the number of a PE that is lost.
 const LOST: usize = 32;
 
-/// A PE's own slot in the page, cheap to clone. All stores are relaxed: nothing is ordered by them.
+/// A PE's own slot in the page, cheap to clone. All stores are relaxed and order no other memory access.
 #[derive(Clone)]
 pub struct StatusPage {
     segment: Arc<Segment>,
@@ -33,7 +33,7 @@ impl StatusPage {
         Ok(StatusPage { segment: Arc::new(segment), pe })
     }
 
-    /// A page that nobody else sees, for a PE without a supervisor.
+    /// A private page, for a PE without a supervisor.
     pub(crate) fn private() -> io::Result<StatusPage> {
         let segment = Segment::create("aristos-status", SLOT_BYTES).map_err(io::Error::other)?;
         Ok(StatusPage { segment: Arc::new(segment), pe: 0 })
@@ -49,17 +49,17 @@ impl StatusPage {
         word(&self.segment, self.pe, PHASE).store(u64::from(code), Ordering::Relaxed);
     }
 
-    /// Says that this PE lives, where neither its phase nor its progress changes.
+    /// Counts a heartbeat, while neither the phase nor the progress changes.
     pub fn beat(&self) {
         word(&self.segment, self.pe, BEAT).fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The PE that the supervisor has seen to be lost since the PEs last had a world.
+    /// The PE that was lost since the PEs last created a world, as the supervisor reports.
     pub fn lost(&self) -> Option<usize> {
         (word(&self.segment, self.pe, LOST).load(Ordering::Relaxed) as usize).checked_sub(1)
     }
 
-    /// Sets how far it is: `done` of `total`, in whatever unit the progress bar shows.
+    /// Sets the progress: `done` of `total`, in the unit of the progress bar.
     pub fn set_progress(&self, done: u64, total: u64) {
         word(&self.segment, self.pe, TOTAL).store(total, Ordering::Relaxed);
         word(&self.segment, self.pe, DONE).store(done, Ordering::Relaxed);
@@ -72,14 +72,14 @@ impl Watch for StatusPage {
     }
 }
 
-/// What a PE set last.
+/// The last phase and progress of a PE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeStatus<'a> {
     /// The phase's name.
     pub phase: &'a str,
-    /// How far it is.
+    /// The part that is done.
     pub done: u64,
-    /// Of how much; 0 where it was not set.
+    /// The total; 0 if it was not set.
     pub total: u64,
 }
 
@@ -105,7 +105,7 @@ impl<'a> StatusView<'a> {
         self.n_pes
     }
 
-    /// What `pe` set last; the first phase and no progress until it sets others.
+    /// The status of `pe`; initially the first phase, without progress.
     ///
     /// # Panics
     /// If there is no such PE.
@@ -118,12 +118,12 @@ impl<'a> StatusView<'a> {
 }
 
 impl StatusView<'_> {
-    /// Tells `pe` which PE is lost; `None`: that it need not know any more.
+    /// Reports a lost PE to `pe`; `None` clears the report.
     pub(super) fn tell_lost(&self, pe: usize, lost: Option<usize>) {
         word(&self.segment, pe, LOST).store(lost.map_or(0, |lost| lost as u64 + 1), Ordering::Relaxed);
     }
 
-    /// All that `pe` has said, to be compared.
+    /// All words of `pe`, to be compared.
     pub(super) fn words(&self, pe: usize) -> [u64; 4] {
         [PHASE, DONE, TOTAL, BEAT].map(|field| word(&self.segment, pe, field).load(Ordering::Relaxed))
     }

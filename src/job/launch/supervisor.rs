@@ -1,4 +1,4 @@
-//! The supervisor's side: starts the PEs, listens to them, and ends them together.
+//! The supervisor: starts the PEs, handles their frames, and ends them together.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -13,51 +13,51 @@ use rustix::net::RecvFlags;
 use rustix::process::Signal;
 
 use super::fleet::{Fleet, describe};
-use super::life::{Life, Process};
+use super::heartbeat::{Heartbeats, Process};
 use super::signals::Signals;
 use super::status::StatusView;
-use super::survivors::{GoOn, Separable, Survivors};
+use super::survivors::{FailureDomains, GoOn, Survivors};
 use super::{LaunchError, MAX_PES, rendezvous};
 use crate::shmem::control::frame::{Frame, Inbox, Kind, MAX_FILES, Outbox};
 use crate::stdio::one_line;
 
 /// Time between [`Event::Tick`]s.
 const TICK: Duration = Duration::from_millis(100);
-/// How long a failure report is held, so that the death or the other PE's failure that may have caused it is seen.
+/// How long a failure report is held, so that the death or failure of another PE that may have caused it is seen.
 const GRACE: Duration = Duration::from_millis(250);
 /// How soon a full socket is tried again.
 const RETRY: Duration = Duration::from_millis(5);
 /// How long a PE may take from `done` to its exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(20);
-/// How much later than a PE that waits for a silent one its supervisor ends the job: the PE can say more of it.
+/// How much later than a waiting PE the supervisor ends the job: the PE's report has more detail.
 const STALL_GRACE: Duration = Duration::from_secs(2);
-/// The most bytes taken from one PE before the others are looked at.
+/// Maximum bytes read from one PE before the next is served.
 const READ_BYTES: usize = 4 << 20;
 
-/// The processes of a job's PEs, to be started. [`Processes::new`] fills in what is rarely set.
+/// The processes of a job's PEs, to be started. [`Processes::new`] sets the defaults.
 pub struct Processes<'a> {
     /// Number of PEs, 1 to [`MAX_PES`].
     pub pes: usize,
-    /// What every PE gets as [`PeContext::request`](super::PeContext::request).
+    /// Every PE's [`PeContext::request`](super::PeContext::request).
     pub request: Vec<u8>,
     /// Files that every PE gets, by name (at most 251; no zero byte in a name).
     pub fds: Vec<(String, OwnedFd)>,
-    /// Environment variables of each PE's process, over those of this one.
+    /// Environment variables of each PE's process, in addition to those of this process.
     pub env: Vec<(String, String)>,
-    /// Names of the phases; the index is the code that PEs give to `set_phase`. The first is the phase of a
-    /// PE that has said nothing yet.
+    /// Names of the phases; the index is the code that PEs pass to `set_phase`. The first is the initial phase of a
+    /// PE.
     pub phase_names: &'a [&'a str],
     /// How long the whole job may take.
     pub time_limit: Option<Duration>,
-    /// How long a PE may take to connect, and how much later than the first it may give its segment.
+    /// How long a PE may take to connect, and how much later than the first it may send its segment.
     pub start_limit: Duration,
-    /// Which PEs may be lost without the job's failure.
-    pub separable: Separable,
-    /// How long a PE that is not done may show no sign of life: longer than PEs wait for each other. `None`: for ever.
+    /// The PEs that may be lost without the job's failure.
+    pub failure_domains: FailureDomains,
+    /// How long a PE that is not done may have no heartbeat: longer than PEs wait for each other. `None`: without a limit.
     pub stall_limit: Option<Duration>,
 }
 
-/// What [`Processes::run`] tells its caller. While the caller handles it, the PEs are not watched.
+/// An event that [`Processes::run`] passes to its caller. While the caller handles it, the PEs are not watched.
 pub enum Event<'e> {
     /// A PE sent a message.
     Message {
@@ -66,14 +66,14 @@ pub enum Event<'e> {
         /// Its message.
         body: &'e [u8],
     },
-    /// PEs were lost, and the others go on.
+    /// PEs were lost, and the others continue.
     GoesOn {
-        /// Without which PEs, from which step on.
+        /// The lost PEs, and the first step without them.
         how: &'e GoOn,
-        /// What was first seen to be wrong.
+        /// The first error seen.
         cause: &'e LaunchError,
     },
-    /// About ten times a second: what the PEs are doing.
+    /// The PEs' status, about ten times a second.
     Tick(&'e StatusView<'e>),
 }
 
@@ -88,22 +88,22 @@ impl<'a> Processes<'a> {
             phase_names,
             time_limit: None,
             start_limit: Duration::from_secs(60),
-            separable: Separable::default(),
+            failure_domains: FailureDomains::default(),
             stall_limit: None,
         }
     }
 
-    /// Sets the limits that follow from how long PEs wait for each other.
+    /// Derives limits from how long PEs wait for each other.
     pub fn set_wait_limit(&mut self, wait_limit: Duration) {
         self.start_limit = self.start_limit.max(wait_limit);
         self.stall_limit = Some(wait_limit + STALL_GRACE);
     }
 
-    /// Starts the PEs and returns when all have ended. Whatever is returned, no process of them is left.
+    /// Starts the PEs and returns when all have ended, also in case of an error.
     ///
-    /// As rank 0 of a launcher's processes ([`enter`](super::enter)) it waits for the others first; each of these then keeps a PE.
+    /// As rank 0 of a launcher's processes ([`enter`](super::enter)) it first waits for the others; each of these is then the parent of a PE.
     ///
-    /// To be called in a thread that lives until the return: PEs die with the thread that started them. While it
+    /// The calling thread must live until the return: PEs die with the thread that started them. While it
     /// runs, SIGINT, SIGTERM and SIGHUP end the job instead of the process.
     ///
     /// # Errors
@@ -132,7 +132,7 @@ impl<'a> Processes<'a> {
 
         let oom_kills = oom_kills();
         let signals = Signals::catch().map_err(setup("catch signals"))?;
-        // Dropped in this order, here and in the supervisor: a PE must be killed before it can see its socket end.
+        // The drop order matters, here and in the supervisor: a PE must be killed before it can see the end of its socket.
         let mut links = Vec::with_capacity(self.pes);
         let mut fleet = Fleet::new(rendezvous::gather(self.pes, &signals)?);
         for pe in 0..self.pes {
@@ -158,8 +158,8 @@ impl<'a> Processes<'a> {
             time_limit: self.time_limit.map(|limit| (start + limit, limit)),
             start_limit: self.start_limit,
             stall_limit: self.stall_limit,
-            life: Life::new(self.pes),
-            survivors: Survivors::new(self.pes, self.separable),
+            heartbeats: Heartbeats::new(self.pes),
+            survivors: Survivors::new(self.pes, self.failure_domains),
             oom_kills,
             first_segment: None,
             all_done: None,
@@ -171,7 +171,7 @@ impl<'a> Processes<'a> {
     }
 }
 
-/// How many processes of this machine the kernel has killed because memory ran out; `None` where it does not say.
+/// Number of processes of this machine that the kernel has killed for lack of memory; `None` if it does not report it.
 fn oom_kills() -> Option<u64> {
     let text = fs::read_to_string("/proc/vmstat").ok()?;
     text.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
@@ -192,7 +192,7 @@ struct PeLink {
     inbox: Inbox,
     outbox: Outbox,
     connected: bool,
-    /// Its process, as it says.
+    /// The process id that it has reported.
     pid: Option<u32>,
     segment: Option<(OwnedFd, u64)>,
     done: bool,
@@ -208,23 +208,23 @@ struct Supervisor<'a, F> {
     time_limit: Option<(Instant, Duration)>,
     start_limit: Duration,
     stall_limit: Option<Duration>,
-    life: Life,
+    heartbeats: Heartbeats,
     survivors: Survivors,
     /// At the start.
     oom_kills: Option<u64>,
-    /// When the first segment of an exchange came.
+    /// When the first segment of an exchange arrived.
     first_segment: Option<Instant>,
-    /// When the last PE said it was done.
+    /// When the last PE was done.
     all_done: Option<Instant>,
-    /// The failure reports: whose, which PE it waited for, and the error.
+    /// The failure reports: the reporter, the PE that it waited for, and the error.
     failures: Vec<(usize, Option<usize>, LaunchError)>,
-    /// When the first of them came.
+    /// When the first of them arrived.
     failed_at: Option<Instant>,
     scratch: Vec<u8>,
 }
 
 impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
-    /// Listens until the job has ended or failed.
+    /// Handles frames and ends of processes until the job has ended or failed.
     fn watch(&mut self, signals: &Signals) -> Result<(), LaunchError> {
         let mut next_tick = Instant::now() + TICK;
         loop {
@@ -247,7 +247,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
                 return Err(self.first_cause());
             }
             if self.fleet.ended() {
-                // All done: any other end has been judged.
+                // All done: judge_ended has returned an error for any other end.
                 return Ok(());
             }
             if self.failed_at.is_none() {
@@ -260,7 +260,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         }
     }
 
-    /// Sends what the sockets take. An error is the PE's end, which is seen elsewhere.
+    /// Sends queued frames, as far as the sockets have room. An error means that the PE has ended, which judge_ended sees.
     fn flush(&mut self) {
         for link in &mut self.links {
             if let Some(socket) = &link.socket
@@ -271,7 +271,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         }
     }
 
-    /// Sleeps until there is something to do.
+    /// Sleeps until a descriptor is ready or the next tick is due.
     fn wait(&self, signals: &Signals, next_tick: Instant) {
         let pending = self.links.iter().any(|link| link.socket.is_some() && !link.outbox.is_empty());
         let mut limit = next_tick.saturating_duration_since(Instant::now());
@@ -283,11 +283,11 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         fds.extend(self.fleet.sockets().map(|socket| PollFd::new(socket, PollFlags::IN)));
         fds.extend(self.links.iter().filter_map(|link| Some(PollFd::new(link.socket.as_ref()?, PollFlags::IN))));
         let timeout = Timespec { tv_sec: 0, tv_nsec: limit.as_nanos().min(999_999_999) as _ };
-        // EINTR is a signal, which the loop looks at.
+        // EINTR is a signal, which the loop handles.
         let _ = poll(&mut fds, Some(&timeout));
     }
 
-    /// Takes up to `budget` bytes from a PE, and handles the frames in them.
+    /// Reads up to `budget` bytes from a PE, and handles their frames.
     fn read(&mut self, pe: usize, budget: usize) -> Result<(), LaunchError> {
         let protocol = |message| LaunchError::Protocol { pe, message };
         let mut taken = 0;
@@ -297,7 +297,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             match link.inbox.fill(socket.as_fd(), &mut self.scratch, RecvFlags::DONTWAIT) {
                 Ok(n @ 1..) => taken += n,
                 Err(Errno::AGAIN) => return Ok(()),
-                // An error (CONNRESET: it left something unread) ends the stream as 0 does.
+                // An error ends the stream as 0 does (CONNRESET: the PE left bytes unread).
                 Ok(0) | Err(_) => link.socket = None,
             }
             while let Some(frame) = self.links[pe].inbox.next().map_err(protocol)? {
@@ -307,10 +307,10 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Acts on one frame; an error says why it is invalid.
+    /// Handles one frame; an error says why it is invalid.
     fn handle(&mut self, pe: usize, frame: Frame) -> Result<(), String> {
         if self.survivors.is_lost(pe) {
-            return Ok(()); // its last words
+            return Ok(()); // sent before it was lost
         }
         let link = &mut self.links[pe];
         match frame.kind {
@@ -351,8 +351,8 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Of the failure reports, the first that another PE's does not explain: a PE that failed by itself, or that waited for
-    /// one that has not reported. (A stopped PE reports nothing; those that wait for it do, and then those that
+    /// The first failure report that no other report explains: of a PE that failed by itself, or that waited for
+    /// a PE without a report. (A stopped PE sends no report; the PEs that wait for it do, and then the PEs that
     /// wait for these.)
     fn first_cause(&mut self) -> LaunchError {
         let reported = |pe: usize| self.failures.iter().any(|(reporter, ..)| *reporter == pe);
@@ -360,7 +360,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         self.failures.swap_remove(cause.unwrap_or(0)).2
     }
 
-    /// Once every PE has given its segment, gives all of them to all.
+    /// Once every PE has sent its segment, sends all segments to all PEs.
     fn hand_out_segments(&mut self) -> Result<(), LaunchError> {
         let living: Vec<usize> = self.survivors.living().collect();
         let mut given = Vec::with_capacity(living.len());
@@ -384,12 +384,12 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Whether the processes that have just ended did so as they should. Where several are not, a signal's is named: the rest follow from it.
+    /// Checks how the processes that have just ended did so. If several ended wrongly, one killed by a signal is named: it has caused the others.
     fn judge_ended(&mut self) -> Result<(), LaunchError> {
         let mut ended = self.fleet.reap();
         ended.sort_by_key(|(_, status)| status.signal().is_none());
         for (pe, status) in ended {
-            self.read(pe, usize::MAX)?; // what it said before it ended
+            self.read(pe, usize::MAX)?; // frames sent before it ended
             if self.survivors.is_lost(pe) {
                 continue;
             }
@@ -405,10 +405,10 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Ends the PEs that are lost with this one, and tells the others.
+    /// Kills the PEs that are lost with this one, and notifies the others.
     ///
     /// # Errors
-    /// The cause, where the others cannot go on.
+    /// The cause, if the others cannot continue.
     fn lose(&mut self, pe: usize, cause: LaunchError) -> Result<(), LaunchError> {
         if self.failed_at.is_some() {
             return Err(cause);
@@ -420,7 +420,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Lets those that are left go on, once all of them have stopped.
+    /// Lets the remaining PEs continue, once all of them have stopped.
     fn go_on(&mut self) -> Result<(), LaunchError> {
         let Some((how, cause)) = self.survivors.decide()? else { return Ok(()) };
         let body = serde_json::to_vec(&how).expect("numbers have a JSON form");
@@ -432,11 +432,11 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Takes the loss of PEs with the processes that kept them for a failure. It is held as one: where a launcher ends all of a job's
-    /// processes, this one is next.
+    /// Records PEs that were lost with their parents as failures. The report is held like any other: if the launcher is ending all of the job's
+    /// processes, its signal reaches this process next.
     fn note_lost(&mut self, lost: &[usize]) -> Result<(), LaunchError> {
         for &pe in lost {
-            self.read(pe, usize::MAX)?; // what it said before it ended
+            self.read(pe, usize::MAX)?; // frames sent before it ended
             if self.survivors.is_lost(pe) {
                 continue;
             }
@@ -453,13 +453,13 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             let (links, status, fleet, survivors) = (&self.links, &self.status, &self.fleet, &self.survivors);
             let watched = |pe: usize| {
                 let link: &PeLink = &links[pe];
-                // Who has given its segment waits for the others', who has stopped for the others.
+                // A PE that has sent its segment, or has stopped, waits for the others.
                 let waiting = link.segment.is_some() || survivors.has_stopped(pe);
                 let working = !link.done && !waiting && !survivors.is_lost(pe);
-                let process = fleet.child(pe).map(Process::Child).or(link.pid.map(Process::Said));
+                let process = fleet.child(pe).map(Process::Child).or(link.pid.map(Process::Reported));
                 Some((process.filter(|_| working)?, status.words(pe)))
             };
-            if let Some(pe) = self.life.look(limit, watched) {
+            if let Some(pe) = self.heartbeats.check(limit, watched) {
                 return Err(LaunchError::Stalled { pe, silent: limit, phase: self.phase(pe) });
             }
         }

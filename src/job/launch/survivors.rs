@@ -1,38 +1,38 @@
-//! Going on without PEs that were lost: which, and from which step on.
+//! Continuing without lost PEs: which PEs remain, and from which step.
 //!
-//! PEs that cannot do without each other (an expert-parallel group) are lost together. The others notice at their next wait, stop, and say
-//! how far they are; once all have, they are told from where to go on, and make a new world. A step is final once every PE has had the
-//! results of it, so those that have stopped are within one step of each other: where one holds a step final, all others have its results,
-//! of all groups, and it is final for them too; otherwise none has made use of it, and it is done again without the lost PEs.
+//! PEs that depend on each other (an expert-parallel group) are lost together. The others notice at their next wait, stop, and report
+//! their step; once all have, the supervisor sends the step to continue from, and they create a new world. A step is final once every PE has
+//! its results, so the stopped PEs are within one step of each other. If one PE holds a step final, all others have the results of all groups, and
+//! the step is final for them too; otherwise no PE has used the results, and the step is repeated without the lost PEs.
 
 use serde::{Deserialize, Serialize};
 
 use super::LaunchError;
 
-/// What of a job may be lost.
+/// The groups of PEs that fail together.
 #[derive(Clone, Debug, Default)]
-pub struct Separable {
-    /// PEs that are lost together; where there are none, the loss of a PE is the job's failure.
+pub struct FailureDomains {
+    /// PEs that are lost together. Without groups the loss of a PE is the job's failure.
     pub groups: Vec<Vec<usize>>,
     /// Number of steps of the job.
     pub steps: u64,
 }
 
-/// How the others go on.
+/// How the remaining PEs continue.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GoOn {
-    /// The PEs that were lost, in all.
+    /// All PEs lost so far.
     pub lost: Vec<usize>,
-    /// The first step that they do without.
+    /// The first step without them.
     pub from: u64,
 }
 
-/// Where a PE has stopped.
+/// The step at which a PE has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stopped {
-    /// How many steps are final for it.
+    /// Number of final steps.
     pub(super) settled: u64,
-    /// Of how many it has the results: as many, or one more.
+    /// Number of steps with results: `settled`, or one more.
     pub(super) complete: u64,
 }
 
@@ -50,21 +50,21 @@ impl Stopped {
     }
 }
 
-/// What the supervisor knows of it.
+/// The supervisor's record of lost and stopped PEs.
 pub(super) struct Survivors {
-    job: Separable,
+    job: FailureDomains,
     lost: Vec<bool>,
     stopped: Vec<Option<Stopped>>,
-    /// Whether a PE has done all steps for good: results are being written, all of which are needed.
+    /// Whether all steps are final for a PE: from then on the results of every PE are needed.
     finished: bool,
-    /// Whether the PEs have no world yet, in which they could notice a loss.
+    /// Whether the PEs are still creating a world, in which they could notice a loss.
     meeting: bool,
-    /// Why they stop.
+    /// Why the PEs stop.
     cause: Option<LaunchError>,
 }
 
 impl Survivors {
-    pub(super) fn new(pes: usize, job: Separable) -> Survivors {
+    pub(super) fn new(pes: usize, job: FailureDomains) -> Survivors {
         let (lost, stopped) = (vec![false; pes], vec![None; pes]);
         Survivors { job, lost, stopped, finished: false, meeting: true, cause: None }
     }
@@ -73,7 +73,7 @@ impl Survivors {
         self.lost[pe]
     }
 
-    /// Whether the PE waits to be told how to go on.
+    /// Whether the PE has stopped and waits for `GoOn`.
     pub(super) fn has_stopped(&self, pe: usize) -> bool {
         self.stopped[pe].is_some()
     }
@@ -83,15 +83,15 @@ impl Survivors {
         (0..lost.len()).filter(move |&pe| !lost[pe])
     }
 
-    /// The PEs have a world.
+    /// The PEs have created a world.
     pub(super) fn met(&mut self) {
         self.meeting = false;
     }
 
-    /// A PE is lost: returns which PEs are, with it.
+    /// Records the loss of a PE; returns all PEs that are lost with it.
     ///
     /// # Errors
-    /// The cause, where the others cannot go on.
+    /// The cause, if the others cannot continue.
     pub(super) fn lose(&mut self, pe: usize, cause: LaunchError) -> Result<Vec<usize>, LaunchError> {
         let Some(group) = self.job.groups.iter().find(|group| group.contains(&pe)) else { return Err(cause) };
         if self.meeting || self.finished {
@@ -167,7 +167,7 @@ mod tests {
     /// Three groups of two PEs, at work on ten steps.
     fn at_work() -> Survivors {
         let groups = vec![vec![0, 1], vec![2, 3], vec![4, 5]];
-        let mut survivors = Survivors::new(6, Separable { groups, steps: 10 });
+        let mut survivors = Survivors::new(6, FailureDomains { groups, steps: 10 });
         survivors.met();
         survivors
     }
@@ -206,10 +206,10 @@ mod tests {
     fn what_cannot_go_on_fails_with_its_cause() {
         let cause = |error: LaunchError| error.to_string();
         // No groups; no world yet; results being written.
-        let mut survivors = Survivors::new(2, Separable::default());
+        let mut survivors = Survivors::new(2, FailureDomains::default());
         survivors.met();
         assert!(cause(survivors.lose(1, died(1)).unwrap_err()).starts_with("PE 1"));
-        let mut survivors = Survivors::new(2, Separable { groups: vec![vec![0], vec![1]], steps: 3 });
+        let mut survivors = Survivors::new(2, FailureDomains { groups: vec![vec![0], vec![1]], steps: 3 });
         assert!(cause(survivors.lose(1, died(1)).unwrap_err()).starts_with("PE 1"));
         survivors.met();
         survivors.finish();

@@ -21,57 +21,57 @@ pub struct MoeBench {
     pub pes: usize,
     /// The layer and its workload.
     pub layer: SyntheticSpec,
-    /// The file of the tokens' experts, in place of the router's choice.
+    /// A file of the tokens' experts, which replaces the router's choice.
     #[serde(with = "optional_path_bytes")]
     pub routing: Option<PathBuf>,
     /// Tokens, over all PEs.
     pub tokens: usize,
-    /// What computes.
+    /// The device.
     pub device: DeviceKind,
-    /// What gives CUDA devices symmetric memory.
+    /// The library that provides symmetric memory of CUDA devices.
     #[cfg(feature = "device")]
     #[serde(default)]
     pub symmetric: SymmetricBy,
-    /// On a device, which matrix products; by the device where `None`.
+    /// The matrix products on a device; `None`: chosen by the device.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,
-    /// The tiles that these are cut into; by the layer's shape where `None`.
+    /// Their tiles; `None`: chosen by the layer's shape.
     #[cfg(feature = "device")]
     pub tile: Option<Tile>,
-    /// Whether lanes store results of 16 bits, and copy operands, where Hopper's tensor memory accelerator could.
+    /// Whether lanes store 16-bit results and copy operands instead of Hopper's tensor memory accelerator.
     #[cfg(feature = "device")]
     #[serde(default)]
     pub lane_stores: bool,
     /// Element types, measured one after the other.
     pub dtypes: Vec<Dtype>,
-    /// How the layer runs; the mode is the measurement's.
+    /// The layer's options; the benchmark sets the mode.
     pub options: Options,
-    /// Iterations that are not kept.
+    /// Warm-up iterations.
     pub warmup: usize,
-    /// Iterations that are kept.
+    /// Measured iterations.
     pub iterations: usize,
 }
 
-/// What is done.
+/// A measured operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Op {
     /// A put, and quiet.
     Put,
-    /// A non-blocking put and quiet; the time until the call returns apart.
+    /// A non-blocking put and quiet; the time until the call returns is reported separately.
     PutNbi,
     /// A get.
     Get,
-    /// A put with a signal there, and one back.
+    /// A put with a signal in each direction.
     PutSignal,
     /// A fetch-and-add of 8 bytes.
     Atomic,
-    /// A send there and one back, matched by receives.
+    /// A two-sided message in each direction.
     SendRecv,
 }
 
 impl Op {
-    /// Its name, in files too.
+    /// Its name, also in files.
     pub fn name(self) -> &'static str {
         match self {
             Op::Put => "put",
@@ -83,7 +83,7 @@ impl Op {
         }
     }
 
-    /// The scopes that it has on a device.
+    /// Its scopes on a device.
     pub fn scopes(self) -> &'static [Scope] {
         match self {
             Op::Put | Op::Get | Op::PutSignal => &Scope::ALL,
@@ -94,7 +94,7 @@ impl Op {
     }
 }
 
-/// Which threads of a device work on one operation, or whether none does.
+/// The threads of a device that work on one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Scope {
@@ -104,15 +104,15 @@ pub enum Scope {
     Warp,
     /// The threads of a block.
     Block,
-    /// None: the host asks for it, and the stream does it.
+    /// No thread: the host enqueues the operation on a stream.
     Stream,
 }
 
 impl Scope {
-    /// All of them.
+    /// All scopes.
     pub const ALL: [Scope; 4] = [Scope::Thread, Scope::Warp, Scope::Block, Scope::Stream];
 
-    /// Its name, in files too.
+    /// Its name, also in files.
     pub fn name(self) -> &'static str {
         match self {
             Scope::Thread => "thread",
@@ -128,41 +128,41 @@ impl Scope {
 pub struct P2pBench {
     /// Operations.
     pub ops: Vec<Op>,
-    /// Scopes, for a device; each operation is measured in those of them that it has.
+    /// Scopes on a device; each operation is measured in those that it supports.
     pub scopes: Vec<Scope>,
-    /// Whether the operations were asked for, and the scopes: what cannot be measured here is an error then, and left out
-    /// of all that there is.
+    /// Whether the user chose the operations, and the scopes. A chosen one that cannot be measured is an error; of the defaults it is
+    /// omitted.
     pub asked: (bool, bool),
     /// Sizes, bytes, ascending.
     pub sizes: Vec<usize>,
-    /// The pairs of PEs, measured one after the other; the first of each begins.
+    /// The pairs of PEs, measured one after the other; the first PE of a pair initiates.
     pub pairs: Vec<[usize; 2]>,
     /// Number of PEs.
     pub pes: usize,
-    /// Samples that count; large sizes have fewer.
+    /// Measured samples; large sizes have fewer.
     pub iterations: usize,
-    /// Samples before them.
+    /// Warm-up samples.
     pub warmup: usize,
-    /// Whether the operations are those of NVSHMEM, between devices.
+    /// Whether NVSHMEM's operations between devices are measured.
     pub on_device: bool,
     /// How long a PE waits for another.
     pub wait_limit: Duration,
 }
 
-/// How the PEs of a step wait for each other.
+/// The synchronisation of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StragglerMode {
-    /// A barrier before and after: nobody is through before everybody has everything.
+    /// A barrier before and after: no PE continues before all have received all data.
     Bulk,
-    /// Signals alone: a PE goes on when it has what was sent to it.
+    /// Signals only: a PE continues once it has received its own data.
     OneSided,
-    /// `MPI_Alltoallv`, the baseline, for transports that have it.
+    /// `MPI_Alltoallv`, the baseline, if the transport has it.
     Alltoallv,
 }
 
 impl StragglerMode {
-    /// Its name, in files too.
+    /// Its name, also in files.
     pub fn name(self) -> &'static str {
         match self {
             StragglerMode::Bulk => "bulk",
@@ -172,18 +172,18 @@ impl StragglerMode {
     }
 }
 
-/// Noise that is made on purpose.
+/// Injected noise.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Inject {
-    /// A PE computes this many times as long.
+    /// A PE's compute time is multiplied.
     SlowPe {
         /// The PE.
         pe: usize,
         /// At least 1.
         factor: f64,
     },
-    /// Messages from one PE to another take this much longer.
+    /// Messages from one PE to another are delayed.
     SlowLink {
         /// The sender.
         from: usize,
@@ -192,34 +192,34 @@ pub enum Inject {
         /// Microseconds.
         us: f64,
     },
-    /// Every PE computes longer by a random time, up to this.
+    /// Every PE's compute time is extended by a random time up to this.
     Jitter {
         /// Microseconds.
         us: f64,
     },
 }
 
-/// All-to-all steps, and whom they wait for.
+/// All-to-all steps, and the PEs that delay them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct StragglerBench {
     /// Number of PEs.
     pub pes: usize,
-    /// Steps that count.
+    /// Measured steps.
     pub steps: usize,
-    /// Steps before them.
+    /// Warm-up steps.
     pub warmup: usize,
     /// Bytes of each message.
     pub bytes: usize,
-    /// Mean time a PE computes in a step, microseconds.
+    /// Mean compute time of a PE in a step, microseconds.
     pub compute_us: f64,
-    /// Compute of the most loaded PE of a step over the mean, 1 to the number of PEs; which PE it is, the seed decides anew
+    /// Compute time of the most loaded PE of a step over the mean, 1 to the number of PEs; the seed chooses that PE anew
     /// for each step.
     pub imbalance: f64,
     /// Modes, measured one after the other.
     pub modes: Vec<StragglerMode>,
     /// Noise.
     pub inject: Vec<Inject>,
-    /// Of imbalance and jitter.
+    /// The seed of imbalance and jitter.
     pub seed: u64,
     /// How long a PE waits for another.
     pub wait_limit: Duration,
@@ -229,7 +229,7 @@ impl StragglerBench {
     /// Checks the numbers.
     ///
     /// # Errors
-    /// Names the first field that is out of range.
+    /// The first field that is out of range.
     pub fn validate(&self) -> Result<(), FieldError> {
         const MOST: usize = 1 << 20;
         let n = self.pes;

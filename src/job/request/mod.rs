@@ -1,7 +1,7 @@
-//! What the PEs of a job are asked to do, and how it travels to them.
+//! Requests: the work of a job's PEs, and its encoding.
 //!
-//! A command makes a [`Request`] of its flags, once. The supervisor passes it as JSON to every PE, which thus never sees a flag; over
-//! MPI, where there is no supervisor, every process makes the same one of the same command line.
+//! A command converts its flags to a [`Request`]. The supervisor sends it as JSON to every PE, which thus never parses a flag. Over TCP and
+//! MPI, without a supervisor, every process makes the same request of the same command line.
 
 mod bench;
 mod field;
@@ -17,7 +17,7 @@ pub use run::{DeviceKind, OnFailure, PlanSource, Replanning, RowsPer, RunRequest
 
 use super::launch::VERSION;
 
-/// What the PEs of a job do.
+/// The work of a job's PEs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Request {
@@ -27,7 +27,7 @@ pub enum Request {
     BenchMoe(Box<MoeBench>),
     /// One-sided operations between two PEs.
     BenchP2p(P2pBench),
-    /// All-to-all steps, and whom they wait for.
+    /// All-to-all steps, and the PEs that delay them.
     BenchStraggler(StragglerBench),
     /// Links, speeds and memories.
     Probe(ProbeRequest),
@@ -41,7 +41,7 @@ struct Envelope<'r> {
     request: &'r Request,
 }
 
-/// As much of it as every version can read.
+/// The part that every version can read.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Head {
@@ -54,11 +54,11 @@ struct Body {
     request: Request,
 }
 
-/// Why what came is not a request for this program.
+/// Errors of decoding a request.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RequestError {
-    /// It is of another version.
+    /// Another version made it.
     #[error(
         "the request is of aristos {program} (protocol {version}), this PE is aristos {} (protocol {VERSION}): all must be the same",
         env!("CARGO_PKG_VERSION")
@@ -66,7 +66,7 @@ pub enum RequestError {
     Version {
         /// The program's version.
         program: String,
-        /// What [`VERSION`] is there.
+        /// That program's [`VERSION`].
         version: u32,
     },
     /// It is not a request.
@@ -75,19 +75,19 @@ pub enum RequestError {
 }
 
 impl Request {
-    /// As it travels.
+    /// Encodes it.
     ///
     /// # Errors
-    /// What JSON cannot say.
+    /// A value that JSON cannot represent.
     pub fn to_bytes(&self) -> Result<Vec<u8>, RequestError> {
         let envelope = Envelope { version: VERSION, program: env!("CARGO_PKG_VERSION"), request: self };
         Ok(serde_json::to_vec(&envelope)?)
     }
 
-    /// Reads what [`Request::to_bytes`] has made.
+    /// Decodes the bytes of [`Request::to_bytes`].
     ///
     /// # Errors
-    /// One line: another version's request, or none at all.
+    /// One line: the request is another version's, or invalid.
     pub fn from_bytes(bytes: &[u8]) -> Result<Request, RequestError> {
         let Head { version, program } = serde_json::from_slice(bytes)?;
         if (version, &*program) != (VERSION, env!("CARGO_PKG_VERSION")) {
@@ -113,7 +113,7 @@ mod path_bytes {
     }
 }
 
-/// As [`path_bytes`], of a path that may be missing.
+/// As [`path_bytes`], for an optional path.
 mod optional_path_bytes {
     use std::ffi::OsString;
     use std::path::PathBuf;

@@ -19,7 +19,7 @@ pub struct ProbedExpert {
     pub gated: bool,
     /// Element type: f32 or bf16 on the CPU, bf16 or f16 on a device.
     pub dtype: Dtype,
-    /// Whether it is to be trained: it then has a gradient.
+    /// Whether it is trained, and thus has a gradient.
     pub training: bool,
 }
 
@@ -29,10 +29,10 @@ impl ProbedExpert {
         MlpConfig { gated: self.gated, ..MlpConfig::gated(self.intermediate, Activation::Silu) }
     }
 
-    /// Checks that it can be made on `device`.
+    /// Checks that `device` supports it.
     ///
     /// # Errors
-    /// Names the field.
+    /// The invalid field.
     pub fn check(&self, device: DeviceKind) -> Result<(), FieldError> {
         const MOST: usize = 1 << 20;
         let on_device = device != DeviceKind::Cpu;
@@ -58,17 +58,17 @@ impl ProbedExpert {
 pub struct ProbeRequest {
     /// Number of PEs.
     pub pes: usize,
-    /// What is probed: the CPUs, or the devices.
+    /// Whether CPUs or devices are probed.
     pub device: DeviceKind,
-    /// Which matrix products a device runs; by the device where `None`.
+    /// The matrix products on a device; `None`: chosen by the device.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,
     /// The expert.
     pub expert: ProbedExpert,
     /// How to measure.
     pub options: ProbeOptions,
-    /// Memory for experts, MB (10^6 bytes): by PE or one number for all; what the machine has where empty.
+    /// Memory for experts, MB (10^6 bytes): by PE or one number for all; if empty, the machine's memory.
     pub memory_mb: Vec<f64>,
-    /// What the cluster says of where those numbers are from.
+    /// The source of these numbers, for the cluster file.
     pub memory_source: String,
 }

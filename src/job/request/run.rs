@@ -13,7 +13,7 @@ use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{Dtype, Options};
 use crate::plan::{Plan, Replication};
 
-/// Which layer, on which tokens.
+/// The layer and its tokens.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Work {
@@ -28,19 +28,19 @@ pub enum Work {
         #[serde(with = "path_bytes")]
         input: PathBuf,
     },
-    /// A layer made from a seed.
+    /// A layer generated from a seed.
     Synthetic {
         /// The layer and its routing.
         spec: SyntheticSpec,
         /// Number of tokens.
         tokens: usize,
-        /// Whether there is a backward pass.
+        /// Whether the backward pass runs.
         backward: bool,
     },
 }
 
 impl Work {
-    /// The layer's number: 0 of a synthetic one.
+    /// The layer's number: 0 for a synthetic layer.
     pub fn layer(&self) -> u64 {
         match self {
             Work::Checkpoint { layer, .. } => *layer as u64,
@@ -49,7 +49,7 @@ impl Work {
     }
 }
 
-/// What the layer runs on.
+/// The device that the layer runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceKind {
@@ -61,42 +61,42 @@ pub enum DeviceKind {
     Emulated,
 }
 
-/// Where the plan of EP groups and placement comes from.
+/// The source of the plan of EP groups and placement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PlanSource {
-    /// The PEs are probed, and a plan is made for them.
+    /// A new plan for the PEs, which are probed.
     Auto {
-        /// Memory for experts, MB (10^6 bytes): by PE, or one number for all; what the machine has where empty.
+        /// Memory for experts, MB (10^6 bytes): by PE, or one number for all; if empty, the machine's memory.
         memory_mb: Vec<f64>,
-        /// Replicas of experts that the plan may have.
+        /// Number of expert replicas that the plan may have.
         replicas: Option<Replication>,
     },
-    /// What `aristos plan` wrote.
+    /// A file of `aristos plan`.
     File(#[serde(with = "path_bytes")] PathBuf),
     /// The plan itself, as the supervisor has made or read it.
     Made(Box<Plan>),
 }
 
-/// What becomes of a job when a PE dies.
+/// The effect of the loss of a PE.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnFailure {
-    /// It ends.
+    /// The job ends.
     #[default]
     Stop,
-    /// The PE's EP group ends, and the other groups go on.
+    /// The PE's EP group ends, and the other groups continue.
     Continue,
 }
 
-/// What a row goes to once, with all of its experts there.
+/// The unit that receives a row once, for all of its experts there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RowsPer {
-    /// Each PE that has experts of it.
+    /// Each PE with experts of the row.
     #[default]
     Pe,
-    /// Each other host: a PE there passes it on, and adds up the results.
+    /// Each other host: a relay PE there forwards the row, and sums the results.
     Host,
 }
 
@@ -110,14 +110,14 @@ impl RowsPer {
     }
 }
 
-/// A plan that is made anew while the steps run.
+/// Replanning while the steps run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Replanning {
-    /// After so many steps, each time.
+    /// Number of steps between two plans.
     pub every: usize,
-    /// Replicas of experts that the new plan may have.
+    /// Number of expert replicas that the new plan may have.
     pub replicas: Replication,
-    /// The cluster that the first plan was made for, as JSON, once it has been probed.
+    /// The cluster of the first plan, as JSON, once it has been probed.
     pub cluster: String,
 }
 
@@ -128,66 +128,66 @@ pub struct RunRequest {
     pub work: Work,
     /// Number of PEs.
     pub pes: usize,
-    /// Where the EP groups and the placement come from; one group with even shares where `None`.
+    /// The source of EP groups and placement; `None`: one group with even shares.
     pub plan: Option<PlanSource>,
-    /// What becomes of it when a PE dies.
+    /// The effect of the loss of a PE.
     pub on_failure: OnFailure,
-    /// Of a synthetic layer: after so many steps, each time, other experts are hot.
+    /// For a synthetic layer: number of steps after which other experts become hot.
     pub hot_shift_every: Option<usize>,
-    /// Whether and when the plan is made anew while the steps run.
+    /// Replanning, if enabled.
     pub replan: Option<Replanning>,
-    /// A cluster file: PEs compute, and their messages travel, no faster than its devices and links.
+    /// A cluster file: PEs are throttled to the speeds of its devices and links.
     #[serde(with = "optional_path_bytes")]
     pub inject: Option<PathBuf>,
-    /// What it runs on.
+    /// The device.
     pub device: DeviceKind,
-    /// What gives CUDA devices symmetric memory.
+    /// The library that provides symmetric memory of CUDA devices.
     #[cfg(feature = "device")]
     #[serde(default)]
     pub symmetric: SymmetricBy,
-    /// Which matrix products a device runs; by the device where `None`.
+    /// The matrix products on a device; `None`: chosen by the device.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,
-    /// The tiles that these are cut into; by the layer's shape where `None`.
+    /// Their tiles; `None`: chosen by the layer's shape.
     #[cfg(feature = "device")]
     pub tile: Option<Tile>,
-    /// Whether lanes store results of 16 bits, and copy operands, where Hopper's tensor memory accelerator could.
+    /// Whether lanes store 16-bit results and copy operands instead of Hopper's tensor memory accelerator.
     #[cfg(feature = "device")]
     #[serde(default)]
     pub lane_stores: bool,
-    /// Whether a device's passes are recorded once and repeated.
+    /// Whether a device's passes are recorded once and replayed.
     #[cfg(feature = "device")]
     pub graph: bool,
     /// Element type.
     pub dtype: Dtype,
-    /// What a row goes to once.
+    /// The unit that receives a row once.
     #[serde(default)]
     pub rows_per: RowsPer,
     /// Measured steps.
     pub steps: usize,
-    /// The learning rate, where weights take a step of stochastic gradient descent after each step.
+    /// The learning rate of a step of stochastic gradient descent after each step, if enabled.
     pub sgd: Option<f32>,
     /// How the layer runs.
     pub options: Options,
-    /// Coefficients of the load-balancing and the z-loss, over what the layer says.
+    /// Coefficients of the load-balancing and the z-loss, overriding the layer's.
     pub losses: (f32, f32),
     /// See [`LayerConfig::capacity_factor`](crate::moe::LayerConfig::capacity_factor).
     pub capacity_factor: Option<f64>,
-    /// Where the results go.
+    /// The file of the results.
     #[serde(with = "optional_path_bytes")]
     pub output: Option<PathBuf>,
-    /// Where the weights go as they are at the end, in the layout of their checkpoint.
+    /// The file of the final weights, in the layout of their checkpoint.
     #[serde(with = "optional_path_bytes")]
     pub save_weights: Option<PathBuf>,
-    /// The file of the tokens' experts, in place of the router's choice.
+    /// A file of the tokens' experts, which replaces the router's choice.
     #[serde(with = "optional_path_bytes")]
     pub routing: Option<PathBuf>,
-    /// Where the experts of all steps' tokens go.
+    /// The file of the experts of all steps' tokens.
     #[serde(with = "optional_path_bytes")]
     pub save_routing: Option<PathBuf>,
     /// Whether the results are checked against the float64 reference.
     pub check: bool,
-    /// Where the timeline goes.
+    /// The file of the timeline.
     #[serde(with = "optional_path_bytes")]
     pub trace: Option<PathBuf>,
     /// Whether the report is printed as JSON.

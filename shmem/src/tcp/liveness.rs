@@ -1,8 +1,8 @@
-//! A host that TCP hears nothing of, and one that it hears of again.
+//! Silent hosts: how long a connection has waited for an acknowledgement.
 //!
-//! `TCP_USER_TIMEOUT` would give a connection up that has healed: a segment that was lost in a cut of 4 s and came through at the third attempt may
-//! be taken for a round trip of seconds, the next attempt then comes later than the timeout, which counts from the first, and ends the
-//! connection without another one. So silence is when no acknowledgement came, and attempts are never far apart where the kernel can be told.
+//! `TCP_USER_TIMEOUT` would abort a connection that has recovered. A segment lost in a partition of 4 s and delivered at the third attempt can look
+//! like a round trip of seconds; the next retransmission is then scheduled after the timeout, which counts from the first attempt, and the
+//! connection ends before it. So silence is measured by acknowledgements, and the kernel, if it can, retransmits at short intervals.
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
@@ -10,9 +10,9 @@ use std::time::Duration;
 /// linux/tcp.h, since Linux 6.15.
 const TCP_RTO_MAX_MS: libc::c_int = 44;
 
-/// Sends again at least once a second what is not acknowledged. Older kernels know no such limit: theirs doubles with each attempt.
-pub(super) fn retry_soon(socket: impl AsFd) {
-    // The least that it takes.
+/// Retransmits unacknowledged data at least once a second. Older kernels have no such limit: their interval doubles with each attempt.
+pub(super) fn limit_retransmission(socket: impl AsFd) {
+    // The option's minimum.
     let longest_ms: libc::c_int = 1000;
     // SAFETY: the socket is open, and the value is an int, as it is said to be.
     unsafe {
@@ -26,7 +26,7 @@ pub(super) fn retry_soon(socket: impl AsFd) {
     }
 }
 
-/// How long no acknowledgement has come, where one is owed; otherwise zero, and keepalive is what sees to it.
+/// Time without an acknowledgement while data is unacknowledged; otherwise zero: keepalive then detects a silent host.
 pub(super) fn silent_for(socket: impl AsFd) -> Duration {
     // SAFETY: all zeros are integers.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };

@@ -1,4 +1,4 @@
-//! A launched process other than rank 0: it keeps one PE for rank 0's supervisor.
+//! A launched process other than rank 0: the parent of one PE of rank 0's supervisor.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
@@ -17,8 +17,8 @@ use super::{LaunchError, rendezvous};
 use crate::shmem::control::frame::{self, Frame, Kind};
 use crate::shmem::control::{Attempt, CallError, Introduction, Link, call, local};
 
-/// A process that keeps a PE.
-pub struct Keeper {
+/// The parent of one PE.
+pub struct RankParent {
     process: LaunchedProcess,
     limit: Duration,
 }
@@ -32,24 +32,24 @@ struct Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // An error says that it has ended already.
+        // An error means that it has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-impl Keeper {
-    pub(super) fn new(process: LaunchedProcess, limit: Duration) -> Keeper {
-        Keeper { process, limit }
+impl RankParent {
+    pub(super) fn new(process: LaunchedProcess, limit: Duration) -> RankParent {
+        RankParent { process, limit }
     }
 
-    /// Keeps a PE as rank 0 says, until its command ends; returns its exit code. If rank 0 ends without one, or this process
-    /// does, the PE is killed. To be called in the main thread: the PE dies with it.
+    /// Starts and watches a PE on behalf of rank 0 until rank 0's command ends; returns its exit code. If rank 0 or this process ends before,
+    /// the PE is killed. Call it in the main thread: the PE dies with it.
     ///
     /// # Errors
-    /// One line: rank 0 did not come, or refused this process.
+    /// One line: rank 0 was not found, or refused this process.
     pub fn serve(self) -> Result<u8, LaunchError> {
-        // A launcher may have had SIGCHLD ignored; then nobody would be told how a child ended.
+        // If the launcher ignores SIGCHLD, wait(2) would not report how a child ended.
         let handled = signal_hook::flag::register(signal_hook::consts::SIGCHLD, Arc::default());
         handled.map_err(|source| LaunchError::Setup { what: "catch SIGCHLD", source })?;
         let Some(Link { socket, mut inbox, .. }) = self.join()? else { return Ok(1) };
@@ -75,7 +75,7 @@ impl Keeper {
             }
             let mut fds = vec![PollFd::new(&socket, PollFlags::IN)];
             fds.extend(running.iter().map(|running| PollFd::new(&running.pidfd, PollFlags::IN)));
-            // Rank 0 bounds this wait: it ends a job that does not, and with it itself and its socket.
+            // Rank 0 bounds this wait: it enforces the job's limits, and its socket ends with it.
             let _ = poll(&mut fds, None);
             if let Some(one) = &mut running
                 && let Ok(Some(status)) = one.child.try_wait()
@@ -130,7 +130,10 @@ impl Keeper {
         }
     }
 
-    /// Starts the PE; an error says that rank 0 has ended, or broke the protocol.
+    /// Starts the PE.
+    ///
+    /// # Errors
+    /// Rank 0 has ended, or violated the protocol.
     fn start(&self, frame: Frame, socket: &OwnedFd, running: &mut Option<Running>) -> Result<(), ()> {
         let start: Start = serde_json::from_slice(&frame.body).map_err(|_| ())?;
         let (Some(socket_of_pe), None) = (frame.files.into_iter().next(), &running) else { return Err(()) };

@@ -1,7 +1,7 @@
 //! Heaps of the other PEs of this host, mapped into this process, for loads and stores instead of frames.
 //!
-//! Each PE tells those whose host has the same name where its heap is: process, file descriptor, and what no other file of this boot has,
-//! device and inode. They open it below `/proc`, which the kernel allows processes of the same user.
+//! Each PE sends the location of its heap to the PEs whose host has the same name: process, file descriptor, and device and inode, which are
+//! unique during a boot. These PEs open the heap below `/proc`, which the kernel permits to processes of the same user.
 
 use std::fs::File;
 use std::io;
@@ -12,12 +12,12 @@ use super::TcpError;
 use super::world::Running;
 use crate::{Segment, host_id};
 
-/// The channel of what the PEs tell each other here.
+/// The channel of these messages.
 const HEAPS: u64 = 3;
 
-/// Where a heap is, on its host.
+/// The location of a heap on its host.
 #[derive(Debug, PartialEq, Eq)]
-struct Place {
+struct HeapLocation {
     process: u32,
     fd: u32,
     /// Device and inode.
@@ -26,7 +26,7 @@ struct Place {
     host: String,
 }
 
-impl Place {
+impl HeapLocation {
     fn to_bytes(&self) -> Vec<u8> {
         let (device, inode) = self.file;
         let mut bytes = [self.process.to_le_bytes(), self.fd.to_le_bytes()].concat();
@@ -35,13 +35,13 @@ impl Place {
         bytes
     }
 
-    /// `None` for what is not one.
-    fn from_bytes(bytes: &[u8]) -> Option<Place> {
+    /// `None` if the bytes are no location.
+    fn from_bytes(bytes: &[u8]) -> Option<HeapLocation> {
         let (process, rest) = bytes.split_first_chunk()?;
         let (fd, rest) = rest.split_first_chunk()?;
         let (device, rest) = rest.split_first_chunk()?;
         let (inode, host) = rest.split_first_chunk()?;
-        Some(Place {
+        Some(HeapLocation {
             process: u32::from_le_bytes(*process),
             fd: u32::from_le_bytes(*fd),
             file: (u64::from_le_bytes(*device), u64::from_le_bytes(*inode)),
@@ -49,20 +49,20 @@ impl Place {
         })
     }
 
-    /// Maps it, for a heap of `heap_bytes`.
+    /// Maps the heap, which has `heap_bytes`.
     fn map(&self, heap_bytes: usize) -> io::Result<Segment> {
         let file = File::options().read(true).write(true).open(format!("/proc/{}/fd/{}", self.process, self.fd))?;
         let segment = Segment::from_fd(OwnedFd::from(file)).map_err(io::Error::other)?;
         if segment.file()? != self.file || segment.heap_bytes() != heap_bytes {
-            // The number of a process in another container.
+            // The process id belongs to another container.
             return Err(io::Error::new(io::ErrorKind::NotFound, "its process has another number here"));
         }
         Ok(segment)
     }
 }
 
-/// The heaps of this host's other PEs, by PE, if all PEs of the world could map all of theirs; otherwise none, and why this PE could not, if it
-/// could not. `hosts` has the hosts' names, by PE. Collective.
+/// The heaps of this host's other PEs, by PE, if every PE of the world could map those of its host; otherwise an empty list, and the reason if
+/// this PE could not. `hosts` has the hosts' names, by PE. Collective.
 pub(super) fn map(
     running: &Running,
     hosts: &[String],
@@ -71,30 +71,30 @@ pub(super) fn map(
 ) -> Result<(Vec<Option<Segment>>, Option<String>), TcpError> {
     let me = running.mesh.me;
     let file = heap.file().map_err(|error| TcpError::system("inspect the symmetric heap", error))?;
-    let mine = Place { process: std::process::id(), fd: heap.fd_number(), file, host: host_id() };
+    let mine = HeapLocation { process: std::process::id(), fd: heap.fd_number(), file, host: host_id() };
     let others = || (0..hosts.len()).filter(|&pe| pe != me && hosts[pe] == hosts[me]);
     others().for_each(|pe| running.tell(pe, HEAPS, &mine.to_bytes()));
-    let mut near: Vec<Option<Segment>> = hosts.iter().map(|_| None).collect();
+    let mut segments: Vec<Option<Segment>> = hosts.iter().map(|_| None).collect();
     let mut refusal = None;
     let deadline = Instant::now() + limit;
     for pe in others() {
         let told = running.receive(deadline, Some(pe), HEAPS)?;
         let (_, told) = told.ok_or(TcpError::Late { pe, what: "the symmetric heap", limit })?;
-        match Place::from_bytes(&told) {
-            // Another host of the same name.
+        match HeapLocation::from_bytes(&told) {
+            // Another host with the same name.
             Some(place) if place.host != mine.host => {}
             Some(place) => match place.map(heap.heap_bytes()) {
-                Ok(segment) => near[pe] = Some(segment),
+                Ok(segment) => segments[pe] = Some(segment),
                 Err(error) => refusal = refusal.or(Some(format!("the memory of PE {pe}: {error}"))),
             },
             None => refusal = refusal.or(Some(format!("the memory of PE {pe}: it has not said where it is"))),
         }
     }
-    // Also so that nobody's heap ends before it is open everywhere.
+    // Also keeps each heap open until every PE has mapped it.
     if running.min(u64::from(refusal.is_none()), limit)? == 0 {
-        near.clear();
+        segments.clear();
     }
-    Ok((near, refusal))
+    Ok((segments, refusal))
 }
 
 #[cfg(test)]
@@ -102,27 +102,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_comes_as_it_was_sent() {
-        let place = Place { process: 7, fd: 12, file: (1 << 40, 3), host: "boot".to_string() };
-        assert_eq!(Place::from_bytes(&place.to_bytes()).as_ref(), Some(&place));
-        assert_eq!(Place::from_bytes(&place.to_bytes()[..23]), None);
-        assert_eq!(Place::from_bytes(&[0xFF; 30]), None);
+    fn location_survives_its_encoding() {
+        let place = HeapLocation { process: 7, fd: 12, file: (1 << 40, 3), host: "boot".to_string() };
+        assert_eq!(HeapLocation::from_bytes(&place.to_bytes()).as_ref(), Some(&place));
+        assert_eq!(HeapLocation::from_bytes(&place.to_bytes()[..23]), None);
+        assert_eq!(HeapLocation::from_bytes(&[0xFF; 30]), None);
     }
 
     #[cfg(not(miri))] // Miri has no memfd.
     #[test]
-    fn only_the_heap_that_was_meant_is_mapped() {
+    fn other_heap_is_not_mapped() {
         let (heap, other) = (Segment::create("test", 64).unwrap(), Segment::create("test", 64).unwrap());
         let (process, file) = (std::process::id(), heap.file().unwrap());
-        let place = |heap: &Segment, process| Place { process, fd: heap.fd_number(), file, host: String::new() };
-        let mapped = place(&heap, process).map(64).unwrap();
+        let location =
+            |heap: &Segment, process| HeapLocation { process, fd: heap.fd_number(), file, host: String::new() };
+        let mapped = location(&heap, process).map(64).unwrap();
         mapped.copy_in(3, &[5]);
         let mut seen = [0];
         heap.copy_out(3, &mut seen);
         assert_eq!(seen, [5]);
-        let refusal = |place: Place, bytes| place.map(bytes).unwrap_err().to_string();
-        assert_eq!(refusal(place(&other, process), 64), "its process has another number here");
-        assert_eq!(refusal(place(&heap, process), 65), "its process has another number here");
-        assert!(refusal(place(&heap, u32::MAX), 64).contains("No such file"));
+        let refusal = |place: HeapLocation, bytes| place.map(bytes).unwrap_err().to_string();
+        assert_eq!(refusal(location(&other, process), 64), "its process has another number here");
+        assert_eq!(refusal(location(&heap, process), 65), "its process has another number here");
+        assert!(refusal(location(&heap, u32::MAX), 64).contains("No such file"));
     }
 }
