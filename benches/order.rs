@@ -53,7 +53,8 @@ fn main() {
                 let placement = Placement::even(experts, pes);
                 let of_pe = |(pe, chosen): (usize, &[u32])| -> Vec<Row> {
                     let choices: Vec<i32> = chosen.iter().map(|&expert| expert as i32).collect();
-                    let routing = Routing::given(&config, &choices, &vec![1.0; choices.len()]).expect("valid choices");
+                    let routing =
+                        Routing::from_caller(&config, &choices, &vec![1.0; choices.len()]).expect("valid choices");
                     let routes = routes(&routing, &placement, pe, top_k).remove(0);
                     let experts = |j| routes.row(j).iter().map(|slot| slot.expert).collect();
                     routes.tokens.iter().enumerate().map(|(j, &token)| (token, experts(j))).collect()

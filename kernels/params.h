@@ -100,12 +100,12 @@ struct Tables {
     const float* router_bias;     // [n_experts], the correction bias; null without
     const float* shared_gate;     // [H]; null without
     // Physical experts, numbered by PE, then by expert.
-    const u32* first_place;       // [n_pes + 1]: first physical expert of each PE
-    const u32* place_pe;          // [held]: PE of each physical expert
+    const u32* first_physical;       // [n_pes + 1]: first physical expert of each PE
+    const u32* physical_pe;          // [held]: PE of each physical expert
     // Holders of each expert in ascending order, and the cumulative shares by which this PE's slots are assigned to them
     // (src/moe/spec/placement.rs).
     const u32* first_holder;      // [n_experts + 1]: an expert's first entry in the next two tables
-    const u32* holder_place;      // [held]: physical expert
+    const u32* holder_physical;      // [held]: physical expert
     const u64* holder_until;      // [held]: cumulative share, in units of 2^-32
     const MlpWeights* weights;    // [n_local + 1]
     const MlpGradients* gradients;  // [n_local + 1]; null without training

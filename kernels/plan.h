@@ -24,7 +24,7 @@ struct Planner {
     const LayerShape& s;
     u32 tokens, segments;
     u32 *work;                      // masks of tokens or rows, or sums by local expert
-    const u32* first_place;         // [n_pes + 1]: first physical expert of each PE
+    const u32* first_physical;         // [n_pes + 1]: first physical expert of each PE
     u32 *first_row;                 // [n_pes]: rows of lower PEs
     u32 *rows, *slots;              // [n_pes]: over all segments
     u32 *slot_base, *chunk_base;    // [n_pes]: of lower PEs
@@ -37,7 +37,7 @@ struct Planner {
     DEVICE Planner(const Layer& l, const Pass& pass) : layer(l), s(l.shape), tokens(pass.tokens) {
         segments = div_up(tokens, PLAN_TOKENS);
         work = reinterpret_cast<u32*>(dev::shared());
-        first_place = l.tables.first_place;
+        first_physical = l.tables.first_physical;
         first_row = work + plan_work_words(s);
         rows = first_row + s.n_pes;
         slots = rows + s.n_pes;
@@ -63,7 +63,7 @@ struct Planner {
     // Whether ranks among all of this PE's pairs of an expert are needed.
     DEVICE bool ranked() const { return limited() || has_replicas(s); }
     // The PE that computes a pair, or NONE if it is dropped.
-    DEVICE u32 pe_of(u64 pair) const { return pair_physical[pair] == NONE ? NONE : layer.tables.place_pe[pair_physical[pair]]; }
+    DEVICE u32 pe_of(u64 pair) const { return pair_physical[pair] == NONE ? NONE : layer.tables.physical_pe[pair_physical[pair]]; }
     DEVICE u32 grid_thread() const { return dev::block() * PLAN_TOKENS + dev::thread(); }
     DEVICE u32 grid_threads() const { return dev::blocks() * PLAN_TOKENS; }
 };
@@ -267,7 +267,7 @@ DEVICE u32 assign_holder(const Planner& p, u32 e, u32 rank, u32 pairs) {
     const u64 offset = u32((p.s.my_pe + e) * GOLDEN);
     u32 at = p.layer.tables.first_holder[e], last = p.layer.tables.first_holder[e + 1] - 1;
     while (at < last && (pairs * p.layer.tables.holder_until[at] + offset) >> 32 <= rank) at++;
-    return p.layer.tables.holder_place[at];
+    return p.layer.tables.holder_physical[at];
 }
 
 // The physical expert of each pair of a segment; NONE for pairs beyond the limit and for choices without an expert.
@@ -279,7 +279,7 @@ DEVICE void assign_pairs(const Planner& p, u32 segment) {
         const u32 e = p.layer.routing.chosen[pair];
         u32 physical = NONE;
         if (e != NONE && !p.ranked()) {
-            physical = p.layer.tables.holder_place[p.layer.tables.first_holder[e]];
+            physical = p.layer.tables.holder_physical[p.layer.tables.first_holder[e]];
         } else if (e != NONE) {
             const u32 rank = p.experts_before[e] + p.pair_physical[pair];
             if (rank < p.allowed[e]) physical = assign_holder(p, e, rank, p.allowed[e]);
@@ -302,7 +302,7 @@ DEVICE void sum_heads(const Planner& p) {
     }
     const u32 all_rows = scan_words(p, p.experts_before, held), all_slots = scan_words(p, p.allowed, held);
     for (u32 d = dev::thread(); d < n; d += PLAN_TOKENS) {
-        const u32 begin = p.first_place[d], end = p.first_place[d + 1];
+        const u32 begin = p.first_physical[d], end = p.first_physical[d + 1];
         p.first_row[d] = begin < held ? p.experts_before[begin] : all_rows;
         p.slot_base[d] = begin < held ? p.allowed[begin] : all_slots;
         p.rows[d] = (end < held ? p.experts_before[end] : all_rows) - p.first_row[d];
@@ -320,7 +320,7 @@ DEVICE void write_rows(const Planner& p, u32 segment) {
     for (u32 d = 0; d < p.s.n_pes; d++) plan.token_row[u64(d) * max + token] = NONE;
     for (u64 pair = u64(token) * k; pair < u64(token + 1) * k; pair++) {
         if (p.pair_slots[pair] == 0) continue;
-        const u32 physical = p.pair_physical[pair], d = p.layer.tables.place_pe[physical];
+        const u32 physical = p.pair_physical[pair], d = p.layer.tables.physical_pe[physical];
         u32 row = p.experts_before[physical] - p.first_row[d] + (p.pair_before[pair] & 0xffff);
         u32 slot = p.allowed[physical] - p.slot_base[d] + (p.pair_before[pair] >> 16);
         for (u32 i = 0; i < segment; i++) {
@@ -380,7 +380,7 @@ DEVICE void count_chunk(const Planner& p, u32 d, u32 chunk) {
     for (u32 row = chunk * p.s.chunk_rows + dev::lane(); row < end; row += 32) {
         const u64 pairs = u64(p.layer.plan.row_token[u64(d) * p.s.max_tokens + row]) * k;
         for (u64 pair = pairs; pair < pairs + k; pair++)
-            if (p.pe_of(pair) == d) dev::fetch_add(counts + (p.pair_physical[pair] - p.first_place[d]) % split, 1u);
+            if (p.pe_of(pair) == d) dev::fetch_add(counts + (p.pair_physical[pair] - p.first_physical[d]) % split, 1u);
     }
 }
 // One warp, one lane per PE of a host: splits the chunks into rounds, each as long as its chunks fit the window and every PE has room for
@@ -444,7 +444,7 @@ DEVICE void count_slots(const Planner& p, const RowSegment& g) {
     u32 at = begin;
     for (u64 pair = pairs; mine && pair < pairs + k; pair++) {
         if (p.pe_of(pair) != g.d) continue;
-        plan.slot_word[at] = (p.pair_physical[pair] - p.first_place[g.d]) << RANK_BITS;
+        plan.slot_word[at] = (p.pair_physical[pair] - p.first_physical[g.d]) << RANK_BITS;
         plan.slot_weight[at] = p.layer.routing.routing_weights[pair];
         plan.slot_choice[at++] = u32(pair);
     }

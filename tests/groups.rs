@@ -54,7 +54,7 @@ fn run_groups<T: Transport + Send>(
     let heap = group_heap(config, groups, max_tokens, options);
     let by_pe = on_pes(transports, |world| {
         let me = world.my_pe();
-        let group = groups.place(me).0;
+        let group = groups.position(me).0;
         let team = world.team_split(world.world(), groups.members(group)).unwrap().unwrap();
         let shmem = Shmem::new(Group::new(&world, team, heap)?);
         let mut layer = Layer::<_, f32>::builder(spec(config, groups, group, max_tokens, options))
@@ -79,7 +79,7 @@ fn run_groups<T: Transport + Send>(
                 step.grad_hidden_states.extend(grad_input);
                 step.chosen.extend(&routed.chosen);
                 step.rounds.push(*rounds);
-                let (group, index) = groups.place(pe);
+                let (group, index) = groups.position(pe);
                 for id in config.weights() {
                     let Some(grad) = grads.get(id, groups.placement(group), index) else { continue };
                     // The owners in all groups have the same bits.
@@ -279,7 +279,7 @@ fn silent_group_is_reported() {
     let heap = group_heap(config, &groups, 4, &options);
     let errors = on_pes(shm(4, world_heap(config, &groups, 4, 4, &options)), |world| {
         let me = world.my_pe();
-        let group = groups.place(me).0;
+        let group = groups.position(me).0;
         let team = world.team_split(world.world(), groups.members(group)).unwrap().unwrap();
         let shmem = Shmem::new(Group::new(&world, team, heap).unwrap());
         let mut layer = Layer::<_, f32>::builder(spec(config, &groups, group, 4, &options))

@@ -11,7 +11,7 @@ use aristos::moe::placement::Split;
 use aristos::moe::synthetic::Synthetic;
 use aristos::moe::{
     ExpertState, Groups, Layer, LayerConfig, LayerSpec, MoeError, MoeLayer, Options, Placement, Replicas, WeightError,
-    WeightId, WeightPlace, WeightSource,
+    WeightId, WeightSlice, WeightSource,
 };
 use aristos::shmem::reorder::{ReorderTransport, ReorderWorld};
 use aristos::shmem::{GroupTransport, ShmTransport, Shmem, Transport};
@@ -66,15 +66,15 @@ impl ExpertState for Momentum {
         self.len
     }
 
-    fn give(&mut self, expert: usize, into: &mut [f32]) {
+    fn export(&mut self, expert: usize, into: &mut [f32]) {
         into.copy_from_slice(&self.of[&expert]);
     }
 
-    fn take(&mut self, expert: usize, values: &[f32]) {
+    fn import(&mut self, expert: usize, values: &[f32]) {
         assert!(self.of.insert(expert, values.to_vec()).is_none());
     }
 
-    fn forget(&mut self, expert: usize) {
+    fn remove(&mut self, expert: usize) {
         assert!(self.of.remove(&expert).is_some());
     }
 }
@@ -121,8 +121,8 @@ impl WeightSource for At<'_> {
         self.source.name(id)
     }
 
-    fn weight_place(&self, id: WeightId) -> WeightPlace {
-        self.source.weight_place(id)
+    fn weight_slice(&self, id: WeightId) -> WeightSlice {
+        self.source.weight_slice(id)
     }
 
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
@@ -151,7 +151,7 @@ fn run<T: Transport + Send>(
     let splits = even(TOKENS, PES);
     on_pes(transports, |world| {
         let me = world.my_pe();
-        let group = placements[0].place(me).0;
+        let group = placements[0].position(me).0;
         let team = world.team_split(world.world(), placements[0].members(group)).unwrap().unwrap();
         let shmem = Shmem::new(GroupTransport::new(&world, team, bytes).unwrap());
         let exchange = Replicas::with_slots(&world, config, placements[0].clone(), Some(SLOTS)).unwrap();

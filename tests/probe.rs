@@ -209,7 +209,7 @@ mod devices {
     #[test]
     fn a_slow_device_and_its_slow_links_are_seen() {
         let (launch, put) = (Duration::from_millis(100), Duration::from_millis(20));
-        let all = probed(Duration::from_secs(60), |pes| pes[1].set_slow(launch, put));
+        let all = probed(Duration::from_secs(60), |pes| pes[1].set_delays(launch, put));
         let clusters: Vec<&Cluster> = all.iter().map(|(cluster, _)| cluster.as_ref().unwrap()).collect();
         let cluster = clusters[0];
         let figures = |cluster: &Cluster| (cluster.devices.clone(), cluster.links.clone());

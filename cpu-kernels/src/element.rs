@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::gemm_bf16::ProductPath;
-use super::weight::{Lent, WeightShape, bf16_from_f32, bf16_to_f32, widen_bf16};
+use super::weight::{Borrowed, WeightShape, bf16_from_f32, bf16_to_f32, widen_bf16};
 use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32};
 
 /// Element type of activations and weights: f32 or bf16. Accumulation is always in f32.
@@ -37,7 +37,7 @@ pub trait Element: sealed::Sealed + bytemuck::Pod + Default + Send + Sync + 'sta
     fn prepare(w: &[f32], out: usize, inp: usize) -> Self::Weight;
 
     /// Uses a weight `[out, inp]` in place: f32 directly, bf16 by packing it again for each product.
-    fn lend(w: Lent<Self>, out: usize, inp: usize) -> Self::Weight;
+    fn borrow_weight(w: Borrowed<Self>, out: usize, inp: usize) -> Self::Weight;
 
     /// Replaces the values of a packed weight by `w [out, inp]`, in place. Does not allocate once `ws` is large enough.
     fn set_weight(ws: &mut Workspace, weight: &mut Self::Weight, w: &[f32]);
@@ -98,8 +98,8 @@ impl Element for f32 {
         F32Weight::new(w.to_vec(), out, inp)
     }
 
-    fn lend(w: Lent<f32>, out: usize, inp: usize) -> F32Weight {
-        F32Weight::lent(w, out, inp)
+    fn borrow_weight(w: Borrowed<f32>, out: usize, inp: usize) -> F32Weight {
+        F32Weight::borrowed(w, out, inp)
     }
 
     fn set_weight(_: &mut Workspace, weight: &mut F32Weight, w: &[f32]) {
@@ -149,8 +149,8 @@ impl Element for bf16 {
         Bf16Weight::new(w, out, inp)
     }
 
-    fn lend(w: Lent<bf16>, out: usize, inp: usize) -> Bf16Weight {
-        Bf16Weight::lent(ProductPath::detect(), w, out, inp)
+    fn borrow_weight(w: Borrowed<bf16>, out: usize, inp: usize) -> Bf16Weight {
+        Bf16Weight::borrowed(ProductPath::detect(), w, out, inp)
     }
 
     fn set_weight(ws: &mut Workspace, weight: &mut Bf16Weight, w: &[f32]) {

@@ -22,7 +22,7 @@ use half::bf16;
 #[cfg(target_arch = "x86_64")]
 use super::Line;
 use super::weight::{bf16_from_f32, bf16_to_f32, narrow_bf16, widen_bf16};
-use super::{F32Weight, Lent, WeightShape, Workspace, gemm_f32, scratch};
+use super::{Borrowed, F32Weight, WeightShape, Workspace, gemm_f32, scratch};
 #[cfg(target_arch = "x86_64")]
 use avx512::{LeftOperand, pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
 
@@ -90,11 +90,11 @@ enum Form {
     },
     Wide(F32Weight),
     /// Unpacked; each product packs or widens it.
-    Borrowed(ProductPath, Lent<bf16>),
+    Borrowed(ProductPath, Borrowed<bf16>),
 }
 
 impl Bf16Weight {
-    pub(super) fn lent(path: ProductPath, w: Lent<bf16>, out: usize, inp: usize) -> Self {
+    pub(super) fn borrowed(path: ProductPath, w: Borrowed<bf16>, out: usize, inp: usize) -> Self {
         assert_eq!(w.as_ref().as_ref().len(), out * inp, "weight of shape [{out}, {inp}]");
         Bf16Weight { out, inp, form: Form::Borrowed(path, w) }
     }
@@ -147,7 +147,7 @@ impl Bf16Weight {
             #[cfg(target_arch = "x86_64")]
             Form::Packed { nn, .. } => unpack_panels(bytemuck::cast_slice(nn), self.out, self.inp, w),
             Form::Wide(wide) => w.copy_from_slice(wide.values()),
-            Form::Borrowed(_, lent) => widen_bf16(lent.as_ref().as_ref(), w),
+            Form::Borrowed(_, elements) => widen_bf16(elements.as_ref().as_ref(), w),
         }
     }
 }

@@ -3,7 +3,7 @@
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 
-use super::{Lent, WeightShape};
+use super::{Borrowed, WeightShape};
 
 /// A weight matrix `W [out, inp]` in f32, row-major.
 pub struct F32Weight {
@@ -14,7 +14,7 @@ pub struct F32Weight {
 
 enum Values {
     Own(Vec<f32>),
-    Borrowed(Lent<f32>),
+    Borrowed(Borrowed<f32>),
 }
 
 impl F32Weight {
@@ -23,7 +23,7 @@ impl F32Weight {
         F32Weight { values: Values::Own(w), out, inp }
     }
 
-    pub(super) fn lent(w: Lent<f32>, out: usize, inp: usize) -> Self {
+    pub(super) fn borrowed(w: Borrowed<f32>, out: usize, inp: usize) -> Self {
         assert_eq!(w.as_ref().as_ref().len(), out * inp, "weight of shape [{out}, {inp}]");
         F32Weight { values: Values::Borrowed(w), out, inp }
     }

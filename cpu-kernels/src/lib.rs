@@ -29,7 +29,7 @@ pub use activation::{
 pub use element::Element;
 pub use gemm_bf16::{Bf16Weight, uses_avx512_bf16};
 pub use gemm_f32::F32Weight;
-pub use weight::{Lent, WeightShape};
+pub use weight::{Borrowed, WeightShape};
 
 use bytemuck::{Pod, Zeroable};
 

@@ -5,7 +5,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::gemm_bf16::{self, ProductPath};
-use super::{Bf16Weight, Element, Lent, WeightShape, Workspace};
+use super::{Bf16Weight, Borrowed, Element, WeightShape, Workspace};
 
 /// `[m, n, k]` with every tail: below, at and above vector, block and panel sizes.
 const SHAPES: [[usize; 3]; 15] = [
@@ -140,7 +140,7 @@ fn bf16_products_without_the_instruction_match_float64() {
 }
 
 /// A borrowed weight with these values, which `E` represents exactly.
-fn lent<E: Element>(w: &[f32]) -> Lent<E> {
+fn borrowed<E: Element>(w: &[f32]) -> Borrowed<E> {
     let mut values = vec![E::default(); w.len()];
     E::convert(w, &mut values);
     Box::new(values)
@@ -148,9 +148,9 @@ fn lent<E: Element>(w: &[f32]) -> Lent<E> {
 
 #[test]
 fn products_with_borrowed_weights_match_float64() {
-    products_match_float64::<f32>(|w, out, inp| f32::lend(lent(w), out, inp), f32::gemm_tn);
-    products_match_float64::<bf16>(|w, out, inp| bf16::lend(lent(w), out, inp), bf16::gemm_tn);
-    let widened = |w: &[f32], out, inp| Bf16Weight::lent(ProductPath::Widen, lent(w), out, inp);
+    products_match_float64::<f32>(|w, out, inp| f32::borrow_weight(borrowed(w), out, inp), f32::gemm_tn);
+    products_match_float64::<bf16>(|w, out, inp| bf16::borrow_weight(borrowed(w), out, inp), bf16::gemm_tn);
+    let widened = |w: &[f32], out, inp| Bf16Weight::borrowed(ProductPath::Widen, borrowed(w), out, inp);
     products_match_float64::<bf16>(widened, bf16::gemm_tn);
 }
 
@@ -158,7 +158,7 @@ fn products_with_borrowed_weights_match_float64() {
 fn replaced_borrowed_weight_is_copied() {
     let mut ws = Workspace::default();
     fn replaced<E: Element>(ws: &mut Workspace) {
-        let mut weight = E::lend(lent(&[1.0, 2.0]), 2, 1);
+        let mut weight = E::borrow_weight(borrowed(&[1.0, 2.0]), 2, 1);
         let mut is = [0.0; 2];
         E::get_weight(&weight, &mut is);
         assert_eq!(is, [1.0, 2.0]);

@@ -13,7 +13,7 @@ pub trait WeightShape {
 }
 
 /// A row-major weight in the caller's memory, which must not change while this value exists.
-pub type Lent<E> = Box<dyn AsRef<[E]> + Send + Sync>;
+pub type Borrowed<E> = Box<dyn AsRef<[E]> + Send + Sync>;
 
 // `half`'s conversions test for CPU features on every call, which prevents vectorisation.
 #[inline(always)]

@@ -88,15 +88,6 @@ impl Routing {
         Routing { experts, top_k, nodes, records }
     }
 
-    /// Whether a text looks like a routing file rather than a report; it is not validated.
-    pub fn is_routing(text: &str) -> bool {
-        #[derive(Deserialize)]
-        struct Either {
-            records: Option<serde::de::IgnoredAny>,
-        }
-        serde_json::from_str::<Either>(text).is_ok_and(|either| either.records.is_some())
-    }
-
     /// Reads a routing file.
     ///
     /// # Errors
@@ -232,7 +223,6 @@ mod tests {
         let routing = Routing::from_json(SMALL).unwrap();
         assert_eq!(routing.tokens_per_expert(), [2.0, 1.0, 1.0, 1.0]);
         assert_eq!(Routing::from_json(&routing.to_json()).unwrap(), routing);
-        assert!(Routing::is_routing(SMALL) && !Routing::is_routing(r#"{"tokens_per_expert": [1]}"#));
     }
 
     #[test]

@@ -45,8 +45,8 @@ struct Experts {
         for (u32 e = 0; e < w.s.n_experts; e++) {
             const u32 begin = any.first_holder[e], end = any.first_holder[e + 1];
             auto of = [&](auto& all, u32 i) -> std::vector<float>& {
-                const u32 physical = any.holder_place[i], pe = any.place_pe[physical];
-                return all[pe][physical - any.first_place[pe]];
+                const u32 physical = any.holder_physical[i], pe = any.physical_pe[physical];
+                return all[pe][physical - any.first_physical[pe]];
             };
             std::vector<float> sum = of(values, begin);
             for (u32 i = begin + 1; i < end; i++)

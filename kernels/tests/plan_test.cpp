@@ -28,10 +28,10 @@ std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const
         const u64 offset = u32((s.my_pe + e) * 0x9E3779B9u);
         while (holder + 1 < holders && assigned[e] >= (pairs[e] * p.holder_until[first + holder] + offset) >> 32) holder++;
         assigned[e]++;
-        const u32 physical = p.holder_place[first + holder], pe = p.place_pe[physical];
+        const u32 physical = p.holder_physical[first + holder], pe = p.physical_pe[physical];
         auto& rows = all[pe].rows;
         if (rows.empty() || rows.back().token != token) rows.push_back({token, {}});
-        rows.back().slots.push_back({physical - p.first_place[pe], 0, weights[choice], choice});
+        rows.back().slots.push_back({physical - p.first_physical[pe], 0, weights[choice], choice});
     }
     for (Dest& d : all) {
         auto first = [](const Row& row) { return row.slots.front().expert; };

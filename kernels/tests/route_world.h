@@ -97,7 +97,7 @@ struct Pe {
     std::vector<u16> x, router;
     std::vector<float> router_f32, bias, gate, grad_router, grad_gate, output;
     std::vector<u32> owner, local_index;  // of an expert's first holder
-    std::vector<u32> first_place, place_pe, first_holder, holder_place, numbers;
+    std::vector<u32> first_physical, physical_pe, first_holder, holder_physical, numbers;
     std::vector<u64> holder_until;
     std::vector<SumUnit> sum_units;
     std::vector<SumHolder> sum_holders;
@@ -252,7 +252,7 @@ struct World {
     void list_placement(Pe& p, const std::vector<u32>& locals) const {
         const u32 me = p.s.world_pe;
         const auto& of = peers(me);
-        p.first_place.assign(1, 0);
+        p.first_physical.assign(1, 0);
         for (u32 q : of) {
             u32 experts = locals[q];
             if (!intra_node(me, q)) {
@@ -260,15 +260,15 @@ struct World {
                 for (u32 m : all) experts = std::max(experts, locals[m]);
                 experts = relay_for(me, q) == q ? experts * u32(all.size()) : 0;
             }
-            p.first_place.push_back(p.first_place.back() + experts);
-            p.place_pe.insert(p.place_pe.end(), experts, index(of, q));
+            p.first_physical.push_back(p.first_physical.back() + experts);
+            p.physical_pe.insert(p.physical_pe.end(), experts, index(of, q));
         }
-        p.s.held = std::max<u32>(p.s.held, p.first_place.back());
+        p.s.held = std::max<u32>(p.s.held, p.first_physical.back());
         p.first_holder.assign(1, 0);
         for (u32 e = 0; e < s.n_experts; e++) {
             for (u32 q : holding[e])
-                if (group[q] == group[me]) p.holder_place.push_back(p.first_place[index(of, relay_for(me, q))] + number_for(me, e, q));
-            p.first_holder.push_back(u32(p.holder_place.size()));
+                if (group[q] == group[me]) p.holder_physical.push_back(p.first_physical[index(of, relay_for(me, q))] + number_for(me, e, q));
+            p.first_holder.push_back(u32(p.holder_physical.size()));
         }
     }
     // The relay tables.
@@ -356,8 +356,8 @@ struct World {
         t.router = p.router.data(), t.router_f32 = p.router_f32.data();
         t.router_bias = s.correction_bias ? p.bias.data() : nullptr;
         t.shared_gate = s.shared_gate ? p.gate.data() : nullptr;
-        t.first_place = p.first_place.data(), t.place_pe = p.place_pe.data();
-        t.first_holder = p.first_holder.data(), t.holder_place = p.holder_place.data(), t.holder_until = p.holder_until.data();
+        t.first_physical = p.first_physical.data(), t.physical_pe = p.physical_pe.data();
+        t.first_holder = p.first_holder.data(), t.holder_physical = p.holder_physical.data(), t.holder_until = p.holder_until.data();
         t.sum_units = p.sum_units.data(), t.sum_holders = p.sum_holders.data();
         t.world = p.numbers.data(), t.world_peer = p.world_peer.data();
         t.gradients = p.gradients.data();

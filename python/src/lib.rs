@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use aristos::checkpoint::{ACTIVATIONS, Family};
-use aristos::moe::cpu::LentGradients;
+use aristos::moe::cpu::BorrowedGradients;
 use aristos::moe::cpu::experts::Mlp;
-use aristos::moe::kernels::{Element, Lent};
+use aristos::moe::kernels::{Borrowed, Element};
 use aristos::moe::placement::block;
 use aristos::moe::{
     self, Activation, Dtype, Glu, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpGradientsMut, MoeError, MoeLayer,
@@ -136,17 +136,17 @@ impl Weights {
     /// The addresses are those of tensors with these shapes and types, which are not written while the experts live.
     unsafe fn borrow<E: Element>(&self, config: &LayerConfig, experts: usize) -> PyResult<Vec<Mlp<E>>> {
         let expert = |local| {
-            let (mut lent, mut biases) = ([const { None }; 3], [const { Vec::new() }; 3]);
+            let (mut borrowed, mut biases) = ([const { None }; 3], [const { Vec::new() }; 3]);
             for &proj in config.expert.projections() {
                 let [(address, len), (bias, out)] = self.matrix_and_bias(config, local, proj, size_of::<E>());
-                let matrix: Lent<E> = Box::new(CallerSlice { address, len, element: PhantomData });
-                lent[proj_index(proj)] = Some(matrix);
+                let matrix: Borrowed<E> = Box::new(CallerSlice { address, len, element: PhantomData });
+                borrowed[proj_index(proj)] = Some(matrix);
                 if config.expert.bias {
                     // SAFETY: guaranteed by the caller.
                     biases[proj_index(proj)] = unsafe { read::<f32>(bias, out) }.to_vec();
                 }
             }
-            Mlp::lent(config.expert, config.hidden, lent, biases).map_err(moe_error)
+            Mlp::borrowed(config.expert, config.hidden, borrowed, biases).map_err(moe_error)
         };
         (0..experts).map(expert).collect()
     }
@@ -178,7 +178,7 @@ impl Weights {
             }
             return compute(MlpGradientsMut { matrix, bias });
         }
-        compute(rounded.places());
+        compute(rounded.slices_mut());
         for &proj in config.expert.projections() {
             let [(address, len), (bias, out)] = location(proj);
             // SAFETY: guaranteed by the caller.
@@ -219,7 +219,7 @@ impl Forward {
             let experts = self.experts.borrow::<E>(&layer.spec().config, local)?;
             (read(x, elements), read(ids, pairs), read(weights, pairs), write(output, elements), experts)
         };
-        layer.experts_lent(&experts, x, ids, weights, output).map_err(moe_error)
+        layer.experts_borrowed(&experts, x, ids, weights, output).map_err(moe_error)
     }
 }
 
@@ -250,8 +250,8 @@ impl Backward {
             // SAFETY: guaranteed by the caller.
             unsafe { self.gradients.compute_into::<E>(&config, local, rounded, compute) };
         };
-        let gradients = LentGradients { input: grad_x, weights: grad_weights, experts: &mut write_gradients };
-        layer.experts_lent_backward(&experts, saved, x, grad_output, gradients).map_err(moe_error)
+        let gradients = BorrowedGradients { input: grad_x, weights: grad_weights, experts: &mut write_gradients };
+        layer.experts_borrowed_backward(&experts, saved, x, grad_output, gradients).map_err(moe_error)
     }
 }
 

@@ -96,7 +96,7 @@ fn run_as<T: Transport, E: Element>(
         let mut scratch = Scratch::default();
         move |layer: &Layer<_, E>, backward| {
             for ((batch, expert), grads) in batches.iter_mut().zip(layer.local_experts()).zip(&mut grads) {
-                expert.bare_gemms(batch, grads, &mut scratch, backward);
+                expert.run_gemms_only(batch, grads, &mut scratch, backward);
             }
         }
     };

@@ -24,7 +24,7 @@ use std::path::Path;
 use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
 use crate::formats::{Model, Transformer};
-use crate::moe::{LayerConfig, Proj, WeightError, WeightId, WeightPlace, WeightSource};
+use crate::moe::{LayerConfig, Proj, WeightError, WeightId, WeightSlice, WeightSource};
 pub use error::FileError;
 pub use families::{ACTIVATIONS, Family, families_page};
 use families::{Layout, ReadConfig};
@@ -208,9 +208,9 @@ impl Checkpoint {
 
     /// Opens the shard of weight `id`, and checks shape and type of its tensor.
     fn open_and_check(&mut self, dir: &Path, id: WeightId) -> Result<(), FileError> {
-        let place = self.weight_place(id);
+        let place = self.weight_slice(id);
         if let (Quantisation::Mxfp4, WeightId::Expert(e, proj)) = (self.quantisation, id) {
-            let (blocks, [rows, columns]) = (self.place_of_blocks(e, proj)?, place.size);
+            let (blocks, [rows, columns]) = (self.block_slice(e, proj)?, place.size);
             let [.., all_rows, _] = blocks.shape[..] else { unreachable!("experts, rows and columns") };
             if !columns.is_multiple_of(MXFP4_BLOCK) {
                 let what = format!("{}: {rows} rows of {columns}, expected a multiple of {MXFP4_BLOCK}", place.tensor);
@@ -250,9 +250,9 @@ impl Checkpoint {
     }
 
     /// Position of an expert's matrix in its tensor of blocks, in elements of `[experts, rows, columns]`.
-    fn place_of_blocks(&self, e: usize, proj: Proj) -> Result<WeightPlace, FileError> {
+    fn block_slice(&self, e: usize, proj: Proj) -> Result<WeightSlice, FileError> {
         let name = self.name(WeightId::Expert(e, proj));
-        let place = self.layout.place_of_blocks(&self.config, e, proj, name.clone());
+        let place = self.layout.block_slice(&self.config, e, proj, name.clone());
         place.ok_or_else(|| {
             let what = format!("mxfp4 in a checkpoint of {}, expected gpt_oss", self.family.model_type());
             FileError::part(Path::new(&name), what)
@@ -260,7 +260,7 @@ impl Checkpoint {
     }
 
     /// The block scales of an FP8 matrix.
-    fn block_scales(&self, place: &WeightPlace, block: [usize; 2]) -> Result<BlockScales, FileError> {
+    fn block_scales(&self, place: &WeightSlice, block: [usize; 2]) -> Result<BlockScales, FileError> {
         BlockScales::new(&place.shape, block).ok_or_else(|| {
             let what = format!("is F8_E4M3 of shape {:?}", place.shape);
             FileError::part(Path::new(&place.tensor), format!("{what}, expected rows and columns"))
@@ -268,7 +268,7 @@ impl Checkpoint {
     }
 
     /// Reads the elements of an FP8 tensor, multiplied by their scales.
-    fn read_fp8(&self, place: &WeightPlace, block: [usize; 2]) -> Result<Vec<f32>, FileError> {
+    fn read_fp8(&self, place: &WeightSlice, block: [usize; 2]) -> Result<Vec<f32>, FileError> {
         let (span, name) = (place.span(), place.tensor.clone() + SCALE_INV);
         let bytes = self.file_of(&place.tensor)?.read_bytes(&place.tensor, span.clone())?;
         let mut elements: Vec<f32> = bytes.into_iter().map(e4m3).collect();
@@ -281,7 +281,7 @@ impl Checkpoint {
 
     /// Reads an expert's MXFP4 matrix, row-major.
     fn read_mxfp4(&self, e: usize, proj: Proj) -> Result<Vec<f32>, FileError> {
-        let place = self.place_of_blocks(e, proj)?;
+        let place = self.block_slice(e, proj)?;
         let [rows, columns] = place.size;
         // Rows of gate and up alternate.
         let (first, step) = (place.first / columns, place.strides[0] / columns);
@@ -330,12 +330,12 @@ impl WeightSource for Checkpoint {
         self.prefix.clone() + &self.layout.name(id)
     }
 
-    fn weight_place(&self, id: WeightId) -> WeightPlace {
+    fn weight_slice(&self, id: WeightId) -> WeightSlice {
         self.layout.place(&self.config, id, self.name(id))
     }
 
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
-        let place = self.weight_place(id);
+        let place = self.weight_slice(id);
         let read = || -> Result<Vec<f32>, FileError> {
             if let (Quantisation::Mxfp4, WeightId::Expert(e, proj)) = (self.quantisation, id) {
                 let weight = self.read_mxfp4(e, proj)?;

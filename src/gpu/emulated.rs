@@ -38,12 +38,12 @@ pub struct EmulatedDevice {
     /// Seed of the random order of concurrent operations.
     pub seed: u64,
     /// Whether kernels use the network path to all peers, even if their memory is mapped.
-    pub network_alone: bool,
+    pub network_only: bool,
 }
 
 impl Default for EmulatedDevice {
     fn default() -> Self {
-        EmulatedDevice { hopper: false, multiprocessors: 3, seed: 0, network_alone: false }
+        EmulatedDevice { hopper: false, multiprocessors: 3, seed: 0, network_only: false }
     }
 }
 
@@ -296,14 +296,14 @@ pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emu
     let heaps: Vec<*mut c_void> = (0..n_pes).map(heap).collect();
     // SAFETY: each PE's heap has `bytes` bytes and stays mapped while `shmem` lives; `Emulated` drops the world before `shmem`.
     let handle = unsafe {
-        let reached = u32::from(!device.network_alone);
+        let reached = u32::from(!device.network_only);
         (functions.attach)(pe as u32, n_pes as u32, heaps.as_ptr(), bytes as u64, device.seed, reached)
     };
     if handle.is_null() {
         return Err(GpuError::failed("attach an emulated device", functions.message()));
     }
     let group = PeGroup::Processes { shmem: Box::new(shmem), syms: RefCell::default() };
-    let all_reachable = !device.network_alone || n_pes == 1;
+    let all_reachable = !device.network_only || n_pes == 1;
     Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, group, bytes, all_reachable))
 }
 
@@ -320,7 +320,7 @@ pub fn join<T: Transport + Send + Sync + 'static>(
     let (pe, n_pes, bytes) = (shmem.my_pe(), shmem.n_pes(), shmem.heap_bytes());
     let shmem = Box::new(shmem);
     let heap_of = |of| match shmem.transport().ptr(0, of) {
-        Some(heap) if of == pe || !device.network_alone => heap.as_ptr().cast::<c_void>(),
+        Some(heap) if of == pe || !device.network_only => heap.as_ptr().cast::<c_void>(),
         _ => ptr::null_mut(),
     };
     let heaps: Vec<*mut c_void> = (0..n_pes).map(heap_of).collect();
@@ -385,7 +385,7 @@ impl Emulated {
     }
 
     /// Delays each launch, and each put of this PE's blocks, from now on. For tests; must not be called while a kernel runs.
-    pub fn set_slow(&self, launch: Duration, put: Duration) {
+    pub fn set_delays(&self, launch: Duration, put: Duration) {
         self.launch_delay.set(launch);
         let put_ns = u64::try_from(put.as_nanos()).unwrap_or(u64::MAX);
         // SAFETY: `pe` is a PE of this world.
@@ -436,7 +436,7 @@ unsafe impl Gpu for Emulated {
         format!("emulated {}", if self.device.hopper { "Hopper" } else { "Ampere" })
     }
 
-    fn place(&self) -> String {
+    fn device_id(&self) -> String {
         // Emulated devices of one host share its memory.
         String::new()
     }

@@ -52,7 +52,7 @@ const ENV_REACH: &str = "ARISTOS_REACH";
 /// # Errors
 /// [`GpuError::Unavailable`] if `ARISTOS_REACH` has a value other than `network`.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
-pub(crate) fn reached_by_network_alone() -> Result<bool, GpuError> {
+pub(crate) fn network_only() -> Result<bool, GpuError> {
     match std::env::var_os(ENV_REACH) {
         None => Ok(false),
         Some(value) if value.is_empty() => Ok(false),
@@ -190,7 +190,7 @@ pub unsafe trait Gpu {
     fn name(&self) -> String;
 
     /// Identifies the device within its host: PEs of a host that share a device return the same string.
-    fn place(&self) -> String;
+    fn device_id(&self) -> String;
 
     /// The device's resources.
     ///

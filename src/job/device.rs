@@ -12,7 +12,7 @@ use crate::gpu::cuda::CudaGpu;
 #[cfg(feature = "emulate")]
 use crate::gpu::emulated::{Emulated, EmulatedDevice, attach, join};
 #[cfg(feature = "emulate")]
-use crate::gpu::reached_by_network_alone;
+use crate::gpu::network_only;
 use crate::gpu::{DeviceLimits, Gpu, SymmetricBy};
 use crate::moe::device::{DeviceOptions, GemmPath, symmetric_bytes};
 use crate::moe::{LayerSpec, MoeError};
@@ -217,10 +217,10 @@ fn emulated(
     bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
     host: &mut impl MemoryHost,
 ) -> Result<Emulated, JobError> {
-    let network_alone = reached_by_network_alone().map_err(MoeError::Device)?;
+    let network_only = network_only().map_err(MoeError::Device)?;
     let hopper = path == Some(GemmPath::Hopper);
-    let device = EmulatedDevice { hopper, network_alone, ..EmulatedDevice::default() };
-    let all_reachable = host.shares_memory() && !network_alone || host.n_pes() == 1;
+    let device = EmulatedDevice { hopper, network_only, ..EmulatedDevice::default() };
+    let all_reachable = host.shares_memory() && !network_only || host.n_pes() == 1;
     let bytes = bytes(&device.limits(), all_reachable)?;
     let heap = Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), bytes as usize);
     let gpu = match host.device_memory(heap)? {

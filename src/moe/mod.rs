@@ -13,5 +13,5 @@ pub use spec::{
     Activation, ConfigError, Dtype, ExpertState, Glu, GradientSink, Gradients, GroupLimit, GroupScore, Groups, Hosts,
     LayerConfig, LayerSpec, Layout, Load, MlpConfig, MlpGradients, MlpGradientsMut, MlpId, Mode, MoeError, MoeLayer,
     NO_EXPERT, Norm, Options, Placement, Proj, Routed, RouterConfig, Scoring, SharedConfig, SparseMixer, WeightError,
-    WeightId, WeightPlace, WeightSource, gemm_flop, metrics, placement, proj_index,
+    WeightId, WeightSlice, WeightSource, gemm_flop, metrics, placement, proj_index,
 };

@@ -139,7 +139,7 @@ impl Synthetic {
     }
 
     /// The experts of global token `token` in the order drawn, distinct, `[top_k]`. The router chooses the same set.
-    pub fn drawn(&self, token: usize) -> Vec<usize> {
+    pub fn draw_experts(&self, token: usize) -> Vec<usize> {
         let LayerConfig { n_experts, router, .. } = &self.spec.layer;
         let mut rng = self.rng(Stream::Routing, token);
         let mut weights = self.probabilities.clone();
@@ -178,7 +178,7 @@ impl Synthetic {
         let mut out = vec![0.0; rows.len() * hidden];
         for (token, x) in rows.zip(out.chunks_mut(*hidden)) {
             let mut rng = self.rng(Stream::HiddenStates, token);
-            let drawn = self.drawn(token);
+            let drawn = self.draw_experts(token);
             let groups = self.groups_of(&drawn);
             for (e, x) in x[..*n_experts].iter_mut().enumerate() {
                 let fraction: f32 = rng.random();
@@ -405,7 +405,7 @@ mod tests {
                 let tokens = 300;
                 for (t, chosen) in routed(&s, tokens).chunks(k).enumerate() {
                     let mut chosen: Vec<usize> = chosen.iter().map(|&e| e as usize).collect();
-                    let mut drawn = s.drawn(t);
+                    let mut drawn = s.draw_experts(t);
                     chosen.sort_unstable();
                     drawn.sort_unstable();
                     assert_eq!(chosen, drawn, "{kind:?} {scoring:?} {experts} {k} token {t}");
@@ -420,7 +420,7 @@ mod tests {
         let router = s.load(WeightId::Router).unwrap();
         let hidden_states = bf16(s.hidden_states(0..500));
         for (t, x) in hidden_states.chunks(256).enumerate() {
-            let drawn = s.drawn(t);
+            let drawn = s.draw_experts(t);
             let (mut lowest, mut highest) = (f32::INFINITY, f32::NEG_INFINITY);
             for (e, w) in router.chunks(256).enumerate() {
                 let logit: f32 = x.iter().zip(w).map(|(x, w)| x * w).sum();
@@ -438,7 +438,7 @@ mod tests {
     fn hot_experts_receive_the_given_share() {
         let tokens = 20_000;
         let share = |s: &Synthetic, n_hot: usize| {
-            let drawn: Vec<usize> = (0..tokens).flat_map(|t| s.drawn(t)).collect();
+            let drawn: Vec<usize> = (0..tokens).flat_map(|t| s.draw_experts(t)).collect();
             drawn.iter().filter(|&&e| e < n_hot).count() as f64 / drawn.len() as f64
         };
         // The standard error of a share of 20,000 draws is at most 0.0035; 0.015 is above four of them.

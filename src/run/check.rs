@@ -69,7 +69,7 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         Ok(())
     };
     let want = reference_with(&problem, &mut |id, grad| {
-        let place = job.weight_place(id);
+        let place = job.weight_slice(id);
         let name = gradient_name(&place.tensor);
         if place.is_whole() {
             return test(&name, &results.read(file, &name)?, &grad.values, &grad.bounds);

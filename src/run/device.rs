@@ -27,7 +27,7 @@ use crate::report::{PeReport, SymmetricMemory};
 pub(super) fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
     let open = job.open_device.take();
     let job: &PreparedRun = job;
-    let spec = job.layer_spec(job.groups.place(host.my_pe()).0);
+    let spec = job.layer_spec(job.groups.position(host.my_pe()).0);
     with_device(open, (job.request.device, job.request.symmetric), &spec, &on_device(job), host, |gpu, host| {
         run_on(job, spec.clone(), host, gpu)
     })

@@ -34,7 +34,7 @@ use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{
-    Groups, Hosts, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightPlace, WeightSource,
+    Groups, Hosts, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightSlice, WeightSource,
 };
 use crate::plan::Replication;
 
@@ -268,7 +268,7 @@ impl PreparedRun {
     /// The checkpoint's tensors that contain the weights selected by `of`, with their shapes. Several weights may share a tensor.
     fn tensors(&self, of: impl Fn(&WeightId) -> bool) -> Vec<(String, Vec<usize>)> {
         let mut seen = std::collections::HashSet::new();
-        let places = self.config.weights().into_iter().filter(of).map(|id| self.weight_place(id));
+        let places = self.config.weights().into_iter().filter(of).map(|id| self.weight_slice(id));
         places.filter(|place| seen.insert(place.tensor.clone())).map(|place| (place.tensor, place.shape)).collect()
     }
 
@@ -303,8 +303,8 @@ impl WeightSource for PreparedRun {
         self.weights().name(id)
     }
 
-    fn weight_place(&self, id: WeightId) -> WeightPlace {
-        self.weights().weight_place(id)
+    fn weight_slice(&self, id: WeightId) -> WeightSlice {
+        self.weights().weight_slice(id)
     }
 
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {

@@ -121,7 +121,7 @@ fn run_as<T: Transport, E: Element>(part: OnCpu<'_>, host: &dyn Host, world: &Sh
     if !needs_exchange(job) {
         return run_layer::<_, _, E, OneGroup>(part, host, world, None, world);
     }
-    let team = world.team_split(world.world(), job.groups.members(job.groups.place(world.my_pe()).0))?;
+    let team = world.team_split(world.world(), job.groups.members(job.groups.position(world.my_pe()).0))?;
     let team = team.context("a PE is in its group")?;
     let group = Shmem::new(GroupTransport::new(world, team, group_heap_bytes(job)?)?);
     let exchange = Replicas::with_slots(world, &job.config, job.groups.clone(), job.slots())?;
@@ -138,7 +138,7 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
 ) -> Result<()> {
     let OnCpu { job, progress } = part;
     let me = host.my_pe();
-    let group = job.groups.place(job.rank(me)).0;
+    let group = job.groups.position(job.rank(me)).0;
     let observer = StatusObserver { status: host.status().clone(), rate: job.rate(me) };
     let builder = Layer::<_, E>::builder(job.layer_spec(group)).observer(observer);
     let mut report = PeReport {

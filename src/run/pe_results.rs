@@ -55,7 +55,7 @@ pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeRep
         write("output", tokens.start, &results.output)?;
         if job.backward {
             write("grad_hidden_states", tokens.start, &results.grad_input)?;
-            let (group, index) = results.groups.place(job.rank(me));
+            let (group, index) = results.groups.position(job.rank(me));
             let placement = results.groups.placement(group);
             let held = job.config.weights().into_iter();
             let grads = held.filter_map(|id| Some((id, results.grads.get(id, placement, index)?)));
@@ -109,7 +109,7 @@ impl Target<'_> {
             if first != Some(me) {
                 continue;
             }
-            let place = job.weight_place(id);
+            let place = job.weight_slice(id);
             if place.is_whole() {
                 self.write(&name(&place.tensor), 0..values.len(), values)?;
                 continue;

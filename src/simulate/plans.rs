@@ -57,7 +57,7 @@ impl Choices {
                 record.choices_by_node(top_k).map(|(_, choices)| choices.iter().map(id).collect()).collect()
             }
             Choices::Synthetic(synthetic, tokens) => {
-                let drawn = |token: usize| synthetic.drawn(token).into_iter().map(|expert| expert as i32);
+                let drawn = |token: usize| synthetic.draw_experts(token).into_iter().map(|expert| expert as i32);
                 (0..pes).map(|pe| block(*tokens, pes, pe).flat_map(drawn).collect()).collect()
             }
         }

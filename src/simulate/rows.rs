@@ -17,7 +17,7 @@ pub(super) fn rows(
     ids: &[i32],
     hosts: &[usize],
 ) -> Result<Vec<Rows>> {
-    let routing = Routing::given(&simulated.config, ids, &vec![1.0; ids.len()])?;
+    let routing = Routing::from_caller(&simulated.config, ids, &vec![1.0; ids.len()])?;
     let routes = router::routes(&routing, placement, pe, simulated.config.router.top_k);
     let of_pe = |(to, routes): (usize, router::Routes)| {
         let rows = Rows {

@@ -260,7 +260,7 @@ fn fused_experts_are_read_one_by_one() {
     let all = values("model.layers.1.block_sparse_moe.input_linear.weight", 5 * 20 * 6);
     assert_eq!(checkpoint.load(WeightId::Expert(3, Proj::Gate)).unwrap(), all[3 * 120..3 * 120 + 60]);
     assert_eq!(checkpoint.load(WeightId::Expert(3, Proj::Up)).unwrap(), all[3 * 120 + 60..4 * 120]);
-    let place = checkpoint.weight_place(WeightId::Expert(3, Proj::Up));
+    let place = checkpoint.weight_slice(WeightId::Expert(3, Proj::Up));
     assert_eq!((place.shape, place.part), (vec![5, 20, 6], 360..480));
 
     // gpt-oss: transposed, gate and up interleaved, with biases.

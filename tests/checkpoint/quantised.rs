@@ -36,7 +36,7 @@ fn fp8_matrices_are_multiplied_by_block_scales() {
         let (row, column) = (i / 6, i % 6);
         assert_eq!(*x, [1.0, 2.0, 4.0, 8.0][i % 4] * (1 + 2 * (row / 4) + column / 4) as f32);
     }
-    assert_eq!(checkpoint.weight_place(WeightId::Expert(2, Proj::Up)).shape, [10, 6]);
+    assert_eq!(checkpoint.weight_slice(WeightId::Expert(2, Proj::Up)).shape, [10, 6]);
     // Unquantised weights are read as usual.
     assert_eq!(checkpoint.load(WeightId::Router).unwrap(), values("model.layers.1.mlp.gate.weight", 24));
 
@@ -108,7 +108,7 @@ fn experts_in_mxfp4_are_read_by_rows() {
             assert_eq!(*x, 2.0 * FP4[1 + row % 7], "{proj:?} {i}");
         }
         // Gradients have the shape of the model class.
-        let place = read.weight_place(WeightId::Expert(1, proj));
+        let place = read.weight_slice(WeightId::Expert(1, proj));
         assert!(!place.tensor.contains("_blocks") && place.shape == [2, 32, rows], "{place:?}");
     }
     const BLOCKS: &str = "model.layers.1.mlp.experts.gate_up_proj_blocks";

@@ -21,7 +21,7 @@ pub struct Done {
 
 /// The spec of the layer of PE `pe`'s group.
 fn spec_in(source: &Synthetic, groups: &Groups, pe: usize, tokens: usize, options: &Options) -> LayerSpec {
-    let group = groups.place(pe).0;
+    let group = groups.position(pe).0;
     let placement = groups.placement(group).clone();
     let options = with!(options.clone(); hosts = options.hosts.of(groups.members(group)));
     LayerSpec::new(source.config().clone(), placement.n_pes(), tokens)
@@ -58,7 +58,7 @@ fn gathered(by_pe: Vec<common::PeStep>, config: &LayerConfig, groups: &Groups) -
         done.rows.push(one.routed.expert_rows.clone());
         done.rounds = done.rounds.max(one.rounds);
         done.traffic.add(&one.traffic);
-        let (group, index) = groups.place(pe);
+        let (group, index) = groups.position(pe);
         for id in config.weights() {
             let Some(grad) = one.grads.get(id, groups.placement(group), index) else { continue };
             let held = done.step.grads.entry(id).or_insert_with(|| grad.to_vec());
@@ -76,7 +76,7 @@ pub fn on_devices(world: &World, source: &Synthetic, of: &Groups, tokens: usize,
         let spec = spec_in(source, of, me, tokens.div_ceil(n), &world.options);
         let device = device_options(of, &world.options);
         let mut layer = DeviceLayer::new(gpu, spec, source, &device).unwrap_or_else(|error| panic!("{error}"));
-        assert_eq!(layer.my_pe(), of.place(me).1);
+        assert_eq!(layer.my_pe(), of.position(me).1);
         assert_eq!(gpu.symmetric_bytes().0 as u64, layer.symmetric_bytes().next_multiple_of(64));
         let done = repeat(&mut layer, source, splits[me].clone(), steps);
         layer.free().unwrap();
@@ -93,7 +93,7 @@ fn on_cpus(source: &Synthetic, of: &Groups, tokens: usize, options: &Options) ->
     let bytes = heap + replica_bytes(config, of, None) + 4096;
     let by_pe = common::on_pes(shm(n, Shmem::<ShmTransport>::heap_bytes_for(n, bytes)), |world| {
         let me = world.my_pe();
-        let team = world.team_split(world.world(), of.members(of.place(me).0)).unwrap().unwrap();
+        let team = world.team_split(world.world(), of.members(of.position(me).0)).unwrap().unwrap();
         let shmem = Shmem::new(GroupTransport::new(&world, team, heap).unwrap());
         let exchange = Replicas::new(&world, config, of.clone()).unwrap();
         let mut layer = Layer::<_, bf16>::builder(spec(me)).exchange(exchange).build(&shmem, source).unwrap();

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use aristos::moe::cpu::{LentGradients, Saved};
 use aristos::moe::cpu::experts::Mlp;
-use aristos::moe::kernels::Lent;
+use aristos::moe::cpu::{BorrowedGradients, Saved};
+use aristos::moe::kernels::Borrowed;
 use aristos::moe::{
     self, Activation, LayerConfig, LayerSpec, MlpConfig, MlpGradientsMut, MoeLayer, Proj, RouterConfig, proj_index,
 };
@@ -85,9 +85,9 @@ fn experts(layer: &Layer, parameters: &[f32]) -> Result<Vec<Mlp<f32>>> {
         .map(|expert| {
             let matrices = PROJECTIONS.map(|proj| {
                 let start = (3 * expert + proj_index(proj)) * size;
-                Some(Box::new(Matrix(all.clone(), start..start + size)) as Lent<f32>)
+                Some(Box::new(Matrix(all.clone(), start..start + size)) as Borrowed<f32>)
             });
-            Mlp::lent(config, hidden, matrices, [const { Vec::new() }; 3]).map_err(Error::wrap)
+            Mlp::borrowed(config, hidden, matrices, [const { Vec::new() }; 3]).map_err(Error::wrap)
         })
         .collect()
 }
@@ -122,7 +122,7 @@ impl CustomOp3 for Pass {
         let (x, weights) = (elements(x, x_layout)?, elements(weights, weights_layout)?);
         let experts = experts(&layer, elements(parameters, parameters_layout)?)?;
         let mut output = vec![0.0; x.len()];
-        let saved = layer.experts_lent(&experts, x, &self.ids, weights, &mut output).map_err(Error::wrap)?;
+        let saved = layer.experts_borrowed(&experts, x, &self.ids, weights, &mut output).map_err(Error::wrap)?;
         *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = Some(saved);
         Ok((CpuStorage::F32(output), x_layout.shape().clone()))
     }
@@ -149,9 +149,9 @@ impl CustomOp3 for Pass {
             let (up, rest) = rest.split_at_mut(size);
             compute(MlpGradientsMut { matrix: [gate, up, &mut rest[..size]], bias: [&mut [], &mut [], &mut []] });
         };
-        let gradients = LentGradients { input: &mut grad_x, weights: &mut grad_weights, experts: &mut take };
+        let gradients = BorrowedGradients { input: &mut grad_x, weights: &mut grad_weights, experts: &mut take };
         layer
-            .experts_lent_backward(&experts, &mut saved, &values(x)?, &values(grad)?, gradients)
+            .experts_borrowed_backward(&experts, &mut saved, &values(x)?, &values(grad)?, gradients)
             .map_err(Error::wrap)?;
         layer.recycle(saved);
         let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);

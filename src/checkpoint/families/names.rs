@@ -2,7 +2,7 @@
 //!
 //! Names are given without the prefix up to `layers.N.`; `{e}` stands for an expert's number.
 
-use crate::moe::{LayerConfig, MlpConfig, Proj, WeightId, WeightPlace, proj_index};
+use crate::moe::{LayerConfig, MlpConfig, Proj, WeightId, WeightSlice, proj_index};
 
 /// The names of a layer's weights in one layout of a family's checkpoints. A name is empty if the layout has no such
 /// weight.
@@ -92,7 +92,7 @@ impl Layout {
 
     /// Position of an expert's matrix in a tensor of MXFP4 blocks, which have whole rows: as in `tensor`, but
     /// transposed. `None` if no such checkpoints exist in this layout.
-    pub fn place_of_blocks(&self, config: &LayerConfig, e: usize, proj: Proj, tensor: String) -> Option<WeightPlace> {
+    pub fn block_slice(&self, config: &LayerConfig, e: usize, proj: Proj, tensor: String) -> Option<WeightSlice> {
         if self.experts.packing != Packing::InterleavedTransposed {
             return None;
         }
@@ -101,7 +101,7 @@ impl Layout {
     }
 
     /// Position of a weight of `config`; `tensor` is the full name of its tensor.
-    pub fn place(&self, config: &LayerConfig, id: WeightId, tensor: String) -> WeightPlace {
+    pub fn place(&self, config: &LayerConfig, id: WeightId, tensor: String) -> WeightSlice {
         let expert = |e: usize| (&self.experts, config.expert, Some((e, config.n_experts)));
         let shared = || (&self.shared, config.shared.map_or(config.expert, |s| s.mlp), None);
         let ((mlps, mlp, expert), proj, is_bias) = match id {
@@ -111,9 +111,9 @@ impl Layout {
             WeightId::SharedBias(p) => (shared(), p, true),
             WeightId::RouterBias if self.bias_row => {
                 let n = config.choices();
-                return WeightPlace { shape: vec![1, n], ..WeightPlace::whole(tensor, vec![n]) };
+                return WeightSlice { shape: vec![1, n], ..WeightSlice::whole(tensor, vec![n]) };
             }
-            _ => return WeightPlace::whole(tensor, config.shape(id)),
+            _ => return WeightSlice::whole(tensor, config.shape(id)),
         };
         mlps.place(&mlp, config.hidden, proj, is_bias, expert, tensor)
     }
@@ -148,12 +148,12 @@ impl Mlps {
         is_bias: bool,
         expert: Option<(usize, usize)>,
         tensor: String,
-    ) -> WeightPlace {
+    ) -> WeightSlice {
         let [rows, width] = mlp.shape(proj, hidden);
         let columns = if is_bias { 1 } else { width };
         let (number, experts) = expert.unwrap_or((0, 1));
         if self.packing == Packing::Separate {
-            return WeightPlace::whole(tensor, if is_bias { vec![rows] } else { vec![rows, columns] });
+            return WeightSlice::whole(tensor, if is_bias { vec![rows] } else { vec![rows, columns] });
         }
         let size = [rows, columns];
         if self.packing == Packing::Stacked {
@@ -162,7 +162,7 @@ impl Mlps {
             let first = number * len;
             let strides = if proj == Proj::Down { [1, rows] } else { [columns, 1] };
             let shape = vec![experts * mlp.intermediate, hidden];
-            return WeightPlace { tensor, shape, size, first, strides, part: first..first + len };
+            return WeightSlice { tensor, shape, size, first, strides, part: first..first + len };
         }
         let two = self.gate == self.up && proj != Proj::Down;
         let all_rows = if two { 2 * rows } else { rows };
@@ -186,7 +186,7 @@ impl Mlps {
             shape.extend([all_rows, columns]);
             (start + offset * columns, [step * columns, 1])
         };
-        WeightPlace { tensor, shape, size, first, strides, part: start..start + len }
+        WeightSlice { tensor, shape, size, first, strides, part: start..start + len }
     }
 }
 

@@ -35,7 +35,7 @@ use nccl::windows::CollectiveContext;
 use symmetric::{Symmetric, SymmetricSource};
 
 use super::nvshmem::Bootstrap;
-use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBy, TensorMap, reached_by_network_alone};
+use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBy, TensorMap, network_only};
 
 /// Number of marks that [`Gpu::mark`] accepts.
 pub const MARKS: usize = 64;
@@ -47,7 +47,7 @@ pub struct CudaGpu {
     driver: &'static Driver,
     info: DeviceInfo,
     wait_limit: Duration,
-    network_alone: bool,
+    network_only: bool,
     bootstrap: Box<dyn Bootstrap>,
     multiprocessors: u32,
     fewest_multiprocessors: u32,
@@ -115,8 +115,8 @@ impl CudaGpu {
         wait_limit: Duration,
     ) -> Result<Self, GpuError> {
         let driver = driver::driver()?;
-        let network_alone = reached_by_network_alone()?;
-        if network_alone && !matches!(source, SymmetricSource::Nvshmem) {
+        let network_only = network_only()?;
+        if network_only && !matches!(source, SymmetricSource::Nvshmem) {
             return Err(GpuError::Unavailable(
                 "ARISTOS_REACH network needs `symmetric` nvshmem: NCCL's windows have no network".into(),
             ));
@@ -144,7 +144,7 @@ impl CudaGpu {
             driver,
             info,
             wait_limit,
-            network_alone,
+            network_only,
             bootstrap,
             multiprocessors,
             fewest_multiprocessors: agreed.fewest_multiprocessors,
@@ -316,7 +316,7 @@ unsafe impl Gpu for CudaGpu {
         self.info.name.clone()
     }
 
-    fn place(&self) -> String {
+    fn device_id(&self) -> String {
         self.info.pci.clone()
     }
 

@@ -58,7 +58,7 @@ impl CudaGpu {
     pub(super) fn peer(&self, symmetric: u64, pe: usize) -> u64 {
         match &self.symmetric {
             _ if pe == self.my_pe() => symmetric,
-            _ if self.network_alone => 0,
+            _ if self.network_only => 0,
             Symmetric::Nvshmem(nvshmem) => nvshmem.ptr(symmetric, pe),
             Symmetric::Nccl(windows) => windows.peer(symmetric, pe),
             Symmetric::Alone => 0,

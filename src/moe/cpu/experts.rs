@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use super::kernels::{self, Element, Lent, Workspace};
+use super::kernels::{self, Borrowed, Element, Workspace};
 use crate::moe::spec::{MlpConfig, MlpGradients, MlpGradientsMut, MlpId, MoeError, Proj, WeightId, proj_index};
 
 /// The weights of one MLP, packed for the GEMMs. Biases stay f32.
@@ -55,17 +55,17 @@ impl<E: Element> Mlp<E> {
     /// # Errors
     ///
     /// Returns `MoeError::Shape` if a projection is missing, superfluous or of another length.
-    pub fn lent(
+    pub fn borrowed(
         config: MlpConfig,
         hidden: usize,
-        [gate, up, down]: [Option<Lent<E>>; 3],
+        [gate, up, down]: [Option<Borrowed<E>>; 3],
         bias: [Vec<f32>; 3],
     ) -> Result<Self, MoeError> {
-        let borrow = |proj: Proj, lent: Option<Lent<E>>| {
+        let borrow = |proj: Proj, matrix: Option<Borrowed<E>>| {
             let wanted = config.projections().contains(&proj);
             let [out, inp] = config.shape(proj, hidden);
             let (got, expected) =
-                (lent.as_ref().map_or(0, |w| w.as_ref().as_ref().len()), if wanted { out * inp } else { 0 });
+                (matrix.as_ref().map_or(0, |w| w.as_ref().as_ref().len()), if wanted { out * inp } else { 0 });
             if got != expected {
                 return Err(MoeError::Shape {
                     what: format!("the borrowed {proj:?}").into(),
@@ -73,7 +73,7 @@ impl<E: Element> Mlp<E> {
                     expected: expected.to_string(),
                 });
             }
-            Ok(lent.map(|w| E::lend(w, out, inp)))
+            Ok(matrix.map(|w| E::borrow_weight(w, out, inp)))
         };
         let biased = |proj: Proj| config.bias && config.projections().contains(&proj);
         for (proj, bias) in [Proj::Gate, Proj::Up, Proj::Down].into_iter().zip(&bias) {
@@ -138,7 +138,13 @@ impl<E: Element> Mlp<E> {
 
     /// Runs only the GEMMs of a forward pass over `batch`, then those of a backward pass if `backward`. The benchmarks
     /// use it as the reference for the layer's speed.
-    pub fn bare_gemms(&self, batch: &mut Batch<E>, grads: &mut MlpGradients, scratch: &mut Scratch, backward: bool) {
+    pub fn run_gemms_only(
+        &self,
+        batch: &mut Batch<E>,
+        grads: &mut MlpGradients,
+        scratch: &mut Scratch,
+        backward: bool,
+    ) {
         let (m, h, i) = (batch.rows, self.hidden, self.config.intermediate);
         scratch.reserve(m * i);
         let Scratch { workspace: ws, inner: [a, b] } = scratch;
@@ -253,7 +259,7 @@ impl<E: Element> Batch<E> {
         }
     }
 
-    /// A batch of `rows` rows for [`Mlp::bare_gemms`], with every GEMM input filled with values in [-1, 1].
+    /// A batch of `rows` rows for [`Mlp::run_gemms_only`], with every GEMM input filled with values in [-1, 1].
     pub fn filled(config: &MlpConfig, hidden: usize, rows: usize) -> Self {
         let mut batch = Batch::default();
         batch.resize_forward(config, hidden, rows);

@@ -17,5 +17,5 @@ mod weights;
 pub use aristos_cpu_kernels as kernels;
 pub use engine::Saved;
 pub use layer::{Layer, LayerBuilder};
-pub use pass::LentGradients;
+pub use pass::BorrowedGradients;
 pub use replicas::{Exchange, OneGroup, Replicas, replica_bytes};

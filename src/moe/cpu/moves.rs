@@ -43,7 +43,7 @@ fn transfer_rounds(old: &Placement, new: &Placement) -> Vec<Vec<Transfer>> {
 impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// See [`MoeLayer::move_experts`](crate::moe::MoeLayer::move_experts).
     pub(super) fn move_to(&mut self, groups: &Groups, state: &mut dyn ExpertState) -> Result<usize, MoeError> {
-        let (group, me) = groups.place(self.pe().world_pe(self.pe().my_pe()));
+        let (group, me) = groups.position(self.pe().world_pe(self.pe().my_pe()));
         let new = groups.placement(group).clone();
         self.check_move(&new, me)?;
         let rounds = transfer_rounds(&self.spec.placement, &new);
@@ -115,7 +115,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         for (id, part) in self.spec.config.expert_parts(expert) {
             self.weights.get(id, &self.spec.placement, self.pe().my_pe(), &mut values[part])?;
         }
-        state.give(expert, &mut values[weights..]);
+        state.export(expert, &mut values[weights..]);
         Ok(values)
     }
 
@@ -134,7 +134,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         for &expert in new.experts(me) {
             let mlp = match (received.get(&expert), previous.remove(&expert)) {
                 (Some(values), _) => {
-                    state.take(expert, &values[weights..]);
+                    state.import(expert, &values[weights..]);
                     let parts: BTreeMap<_, _> = config.expert_parts(expert).into_iter().collect();
                     let load = |id: WeightId| -> Result<Vec<f32>, MoeError> { Ok(values[parts[&id].clone()].to_vec()) };
                     Mlp::load(config.expert, config.hidden, MlpId::Routed(expert), load)?
@@ -148,7 +148,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             };
             self.weights.experts.push(mlp);
         }
-        previous.into_keys().for_each(|expert| state.forget(expert));
+        previous.into_keys().for_each(|expert| state.remove(expert));
         self.spec.placement = new;
         let LayerSpec { config, placement, .. } = &self.spec;
         if let Some(gradients) = &mut self.gradients {

@@ -82,7 +82,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     }
 
     fn experts(&mut self, x: &[E], ids: &[i32], weights: &[f32], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
-        self.with_own_experts(|layer, experts| layer.experts_lent(experts, x, ids, weights, output))
+        self.with_own_experts(|layer, experts| layer.experts_borrowed(experts, x, ids, weights, output))
     }
 
     fn experts_backward(
@@ -206,7 +206,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
 }
 
 /// Destination of the gradients that [`Layer::experts_borrowed_backward`] computes.
-pub struct LentGradients<'a> {
+pub struct BorrowedGradients<'a> {
     /// Gradients of the tokens, `[T, hidden]`.
     pub input: &'a mut [f32],
     /// Gradients of the routing weights, `[T, K]`.
@@ -222,7 +222,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// # Errors
     ///
     /// Those of `experts`, and an error if number or shape of `experts` differs from the layer's.
-    pub fn experts_lent(
+    pub fn experts_borrowed(
         &mut self,
         experts: &[Mlp<E>],
         x: &[E],
@@ -234,7 +234,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let pairs = self.tokens(x, output)? * self.spec.config.router.top_k;
         expect_len("ids", ids.len(), pairs)?;
         expect_len("weights", weights.len(), pairs)?;
-        let routing = Routing::given(&self.spec.config, ids, weights)?;
+        let routing = Routing::from_caller(&self.spec.config, ids, weights)?;
         self.forward_pass(experts, x, Some(routing), output)
     }
 
@@ -244,16 +244,16 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// # Errors
     ///
     /// Those of [`MoeLayer::experts_backward`], and an error if number or shape of `experts` differs from the layer's.
-    pub fn experts_lent_backward(
+    pub fn experts_borrowed_backward(
         &mut self,
         experts: &[Mlp<E>],
         saved: &mut Saved<E>,
         x: &[E],
         grad_output: &[E],
-        gradients: LentGradients<'_>,
+        gradients: BorrowedGradients<'_>,
     ) -> Result<(), MoeError> {
         self.check_borrowed(experts)?;
-        let LentGradients { input, weights, experts: sink } = gradients;
+        let BorrowedGradients { input, weights, experts: sink } = gradients;
         self.backward_pass(experts, saved, x, grad_output, input, Some(weights), Some(sink))
     }
 

@@ -198,7 +198,7 @@ impl Routing {
     /// # Errors
     ///
     /// Returns `MoeError::Usage` if an id is out of range or occurs twice in a token.
-    pub fn given(config: &LayerConfig, ids: &[i32], weights: &[f32]) -> Result<Routing, MoeError> {
+    pub fn from_caller(config: &LayerConfig, ids: &[i32], weights: &[f32]) -> Result<Routing, MoeError> {
         let k = config.router.top_k;
         let mut chosen = Vec::with_capacity(ids.len());
         for (token, ids) in ids.chunks_exact(k).enumerate() {

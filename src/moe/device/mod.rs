@@ -78,7 +78,7 @@ impl<'g> DeviceLayer<'g> {
         static LAYERS: AtomicU64 = AtomicU64::new(0);
         let (my_pe, n_pes) = (gpu.my_pe(), gpu.n_pes());
         let groups = device.groups(&spec, my_pe, n_pes)?;
-        let (group, me) = groups.place(my_pe);
+        let (group, me) = groups.position(my_pe);
         check(&spec.config, spec.dtype, &spec.options)?;
         let limits = gpu.limits()?;
         let all_reachable = gpu.all_reachable()?;

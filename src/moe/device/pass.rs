@@ -354,7 +354,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
         let (local, at) = saved.at(info.error);
         local.read(at, std::slice::from_mut(&mut record))?;
         let me = self.gpu.my_pe();
-        let members = self.groups.members(self.groups.place(me).0);
+        let members = self.groups.members(self.groups.position(me).0);
         if let Some(error) = report::error(&record, me, members, &self.spec.options) {
             return Err(error);
         }

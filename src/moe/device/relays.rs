@@ -103,21 +103,21 @@ impl<'a> Relays<'a> {
         shape.windows = most(&|pe| self.senders(pe).count());
     }
 
-    /// `Tables::first_place` and `Tables::place_pe`.
+    /// `Tables::first_physical` and `Tables::physical_pe`.
     pub fn physical_tables(&self, me: usize) -> (Vec<u32>, Vec<u32>) {
-        let (mut first_place, mut place_pe) = (vec![0u32], Vec::new());
+        let (mut first_physical, mut physical_pe) = (vec![0u32], Vec::new());
         for dest in 0..self.n_pes() {
-            place_pe.resize(place_pe.len() + self.physical_count(me, dest), dest as u32);
-            first_place.push(place_pe.len() as u32);
+            physical_pe.resize(physical_pe.len() + self.physical_count(me, dest), dest as u32);
+            first_physical.push(physical_pe.len() as u32);
         }
-        (first_place, place_pe)
+        (first_physical, physical_pe)
     }
 
     /// The physical expert with local number `local` at `pe`.
-    pub fn physical(&self, me: usize, first_place: &[u32], pe: usize, local: usize) -> u32 {
+    pub fn physical(&self, me: usize, first_physical: &[u32], pe: usize, local: usize) -> u32 {
         let number =
             if self.same_host(me, pe) { local } else { local * self.members(pe).len() + self.host_index[pe].1 };
-        first_place[self.relay_for(me, pe)] + number as u32
+        first_physical[self.relay_for(me, pe)] + number as u32
     }
 
     /// Whether `me` puts rows to `pe`, and whether it puts results.

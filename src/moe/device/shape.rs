@@ -51,7 +51,7 @@ impl DeviceOptions {
         if planned != n_pes {
             return Err(config_error("the groups' number of PEs", planned, &n_pes.to_string()));
         }
-        let group = groups.place(pe).0;
+        let group = groups.position(pe).0;
         spec.validate(groups.members(group).len())?;
         if *groups.placement(group) != spec.placement {
             return Err(config_error("the placement", format!("another than group {group} has"), "the group's"));
@@ -173,7 +173,7 @@ pub struct ShapeOf<'a> {
 impl ShapeOf<'_> {
     /// The shape, with `blocks` blocks for the cooperative kernels.
     pub fn shape(&self, limits: &DeviceLimits, blocks: u32) -> Result<LayerShape, MoeError> {
-        let (group, me) = self.groups.place(self.my_pe);
+        let (group, me) = self.groups.position(self.my_pe);
         let mut spec = self.spec.clone().placement(self.groups.placement(group).clone());
         spec.options.hosts = self.device.hosts_of_group(self.groups, group, &spec.options);
         let LayerSpec { config, placement, options, dtype, max_tokens, training, .. } = &spec;
@@ -287,7 +287,7 @@ impl ShapeOf<'_> {
     /// Sizes of the GEMMs, the same on all PEs of a group.
     fn problem(&self, limits: &DeviceLimits) -> Problem {
         let LayerSpec { config, max_tokens, .. } = self.spec;
-        let placement = self.groups.placement(self.groups.place(self.my_pe).0);
+        let placement = self.groups.placement(self.groups.position(self.my_pe).0);
         let n_pes = placement.n_pes();
         let held: usize = (0..n_pes).map(|pe| placement.experts(pe).len()).sum();
         Problem {

@@ -285,19 +285,19 @@ impl<'g> DeviceWeights<'g> {
         relays: &Relays,
         me: usize,
     ) -> Result<(), GpuError> {
-        let (first_place, place_pe) = relays.physical_tables(me);
-        let (mut first_holder, mut holder_place, mut holder_until) = (vec![0u32], Vec::new(), Vec::new());
+        let (first_physical, physical_pe) = relays.physical_tables(me);
+        let (mut first_holder, mut holder_physical, mut holder_until) = (vec![0u32], Vec::new(), Vec::new());
         for expert in 0..placement.n_experts() {
             for (pe, local, until) in placement.shares(expert, me) {
-                holder_place.push(relays.physical(me, &first_place, pe, local));
+                holder_physical.push(relays.physical(me, &first_physical, pe, local));
                 holder_until.push(until);
             }
-            first_holder.push(holder_place.len() as u32);
+            first_holder.push(holder_physical.len() as u32);
         }
-        self.tables.first_place = self.keep(gpu, &first_place)?;
-        self.tables.place_pe = self.keep(gpu, &place_pe)?;
+        self.tables.first_physical = self.keep(gpu, &first_physical)?;
+        self.tables.physical_pe = self.keep(gpu, &physical_pe)?;
         self.tables.first_holder = self.keep(gpu, &first_holder)?;
-        self.tables.holder_place = self.keep(gpu, &holder_place)?;
+        self.tables.holder_physical = self.keep(gpu, &holder_physical)?;
         self.tables.holder_until = self.keep(gpu, &holder_until)?;
         if let Some(table) = relays.table(me) {
             self.tables.relay = self.keep(gpu, &table)?;

@@ -8,7 +8,7 @@ use aristos_cpu_kernels::{Activation, Glu};
 use serde::{Deserialize, Serialize};
 
 use super::error::{ConfigError, WeightError};
-use super::place::WeightPlace;
+use super::place::WeightSlice;
 use crate::formats::Model;
 
 /// Upper bound of expert counts and widths: far above any model, and low enough that a product of two cannot overflow.
@@ -549,8 +549,8 @@ pub trait WeightSource {
     fn name(&self, id: WeightId) -> String;
 
     /// Position of the weight in that tensor: by default, the whole tensor.
-    fn weight_place(&self, id: WeightId) -> WeightPlace {
-        WeightPlace::whole(self.name(id), self.config().shape(id))
+    fn weight_slice(&self, id: WeightId) -> WeightSlice {
+        WeightSlice::whole(self.name(id), self.config().shape(id))
     }
 
     /// Reads one weight, row-major, widened to f32 (exact for bf16 and f16).

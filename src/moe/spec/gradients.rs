@@ -90,7 +90,7 @@ impl MlpGradients {
     }
 
     /// Mutable slices of all gradients.
-    pub fn places(&mut self) -> MlpGradientsMut<'_> {
+    pub fn slices_mut(&mut self) -> MlpGradientsMut<'_> {
         MlpGradientsMut {
             matrix: self.matrix.each_mut().map(|m| &mut m[..]),
             bias: self.bias.each_mut().map(|b| &mut b[..]),

@@ -63,7 +63,7 @@ impl Groups {
     /// # Panics
     ///
     /// If `pe` is not a PE of these groups.
-    pub fn place(&self, pe: usize) -> (usize, usize) {
+    pub fn position(&self, pe: usize) -> (usize, usize) {
         let mut all = self.members.iter().enumerate();
         all.find_map(|(g, members)| members.iter().position(|&member| member == pe).map(|index| (g, index)))
             .expect("every PE is in a group")
@@ -100,7 +100,7 @@ impl Groups {
 
     /// The experts of `pe`, ascending.
     pub fn experts(&self, pe: usize) -> &[usize] {
-        let (group, index) = self.place(pe);
+        let (group, index) = self.position(pe);
         self.placements[group].experts(index)
     }
 }
@@ -125,7 +125,7 @@ mod tests {
     fn every_pe_has_a_group_and_a_number_in_it() {
         let groups = vec![(vec![3, 0], Placement::from_owners(vec![0, 1, 1], 2)), (vec![1, 2], Placement::even(3, 2))];
         let groups = Groups::new(4, groups).unwrap();
-        assert_eq!((groups.place(0), groups.place(2)), ((0, 1), (1, 1)));
+        assert_eq!((groups.position(0), groups.position(2)), ((0, 1), (1, 1)));
         assert_eq!((groups.owner(0, 0), groups.owner(0, 2), groups.owner(1, 2)), (3, 0, 2));
         assert_eq!((groups.experts(0), groups.experts(1)), (&[1, 2][..], &[0, 1][..]));
     }

@@ -142,11 +142,11 @@ pub trait ExpertState {
         self.len() == 0
     }
     /// Copies the values of `expert` to `into`, to be sent to another PE.
-    fn give(&mut self, expert: usize, into: &mut [f32]);
+    fn export(&mut self, expert: usize, into: &mut [f32]);
     /// Stores the values of `expert`, which this PE holds from now on.
-    fn take(&mut self, expert: usize, values: &[f32]);
+    fn import(&mut self, expert: usize, values: &[f32]);
     /// Drops the values of `expert`, which this PE no longer holds.
-    fn forget(&mut self, expert: usize);
+    fn remove(&mut self, expert: usize);
 }
 
 /// No state.
@@ -155,11 +155,11 @@ impl ExpertState for () {
         0
     }
 
-    fn give(&mut self, _: usize, _: &mut [f32]) {}
+    fn export(&mut self, _: usize, _: &mut [f32]) {}
 
-    fn take(&mut self, _: usize, _: &[f32]) {}
+    fn import(&mut self, _: usize, _: &[f32]) {}
 
-    fn forget(&mut self, _: usize) {}
+    fn remove(&mut self, _: usize) {}
 }
 
 /// In [`Routed::chosen`]: no expert. The caller's routing has id -1 for it.

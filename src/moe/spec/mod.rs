@@ -27,5 +27,5 @@ pub use layout::Layout;
 pub(in crate::moe) use layout::{HEADER_WORDS, ROUND_BITS};
 pub use load::Load;
 pub use options::{Dtype, Mode, Options};
-pub use place::WeightPlace;
+pub use place::WeightSlice;
 pub use placement::Placement;

@@ -7,7 +7,7 @@ use std::ops::Range;
 /// [`LayerConfig::shape`](super::LayerConfig::shape)), is element `first + row * strides[0] + column * strides[1]` of
 /// the tensor in row-major order. A one-dimensional weight is a single column.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WeightPlace {
+pub struct WeightSlice {
     /// The tensor's name.
     pub tensor: String,
     /// Shape in the file.
@@ -22,12 +22,12 @@ pub struct WeightPlace {
     pub part: Range<usize>,
 }
 
-impl WeightPlace {
+impl WeightSlice {
     /// A weight that is the whole tensor.
-    pub fn whole(tensor: String, shape: Vec<usize>) -> WeightPlace {
+    pub fn whole(tensor: String, shape: Vec<usize>) -> WeightSlice {
         let rows = shape.first().copied().unwrap_or(1);
         let columns: usize = shape.iter().skip(1).product();
-        WeightPlace { tensor, shape, size: [rows, columns], first: 0, strides: [columns, 1], part: 0..rows * columns }
+        WeightSlice { tensor, shape, size: [rows, columns], first: 0, strides: [columns, 1], part: 0..rows * columns }
     }
 
     /// Whether the weight is the whole tensor, in the same order.
@@ -54,7 +54,7 @@ impl WeightPlace {
     ///
     /// # Panics
     ///
-    /// If `elements` does not cover [`WeightPlace::span`].
+    /// If `elements` does not cover [`WeightSlice::span`].
     pub fn gather(&self, elements: &[f32], from: usize) -> Vec<f32> {
         let [rows, columns] = self.size;
         let mut weight = Vec::with_capacity(rows * columns);
@@ -69,7 +69,7 @@ impl WeightPlace {
     ///
     /// # Panics
     ///
-    /// If `elements` does not cover [`WeightPlace::span`], or if `weight` has another size.
+    /// If `elements` does not cover [`WeightSlice::span`], or if `weight` has another size.
     pub fn scatter(&self, weight: &[f32], elements: &mut [f32], from: usize) {
         let [rows, columns] = self.size;
         assert_eq!(weight.len(), rows * columns, "elements of a weight in {}", self.tensor);
@@ -88,7 +88,7 @@ mod tests {
     fn interleaved_and_transposed_weights_round_trip() {
         // [2 experts, 3 in, 2 x 2 out] with gate and up interleaved: expert 1's up, as [out, in].
         let part = 12..24;
-        let up = WeightPlace {
+        let up = WeightSlice {
             tensor: "t".into(),
             shape: vec![2, 3, 4],
             size: [2, 3],
@@ -104,7 +104,7 @@ mod tests {
         up.scatter(&weight, &mut into, part.start);
         assert_eq!(into, [0.0, 13.0, 0.0, 15.0, 0.0, 17.0, 0.0, 19.0, 0.0, 21.0, 0.0, 23.0]);
         assert!(!up.is_whole());
-        assert!(WeightPlace::whole("w".into(), vec![4, 5]).is_whole());
-        assert!(WeightPlace::whole("b".into(), vec![4]).is_whole());
+        assert!(WeightSlice::whole("w".into(), vec![4, 5]).is_whole());
+        assert!(WeightSlice::whole("b".into(), vec![4]).is_whole());
     }
 }

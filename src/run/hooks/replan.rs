@@ -214,7 +214,7 @@ impl ExpertState for MasterWeights<'_> {
         if self.weights.is_empty() { 0 } else { self.config.expert_elements() }
     }
 
-    fn give(&mut self, expert: usize, into: &mut [f32]) {
+    fn export(&mut self, expert: usize, into: &mut [f32]) {
         for (id, part) in self.config.expert_parts(expert) {
             if let Some((_, values)) = self.weights.iter().find(|(other, _)| *other == id) {
                 into[part].copy_from_slice(values);
@@ -222,14 +222,14 @@ impl ExpertState for MasterWeights<'_> {
         }
     }
 
-    fn take(&mut self, expert: usize, values: &[f32]) {
+    fn import(&mut self, expert: usize, values: &[f32]) {
         if !values.is_empty() {
             let parts = self.config.expert_parts(expert).into_iter();
             self.weights.extend(parts.map(|(id, part)| (id, values[part].to_vec())));
         }
     }
 
-    fn forget(&mut self, expert: usize) {
+    fn remove(&mut self, expert: usize) {
         self.weights.retain(|(id, _)| id.expert() != Some(expert));
     }
 }

@@ -191,7 +191,7 @@ pub fn probe_devices(
     let (flop_per_ms, rows) = rate(gpu, request, &mut prober)?;
     let host = host_name();
     let mine =
-        Record { flop_per_ms, free_bytes, host: cut(&host), place: cut(&format!("{} {}", host_id(), gpu.place())) };
+        Record { flop_per_ms, free_bytes, host: cut(&host), place: cut(&format!("{} {}", host_id(), gpu.device_id())) };
     let all = prober.gather_bytes(bytemuck::bytes_of(&mine))?;
     prober.free()?;
     progress(ProbeStage::Compute, 1, 1);

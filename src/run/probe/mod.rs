@@ -147,7 +147,7 @@ fn probe_as<T: Transport, E: Element>(
     let rows = expert.rows();
     let mut batch = Batch::<E>::filled(&expert.mlp(), expert.hidden, rows);
     let (mut scratch, mut none) = (Scratch::default(), MlpGradients::default());
-    let mut work = || mlp.bare_gemms(&mut batch, &mut none, &mut scratch, false);
+    let mut work = || mlp.run_gemms_only(&mut batch, &mut none, &mut scratch, false);
     let work_flop = expert.flop_per_row() * rows as f64;
     let own = OwnDevice::new(host_name(), memory_experts, &mut work, work_flop);
     let mut cluster = probe(shmem, &request.options, transport, own, progress)?;

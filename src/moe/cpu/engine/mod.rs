@@ -561,7 +561,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
         let is_forward = self.direction == Direction::Forward;
         if let (IdleWork::SharedGradients, Some(mlp)) = (&work[0], self.shared) {
-            self.saved.shared.weight_gradients(mlp, &mut self.scratch[0], self.shared_grads.places());
+            self.saved.shared.weight_gradients(mlp, &mut self.scratch[0], self.shared_grads.slices_mut());
         }
         if let Some(mlp) = self.shared {
             let rows: Vec<Range<usize>> = work.iter().filter_map(IdleWork::shared_rows).collect();
@@ -582,7 +582,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             ExpertGradients::Own(grads) => {
                 let computed = grads.iter_mut().enumerate().filter(|(expert, _)| of.contains(expert));
                 par_for_each(self.scratch, computed.collect(), |scratch, (e, grads)| {
-                    batches[e].weight_gradients(&experts[e], scratch, grads.places());
+                    batches[e].weight_gradients(&experts[e], scratch, grads.slices_mut());
                 });
             }
         }
