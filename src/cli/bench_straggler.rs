@@ -37,7 +37,7 @@ pub struct Args {
     #[command(flatten)]
     pub(super) between: TransportArgs,
     /// Synchronisation of a step; may be given several times [default: all that the transport has]
-    #[arg(long, value_enum)]
+    #[arg(long, alias = "mode", value_enum)]
     sync: Vec<SyncArg>,
     /// Noise to inject: slow-pe=P:FACTOR, slow-link=A-B:US or jitter=US; may be given several times
     #[arg(long, value_name = "NOISE")]

@@ -63,11 +63,11 @@ pub struct Args {
     #[arg(long, value_name = "SHARE", default_value_t = Probe::USABLE)]
     max_residual: f64,
     /// Draw the plan on its cluster as SVG, or with the feature `png` as PNG, by the name of the file
-    #[arg(long, value_name = "PLAN.svg|png")]
+    #[arg(long, alias = "plot", value_name = "PLAN.svg|png")]
     draw: Option<PathBuf>,
     /// Draw iteration latency over the number of experts for several group sizes, with out-of-memory points; SVG or PNG
     /// as for `--draw`
-    #[arg(long, value_name = "LATENCY.svg|png")]
+    #[arg(long, alias = "plot-latency", value_name = "LATENCY.svg|png")]
     draw_latency: Option<PathBuf>,
     #[command(flatten)]
     load: LoadArgs,

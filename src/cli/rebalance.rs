@@ -16,10 +16,10 @@ pub struct Args {
     #[arg(long, value_name = "LOADS.json")]
     load: PathBuf,
     /// Physical experts of a layer, replicas included
-    #[arg(long, value_name = "N")]
+    #[arg(long, alias = "replicas", value_name = "N")]
     physical_experts: usize,
     /// Devices, each of which holds equally many physical experts
-    #[arg(long, value_name = "N")]
+    #[arg(long, alias = "ranks", value_name = "N")]
     devices: usize,
     /// Nodes of the devices
     #[arg(long, value_name = "N", default_value_t = 1)]

@@ -146,7 +146,7 @@ pub struct Args {
     #[arg(long, value_name = "S", requires = "hot_ratio")]
     hot_shift_every: Option<usize>,
     /// Slow PEs and links down to the devices and links of a cluster file (docs/planner.md), PE i being device i
-    #[arg(long, value_name = "CLUSTER.json")]
+    #[arg(long, alias = "inject", value_name = "CLUSTER.json")]
     emulate_cluster: Option<PathBuf>,
     #[command(flatten)]
     synthetic: SyntheticArgs,

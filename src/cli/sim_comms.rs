@@ -19,7 +19,7 @@ pub struct Args {
     #[arg(long, value_name = "P.json")]
     params: PathBuf,
     /// Bytes that each node sends to each other one, JSON: {"load_bytes": [[..], ..]}, a list for each source, or {"layers": [{"load_bytes": ..}, ..]}
-    #[arg(long, value_name = "L.json", required_unless_present = "routing")]
+    #[arg(long, alias = "load", value_name = "L.json", required_unless_present = "routing")]
     traffic: Option<PathBuf>,
     /// In place of the traffic, routing (docs/simulator.md): each step of each layer is a layer of the traffic, with experts in blocks on the nodes
     #[arg(long, value_name = "ROUTING.json", conflicts_with = "traffic")]

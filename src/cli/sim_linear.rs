@@ -13,10 +13,10 @@ use crate::sim::linear::{Device, LinearLayer};
 #[derive(clap::Args)]
 pub struct Args {
     /// The device: a JSON file (docs/simulator.md), or one of V100, A100-40GB, A100-80GB, H100, H200, B200
-    #[arg(long, value_name = "D.json|NAME")]
+    #[arg(long, alias = "device", value_name = "D.json|NAME")]
     roofline: PathBuf,
     /// The layer, JSON: d_in, d_out, tp_in, tp_out, dp, bytewidth
-    #[arg(long, value_name = "L.json")]
+    #[arg(long, alias = "layer", value_name = "L.json")]
     shape: PathBuf,
     /// Tokens of all data-parallel replicas together
     #[arg(long, value_name = "B")]

@@ -48,7 +48,7 @@ pub struct Args {
     #[arg(long, value_name = "ROUTING.json")]
     out: PathBuf,
     /// Write the bytes that nodes send each other, for `aristos sim comms --traffic`
-    #[arg(long, value_name = "L.json")]
+    #[arg(long, alias = "loads", value_name = "L.json")]
     save_traffic: Option<PathBuf>,
     #[command(flatten)]
     payload: PayloadArgs,

@@ -43,7 +43,7 @@ pub struct Args {
     model: Option<PathBuf>,
     /// With --model: simulate all layers, and everything except routed experts by the roofline of this device: a JSON file (docs/simulator.md), or one of
     /// V100, A100-40GB, A100-80GB, H100, H200, B200 [default: one layer's routed experts]
-    #[arg(long, value_name = "D.json|NAME", requires = "model")]
+    #[arg(long, alias = "device", value_name = "D.json|NAME", requires = "model")]
     roofline: Option<PathBuf>,
     /// With --roofline: tokens of a sequence
     #[arg(long, value_name = "S", default_value_t = 4096, requires = "roofline")]
@@ -55,7 +55,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: DtypeArg,
     /// How the PEs exchange rows
-    #[arg(long, value_enum, default_value = "pipelined")]
+    #[arg(long, alias = "schedule", value_enum, default_value = "pipelined")]
     mode: ModeArg,
     /// Order of the rows from one PE to another
     #[arg(long, value_enum, default_value = "expert")]
@@ -119,6 +119,7 @@ pub enum RowsPerArg {
     /// To each of its experts
     Expert,
     /// To each host that has any of its experts; a PE there forwards it, and sends one sum back
+    #[value(alias = "node")]
     Host,
 }
 

@@ -2,6 +2,9 @@
 
 use super::MAX_PES;
 
+/// Secret of a job's processes, if the user sets one.
+const ENV_TOKEN: &str = "ARISTOS_JOB_TOKEN";
+
 /// Slurm step numbers from here on are not steps of tasks but the batch script, the interactive shell and the external step.
 const SLURM_NO_STEP: u32 = 0xffff_fff0;
 
@@ -181,6 +184,11 @@ fn first_node(list: &str) -> Option<String> {
         None => prefix.to_string(),
     };
     (!node.is_empty() && !node.contains(['[', ']'])).then_some(node)
+}
+
+/// The job's token: `ARISTOS_JOB_TOKEN`, empty if it is not set.
+pub fn job_token() -> String {
+    std::env::var_os(ENV_TOKEN).unwrap_or_default().to_string_lossy().into_owned()
 }
 
 #[cfg(test)]

@@ -43,12 +43,13 @@ mod survivors;
 use std::io;
 use std::time::Duration;
 
+pub use environment::job_token;
 pub use pe::PeContext;
 pub use rank_parent::RankParent;
 pub use rendezvous::{conclude, settled_pes};
 #[cfg(feature = "ofi")]
 pub use role::ofi_provider;
-pub use role::{LaunchedPlace, Role, enter, job_token, join_limit, launched_place, on_several_hosts};
+pub use role::{LaunchedPlace, Role, enter, join_limit, launched_place, on_several_hosts};
 pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes};
 pub use survivors::{FailureDomains, GoOn};

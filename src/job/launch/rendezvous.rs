@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::environment::LaunchedProcess;
+use super::environment::{LaunchedProcess, job_token};
 use super::signals::Signals;
-use super::{LaunchError, VERSION, role};
+use super::{LaunchError, VERSION};
 use crate::shmem::control::frame::{Inbox, Kind, send_by};
 use crate::shmem::control::{Gate, Joined, Key, local};
 use crate::stdio::{one_line, say};
@@ -112,7 +112,7 @@ pub(super) struct Rendezvous {
 
 /// The key and the program that the job's processes agree on.
 pub(super) fn identity(process: &LaunchedProcess) -> (Key, String) {
-    let key = Key::new(format!("{}\0{}", role::job_token(), process.job).as_bytes());
+    let key = Key::new(format!("{}\0{}", job_token(), process.job).as_bytes());
     (key, format!("aristos {} (protocol {VERSION})", env!("CARGO_PKG_VERSION")))
 }
 

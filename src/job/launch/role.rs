@@ -6,8 +6,6 @@ use super::environment::{BadEnvironment, LaunchedProcess, launched_process};
 use super::rank_parent::RankParent;
 use super::{LaunchError, rendezvous};
 
-/// Secret of a job's processes, if the user sets one.
-const ENV_TOKEN: &str = "ARISTOS_JOB_TOKEN";
 /// How long processes wait for each other at the start, seconds.
 const ENV_JOIN_LIMIT: &str = "ARISTOS_JOIN_LIMIT";
 /// libfabric's provider, as `fi_info` names it; empty as if not set.
@@ -90,11 +88,6 @@ pub fn launched_place() -> Result<Option<LaunchedPlace>, LaunchError> {
 /// Whether a launcher has started processes on several hosts, by its own report.
 pub fn on_several_hosts() -> bool {
     this_process().is_ok_and(|process| process.is_some_and(|process| !process.one_host))
-}
-
-/// The job's token: `ARISTOS_JOB_TOKEN`, empty if it is not set.
-pub fn job_token() -> String {
-    std::env::var_os(ENV_TOKEN).unwrap_or_default().to_string_lossy().into_owned()
 }
 
 /// How long processes wait for each other at the start.
