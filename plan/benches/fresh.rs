@@ -1,5 +1,9 @@
-//! Experiment.
-use std::time::Instant;
+//! The quality of plans on clusters that are drawn anew at each run.
+//!
+//! cargo bench -p aristos-plan --bench fresh -- [--seed S] [--count N] [--effort E]
+//!
+//! "tiers" have NVLink in a host, NICs in and between racks, two generations of GPUs and a few slow links. "random links" have no structure
+//! and are reported apart.
 
 use aristos_plan::cluster::{Cluster, Device, Links, Matrix};
 use aristos_plan::{Options, Outcome, Workload, plan};
@@ -126,34 +130,57 @@ fn cpu_s() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
+/// What a plan is worth, and the processor time that it took.
+struct Found {
+    objective_ms: f64,
+    cpu_s: f64,
+}
+
+fn find(cluster: &Cluster, workload: &Workload, effort: u32) -> Option<Found> {
+    let start = cpu_s();
+    match plan(cluster, workload, Options::default().effort(effort)).expect("a valid cluster") {
+        Outcome::Plan(plan) => Some(Found { objective_ms: plan.objective_ms, cpu_s: cpu_s() - start }),
+        _ => None,
+    }
+}
+
 fn main() {
     let args: Vec<String> = std::env::args().collect();
     let value = |flag: &str| args.iter().position(|a| a == flag).and_then(|at| args.get(at + 1));
-    let number = |flag: &str, default: u64| value(flag).map_or(default, |v| v.parse().unwrap());
-    let (seed, count, effort) = (number("--seed", 1), number("--count", 40), number("--effort", 1));
-    for c in 0..count {
-        for kind in ["structured", "random"] {
-            if kind == "random" && c % 4 != 0 {
-                continue;
-            }
-            let mut random = Random((seed * 1_000_003 + c) * 2 + u64::from(kind == "random"));
-            let (cluster, workload) =
-                if kind == "random" { structureless(&mut random) } else { structured(&mut random) };
-            let n = cluster.devices.len();
-            let start = (cpu_s(), Instant::now());
-            let outcome = plan(&cluster, &workload, Options::default().effort(effort as u32)).unwrap();
-            let Outcome::Plan(plan) = outcome else {
-                println!("{kind},{c},{n},nan,0,0,0");
+    let number = |flag: &str, default: u64| {
+        value(flag)
+            .map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{flag} is {text}, expected a number")))
+    };
+    let now = clock_gettime(ClockId::Realtime);
+    let seed = number("--seed", (now.tv_sec as u64) << 20 ^ now.tv_nsec as u64);
+    let (count, more) = (number("--count", 200), number("--effort", 8) as u32);
+    println!("seed {seed}; objective over that of the better of the usual search and one of {more} times the effort");
+    let draws: [(&str, fn(&mut Random) -> (Cluster, Workload)); 2] =
+        [("tiers", structured), ("random links", structureless)];
+    for (name, draw) in draws {
+        let (mut ratios, mut cpu, mut none) = (Vec::new(), Vec::new(), 0);
+        for c in 0..count {
+            let mut random = Random(seed.wrapping_mul(1_000_003).wrapping_add(c));
+            let (cluster, workload) = draw(&mut random);
+            let Some(usual) = find(&cluster, &workload, 1) else {
+                none += 1;
                 continue;
             };
-            println!(
-                "{kind},{c},{n},{:.9},{},{:.4},{:.4},{:.4}",
-                plan.objective_ms,
-                plan.groups.len(),
-                cpu_s() - start.0,
-                start.1.elapsed().as_secs_f64(),
-                plan.gap_bound
-            );
+            let best =
+                find(&cluster, &workload, more).map_or(usual.objective_ms, |b| b.objective_ms.min(usual.objective_ms));
+            ratios.push(usual.objective_ms / best);
+            cpu.push(usual.cpu_s);
         }
+        ratios.sort_by(f64::total_cmp);
+        cpu.sort_by(f64::total_cmp);
+        let mean = ratios.iter().sum::<f64>() / ratios.len() as f64;
+        println!(
+            "{name}: {} clusters ({none} without a plan), mean {mean:.4}, median {:.4}, worst {:.4}; processor time median {:.2} s, most {:.2} s",
+            ratios.len(),
+            ratios.get(ratios.len() / 2).unwrap_or(&1.0),
+            ratios.last().unwrap_or(&1.0),
+            cpu.get(cpu.len() / 2).unwrap_or(&0.0),
+            cpu.last().unwrap_or(&0.0)
+        );
     }
 }
