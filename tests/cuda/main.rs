@@ -66,7 +66,7 @@ impl Fakes {
 
 /// Runs `aristos run --device cuda`, which must fail with one line and no other output; returns the line.
 fn refusal(fakes: &Fakes, pes: &str, env: &[(&str, &str)]) -> String {
-    let mut command = fakes.around(Command::new(env!("CARGO_BIN_EXE_aristos")));
+    let mut command = fakes.add_to(Command::new(env!("CARGO_BIN_EXE_aristos")));
     command.args(["run", "--device", "cuda", "--pes", pes, "--tokens", "64"]).envs(env.iter().copied());
     let Output { status, stdout, stderr } = command.output().unwrap();
     let text = String::from_utf8(stderr).unwrap();
@@ -161,7 +161,7 @@ fn probe_of_time_sliced_pes_is_refused_before_pes_start() {
     for args in
         [&["probe", "--device", "cuda", "--json"][..], &["run", "--device", "cuda", "--tokens", "64", "--plan", "auto"]]
     {
-        let mut command = fakes.around(Command::new(env!("CARGO_BIN_EXE_aristos")));
+        let mut command = fakes.add_to(Command::new(env!("CARGO_BIN_EXE_aristos")));
         let Output { status, stdout, stderr } = command.args(args).args(["--pes", "2"]).output().unwrap();
         let text = String::from_utf8(stderr).unwrap();
         assert_eq!((status.code(), stdout.len(), text.lines().count()), (Some(1), 0, 1), "{text}");
