@@ -155,8 +155,8 @@ fn main() {
     let seed = number("--seed", (now.tv_sec as u64) << 20 ^ now.tv_nsec as u64);
     let (count, more) = (number("--count", 200), number("--effort", 8) as u32);
     println!("seed {seed}; objective over that of the better of the usual search and one of {more} times the effort");
-    let draws: [(&str, fn(&mut Random) -> (Cluster, Workload)); 2] =
-        [("tiers", structured), ("random links", structureless)];
+    type Draw = fn(&mut Random) -> (Cluster, Workload);
+    let draws: [(&str, Draw); 2] = [("tiers", structured), ("random links", structureless)];
     for (name, draw) in draws {
         let (mut ratios, mut cpu, mut none) = (Vec::new(), Vec::new(), 0);
         for c in 0..count {

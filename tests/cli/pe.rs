@@ -10,6 +10,7 @@ use std::process::Stdio;
 
 use aristos::job::launch::VERSION;
 use aristos::shmem::Segment;
+use aristos::shmem::control::frame::Kind;
 use rustix::fs::MemfdFlags;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::Signal;
@@ -39,12 +40,7 @@ fn pe_without_a_supervisor_is_an_error() {
     assert!(!run(aristos(["--help"])).success().stdout.contains("\n  pe "), "it is shown to nobody");
 }
 
-/// The kinds of frames that such a PE and its supervisor exchange.
-const HELLO: u32 = 1;
-const FILES: u32 = 2;
-const FAIL: u32 = 7;
-
-/// Is the supervisor of one PE, and sends it this request; what the PE says to that.
+/// Starts a PE as its supervisor, sends it the request, and returns the error that it reports.
 fn answer_to(request: &str) -> String {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut command = aristos(["pe"]);
@@ -56,7 +52,7 @@ fn answer_to(request: &str) -> String {
     let file = File::from(rustix::fs::memfd_create("request", MemfdFlags::CLOEXEC).unwrap());
     file.write_all_at(request.as_bytes(), 0).unwrap();
     let mut frame = [0; 16];
-    frame[..4].copy_from_slice(&FILES.to_le_bytes());
+    frame[..4].copy_from_slice(&(Kind::Files as u32).to_le_bytes());
     frame[4..8].copy_from_slice(&2u32.to_le_bytes());
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -67,9 +63,10 @@ fn answer_to(request: &str) -> String {
     let mut said = Vec::new();
     (&ours).read_to_end(&mut said).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(1));
-    // A hello has the process's number.
-    let (hello, fail) = said.split_at(16 + 4);
-    assert_eq!((&hello[..4], &fail[..4]), (&HELLO.to_le_bytes()[..], &FAIL.to_le_bytes()[..]));
+    // The first frame holds the process id.
+    let (running, fail) = said.split_at(16 + 4);
+    let kind = |frame: &[u8]| u32::from_le_bytes(*frame.first_chunk().unwrap());
+    assert_eq!((kind(running), kind(fail)), (Kind::Running as u32, Kind::Fail as u32));
     String::from_utf8(fail[16..].to_vec()).unwrap()
 }
 

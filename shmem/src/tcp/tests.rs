@@ -406,7 +406,8 @@ fn process_in_place_of_pe_0_learns_no_token_and_is_not_followed() {
     let frame =
         |kind: u32, body: &[u8]| [&kind.to_le_bytes()[..], &[0; 4], &(body.len() as u64).to_le_bytes(), body].concat();
     // A false challenge; an admission without one; a refusal; no frame; the caller's hello, sent back.
-    let answers: [&(dyn Fn(&[u8]) -> Vec<u8> + Sync); 5] = [
+    type Answer<'a> = dyn Fn(&[u8]) -> Vec<u8> + Sync + 'a;
+    let answers: [&Answer<'_>; 5] = [
         &|_| frame(2, &[9; 64]),
         &|_| frame(4, &[9; 32]),
         &|_| frame(5, &[&[0; 32][..], b"go away"].concat()),

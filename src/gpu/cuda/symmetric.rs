@@ -52,8 +52,8 @@ impl Symmetric {
                 Ok(Symmetric::Nvshmem(nvshmem))
             }
             SymmetricSource::Nccl => Windows::start(pes, agreed.sharing).map(Symmetric::Nccl),
-            // SAFETY: valid by the contract of `CudaGpu::attach_communicator`; the context is the communicator's device's.
             SymmetricSource::Communicator(communicator) => {
+                // SAFETY: valid by the contract of `CudaGpu::attach_communicator`; the context is the communicator's device's.
                 unsafe { Windows::share(communicator, pes) }.map(Symmetric::Nccl)
             }
         }
