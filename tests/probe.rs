@@ -206,25 +206,33 @@ mod devices {
         })
     }
 
-    #[test]
-    fn a_slow_device_and_its_slow_links_are_seen() {
-        let (launch, put) = (Duration::from_millis(100), Duration::from_millis(20));
+    /// Probes three devices, of which device 1 takes `launch` longer for a kernel and `put` longer for a put. Returns whether its links and its
+    /// rate come out as the slowest.
+    fn slow_device_is_slowest(launch: Duration, put: Duration) -> bool {
         let all = probed(Duration::from_secs(60), |pes| pes[1].set_delays(launch, put));
         let clusters: Vec<&Cluster> = all.iter().map(|(cluster, _)| cluster.as_ref().unwrap()).collect();
         let cluster = clusters[0];
         let figures = |cluster: &Cluster| (cluster.devices.clone(), cluster.links.clone());
         assert!(clusters.iter().all(|other| figures(other) == figures(cluster)), "{clusters:#?}");
         check(cluster, PES);
-        let alpha_ms = |i: usize, j: usize| cluster.links.link(i, j).alpha_ms;
-        for (other, to) in [(0, 2), (2, 0)] {
-            assert!(alpha_ms(1, to) > 10.0 && alpha_ms(other, to) < alpha_ms(1, to), "{:?}", cluster.links);
-        }
-        // Of a pass of at most 256 rows.
-        let flop = request(launch).expert.flop_per_row() * 256.0;
-        let rates: Vec<f64> = cluster.devices.iter().map(|device| device.flop_per_ms).collect();
-        assert!(rates[1] <= flop / 100.0 && rates[1] < rates[0] && rates[1] < rates[2], "{rates:?}");
         // A kernel at each end of a pair for each size and the empty message.
         assert!(all.iter().all(|(_, launches)| *launches > 2 * 2 * 4), "{all:?}");
+        // A pass has at most 256 rows and takes at least the delay.
+        let flop = request(launch).expert.flop_per_row() * 256.0;
+        let rates: Vec<f64> = cluster.devices.iter().map(|device| device.flop_per_ms).collect();
+        assert!(rates[1] <= flop / (launch.as_secs_f64() * 1e3), "{rates:?}");
+
+        let alpha_ms = |i: usize, j: usize| cluster.links.link(i, j).alpha_ms;
+        let half_ms = put.as_secs_f64() * 1e3 / 2.0;
+        let links = [(0, 2), (2, 0)].iter().all(|&(other, to)| alpha_ms(1, to) > half_ms.max(alpha_ms(other, to)));
+        links && rates[1] < rates[0] && rates[1] < rates[2]
+    }
+
+    #[test]
+    fn a_slow_device_and_its_slow_links_are_seen() {
+        // The other devices are slowed by whatever else the machine runs, so the delays grow until they exceed that.
+        let (launch, put) = (Duration::from_millis(100), Duration::from_millis(20));
+        assert!([1, 2, 4, 8, 16].iter().any(|&factor| slow_device_is_slowest(launch * factor, put * factor)));
     }
 
     #[test]

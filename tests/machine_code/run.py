@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 TOOLS = HERE.parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
 
-from machine_code import checks, document, loops, source  # noqa: E402
+from machine_code import checks, loops, source, tables  # noqa: E402
 
 HOPPER, AMPERE = (HERE / "hopper.sass").read_text(), (HERE / "ampere.sass").read_text()
 
@@ -201,43 +201,28 @@ class Mix(unittest.TestCase):
         self.assertEqual({name: count for name, count in loop.items() if count}, {
             "loop": "HMMA 1", "instructions": 11, "tensor": 2, "shared": 2, "async copy": 1, "integer": 2, "wait": 3, "control": 1, "per tensor": "5.5"})
 
-    def test_previous_values(self):
-        start = dict(module="m", architecture="sm_80", kernel="k", loop="HMMA 1", instructions=11, **dict.fromkeys(loops.NAMES, 1), **{"per tensor": "5.5"})
-        first = document.named([start], "mix")
-        document.compared(first, {})
-        text = document.written("# Machine code\n\nIntroduction.\n", {}, first)
-        self.assertIn("Introduction.\n", text)
-        second = document.named([start | {"instructions": 12, "integer": 2}], "mix")
-        document.compared(second, document.read(text)["mix"])
-        (row,) = second.values()
-        self.assertEqual(row["before"], "instructions 11, integer 1")
-        # Without a change, the previous difference and the document stay.
-        text = document.written(text, {}, second)
-        third = document.named([start | {"instructions": 12, "integer": 2}], "mix")
-        document.compared(third, document.read(text)["mix"])
-        self.assertEqual(document.written(text, {}, third), text)
 
-
-class Document(unittest.TestCase):
-    def rows(self, module, kernel="k"):
-        start = dict(module=module, architecture="sm_80", kernel=kernel)
-        code = start | dict.fromkeys(document.CODE[3:], 1)
-        mix = start | dict.fromkeys(document.MIX[3:], 1) | {"loop": "HMMA 1"}
-        return {"code": document.named([code], "code"), "mix": document.named([mix], "mix")}
+class Tables(unittest.TestCase):
+    def rows(self, kind, module, kernel="k"):
+        row = dict.fromkeys(tables.COLUMNS[kind], 1) | dict(module=module, architecture="sm_80", kernel=kernel)
+        return tables.named([row], kind)
 
     def test_rows_of_other_modules_are_kept(self):
-        text = document.merged("# Machine code\n", self.rows("a"), {("a", "sm_80")})
-        text = document.merged(text, self.rows("b"), {("b", "sm_80")})
-        text = document.merged(text, self.rows("a", "new"), {("a", "sm_80")})
-        self.assertEqual({kind: [name[:3] for name in rows] for kind, rows in document.read(text).items()},
-                         dict.fromkeys(["code", "mix"], [("a", "sm_80", "new"), ("b", "sm_80", "k")]))
+        for kind in tables.COLUMNS:
+            rows = self.rows(kind, "a")
+            for module, kernel in [("b", "k"), ("a", "new")]:
+                rows = tables.merged(rows, self.rows(kind, module, kernel), {(module, "sm_80")})
+            text = tables.written(rows, kind)
+            self.assertEqual([line.split(",")[:3] for line in text.splitlines()[1:]], [["a", "sm_80", "new"], ["b", "sm_80", "k"]])
+            self.assertEqual(tables.parsed(text, kind), rows)
 
-    def test_missing_kernel_and_loop(self):
+    def test_missing_row(self):
         here = {("a", "sm_80")}
-        text = document.merged("# Machine code\n", self.rows("a"), here)
-        self.assertEqual(list(document.missing(text, self.rows("a"), here)), [])
-        self.assertEqual(len(list(document.missing(text, self.rows("a", "other"), here))), 2)
-        self.assertEqual(list(document.missing(text, self.rows("b"), {("b", "sm_80")})), [])
+        for kind in tables.COLUMNS:
+            rows = self.rows(kind, "a")
+            self.assertEqual(tables.missing(rows, self.rows(kind, "a"), here), [])
+            self.assertEqual([name[:3] for name in tables.missing(rows, self.rows(kind, "a", "other"), here)], [("a", "sm_80", "k")])
+            self.assertEqual(tables.missing(rows, self.rows(kind, "b"), {("b", "sm_80")}), [])
 
 
 class Command(unittest.TestCase):
