@@ -1,13 +1,18 @@
 //! The choice of groups: the published objective's search and proof, and what the placed one's begins with.
 
+use std::collections::{HashMap, HashSet};
 use std::thread::Builder;
 
+use super::anneal::in_threads;
 use super::bound::{Bounds, LeastExchange, bounds};
-use super::objective::{Evaluation, Problem};
+use super::chosen::{Chosen, EQUAL, PROVED_FAST, THOROUGH_DEVICES};
+use super::evaluate::evaluate;
+use super::objective::Problem;
 use super::options::placement_kind;
-use super::placement::DeviceExperts;
-use super::search::{Effort, Found, Search, TOGETHER_MOST, Views};
-use super::{Algorithm, Objective, Options, PlanError, Workload, evaluate, exact, lysi, place, placed};
+use super::placed;
+use super::placement::{self, DeviceExperts, GroupDevices};
+use super::search::{Effort, Found, Search, THREAD_LEAST, TOGETHER_MOST, Views};
+use super::{Algorithm, Objective, Options, PlacementKind, PlanError, Workload, exact, lysi};
 use crate::cluster::{Cluster, LinkTable, Links, Matrix};
 
 /// Tiers of up to so many devices are written out as a matrix, which is faster to search.
@@ -16,38 +21,16 @@ const MATRIX_MOST: usize = 128;
 pub(crate) const LYSI_MOST: usize = 1024;
 /// From so many devices on it runs in a thread beside the bounds.
 const BESIDE_LEAST: usize = 96;
-/// For so many devices nobody waits for a search of this many links, or for fewer in proportion.
-pub(crate) const THOROUGH_DEVICES: f64 = 64.0;
+/// Links that a search of [`THOROUGH_DEVICES`] examines.
 const THOROUGH_OPS: f64 = 1.3e8;
 /// The same of large clusters in tiers.
 const TIERS_OPS: u64 = 60_000_000;
 /// Blocks that are looked for in a matrix: of so many sizes at most, where times grow by so much.
 const LEVELS: usize = 3;
 const JUMP_LEAST: f64 = 1.1;
-/// Up to so many devices the proof of optimality takes no longer than the search would.
-pub(crate) const PROVED_FAST: usize = 11;
 /// Steps of the proof of optimality: what nobody waits for, and what is asked for.
 const PROOF_AUTO: u64 = 60_000_000;
 const PROOF_ASKED: u64 = 4_000_000_000;
-/// An objective this near to the bound is equal to it but for rounding.
-pub(crate) const EQUAL: f64 = 1e-10;
-
-/// The groups that were chosen.
-pub(crate) struct Chosen {
-    pub groups: Vec<Vec<u32>>,
-    /// Of each group, where the objective depends on it.
-    pub placements: Option<Vec<DeviceExperts>>,
-    pub evaluation: Evaluation,
-    pub algorithm: &'static str,
-    pub optimal: bool,
-    /// No grouping has a lower objective, ms.
-    pub bound_ms: f64,
-    /// The best of other numbers of groups, by objective.
-    pub others: Vec<Found>,
-    /// The groups of the least published objective found, where that is another.
-    pub published: Option<Vec<Vec<u32>>>,
-}
-
 pub(crate) fn choose(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Chosen, PlanError> {
     match &cluster.links {
         Links::Matrix(matrix) => choose_by(cluster, matrix, workload, options, Some(matrix)),
@@ -82,7 +65,7 @@ fn choose_by<L: LeastExchange>(
     let found = choose_published(cluster, &problem, &views, options.algorithm(algorithm), matrix)?;
     let placements = place(cluster, &workload.costs(), &found.groups, placement_kind(options));
     let placements = placements.into_iter().map(|(placement, _)| placement).collect();
-    placed::choose(cluster, &problem, &views, options, matrix, (found, placements))
+    placed::choose::choose(cluster, &problem, &views, options, matrix, (found, placements))
 }
 
 fn choose_published<L: LeastExchange>(
@@ -256,4 +239,38 @@ fn blocks_by_links(near: &[(u32, f64)]) -> Vec<Vec<Vec<u32>>> {
         blocks
     };
     jumps.iter().take(LEVELS).map(within).collect()
+}
+
+/// The placement and makespan of each group; groups of like devices share one.
+pub(crate) fn place(
+    cluster: &Cluster,
+    costs: &[f64],
+    groups: &[Vec<u32>],
+    kind: PlacementKind,
+) -> Vec<(DeviceExperts, f64)> {
+    let n = cluster.devices.len();
+    // Rates as bits, and memories, of a group's devices: groups with the same ones get the same placement.
+    type Alike = (Vec<u64>, Vec<u64>);
+    let devices_of = |members: &[u32]| -> Alike {
+        let device = |i: &u32| &cluster.devices[*i as usize];
+        members.iter().map(|i| (device(i).flop_per_ms.to_bits(), device(i).memory_experts)).unzip()
+    };
+    let all: Vec<Alike> = groups.iter().map(|members| devices_of(members)).collect();
+    let mut seen = HashSet::new();
+    let distinct: Vec<&Alike> = all.iter().filter(|alike| seen.insert(*alike)).collect();
+    let steps = if n as f64 <= THOROUGH_DEVICES { 20_000_000 } else { 200_000 };
+    let each = steps / distinct.len().max(1) as u64;
+    let place = |alike| {
+        let (rates, memory): &Alike = alike;
+        let flops: Vec<f64> = rates.iter().map(|bits| f64::from_bits(*bits)).collect();
+        let group = GroupDevices { flops: &flops, memory, costs };
+        let placement = match kind {
+            PlacementKind::Auto => placement::auto(&group, each),
+            PlacementKind::Lysi => placement::lysi(&group),
+        };
+        let makespan_ms = group.makespan(&placement);
+        (alike, (placement, makespan_ms))
+    };
+    let known: HashMap<&Alike, _> = in_threads(distinct, each >= THREAD_LEAST, place).into_iter().collect();
+    all.iter().map(|alike| known[alike].clone()).collect()
 }

@@ -3,10 +3,12 @@
 use serde::{Deserialize, Serialize};
 
 use super::choose::{LYSI_MOST, choose};
+use super::evaluate::{evaluate, indices, terms};
 use super::objective::Evaluation;
+use super::placed::choose::evaluate_groups;
 use super::spread::{Spread, evaluate_spreads, spread_times};
 use super::workload::Workload;
-use super::{Algorithm, Objective, Options, Plan, PlanError, Terms, evaluate, indices, placed, terms};
+use super::{Algorithm, Objective, Options, Plan, PlanError, Terms};
 use crate::cluster::{Cluster, LinkTable};
 
 /// Better groupings of other numbers of groups that are shown.
@@ -109,8 +111,8 @@ fn as_planned(
 
 /// The objective of any groups: where memory does not suffice, as if it did.
 fn best_of(cluster: &Cluster, workload: &Workload, objective: Objective, groups: &[Vec<u32>]) -> Evaluation {
-    let placed = || match placed::evaluate_groups(cluster, workload, groups) {
-        None => placed::evaluate_groups(&roomy(cluster, workload), workload, groups),
+    let placed = || match evaluate_groups(cluster, workload, groups) {
+        None => evaluate_groups(&roomy(cluster, workload), workload, groups),
         some => some,
     };
     let placed = (objective == Objective::Placed).then(placed).flatten();

@@ -33,7 +33,9 @@
 mod anneal;
 mod bound;
 mod choose;
+mod chosen;
 mod error;
+mod evaluate;
 mod exact;
 mod explain;
 mod lysi;
@@ -50,26 +52,21 @@ mod search;
 mod spread;
 mod state;
 
-use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
-use crate::cluster::{Cluster, Links};
-use anneal::in_threads;
+use crate::cluster::Cluster;
 use aristos_formats::workload;
 pub use aristos_formats::{Batch, InputError, MODELS, Model, Workload, cluster};
-use choose::{Chosen, THOROUGH_DEVICES, choose};
+use choose::{choose, place};
+use chosen::Chosen;
 pub use error::PlanError;
+use evaluate::{evaluate, indices, terms};
 pub use explain::{Alternative, Explanation, explain};
-use objective::{Evaluation, Problem};
 use options::placement_kind;
-pub use options::{Algorithm, Objective, Options, PlacementKind};
+pub use options::{Algorithm, Objective, Options, PlacementKind, Replication};
 pub use outcome::{Infeasible, Outcome, Plan, PlannedGroup, PlannedReplicas, Terms};
-use placement::GroupDevices;
 pub use rebalance::{Rebalanced, expert_weights, rebalance_experts};
 pub use replan::{Replan, check, loads_of_report, replan};
-pub use replicate::Replication;
-use search::THREAD_LEAST;
-use spread::{Spread, evaluate_spreads};
 
 /// Plans.
 ///
@@ -149,51 +146,10 @@ pub fn objective_ms(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>],
         return None;
     }
     match objective {
-        Objective::Placed => placed::evaluate_groups(cluster, workload, groups),
+        Objective::Placed => placed::choose::evaluate_groups(cluster, workload, groups),
         Objective::Published => Some(evaluate(cluster, workload, groups, None)),
     }
     .map(|evaluation| evaluation.objective_ms)
-}
-
-/// The groups of a plan by the devices' indices in the cluster, ascending, and what they hold; devices that the cluster does not have are
-/// left out.
-pub(crate) fn indices(cluster: &Cluster, plan: &Plan) -> (Vec<Vec<u32>>, Vec<Spread>) {
-    let index: HashMap<u64, u32> = cluster.devices.iter().map(|d| d.id).zip(0..).collect();
-    let group = |group: &PlannedGroup| {
-        let mut devices: Vec<(u32, u64)> = group.devices.iter().filter_map(|id| Some((*index.get(id)?, *id))).collect();
-        devices.sort_unstable();
-        let (members, ids): (Vec<u32>, Vec<u64>) = devices.into_iter().unzip();
-        let held = ids.iter().map(|id| group.experts.get(id).cloned().unwrap_or_default()).collect();
-        (members, Spread::of(group, held, &ids))
-    };
-    plan.groups.iter().map(group).unzip()
-}
-
-/// The objective of groups on this cluster, computed fresh: with placements the placed one, else the published one.
-pub(crate) fn evaluate(
-    cluster: &Cluster,
-    workload: &Workload,
-    groups: &[Vec<u32>],
-    placements: Option<&[placement::DeviceExperts]>,
-) -> Evaluation {
-    if let Some(placements) = placements {
-        return placed::evaluate(cluster, workload, groups, placements);
-    }
-    match &cluster.links {
-        Links::Matrix(matrix) => Problem::new(&cluster.devices, matrix, workload, false).evaluate_exactly(groups),
-        Links::Tiers(tiers) => Problem::new(&cluster.devices, tiers, workload, false).evaluate_exactly(groups),
-    }
-}
-
-/// The parts of an evaluation's worst group.
-pub(crate) fn terms(evaluation: &Evaluation) -> Terms {
-    let worst = evaluation.worst();
-    Terms {
-        gamma: evaluation.gamma,
-        compute_ms: evaluation.compute_ms[worst],
-        communication_ms: evaluation.communication_ms[worst],
-        all_reduce_ms: evaluation.all_reduce_ms,
-    }
 }
 
 fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, options: Options) -> Plan {
@@ -235,38 +191,4 @@ fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, options: Op
         idle_devices: cluster.devices.iter().zip(idle).filter(|(_, idle)| *idle).map(|(d, _)| d.id).collect(),
         elapsed_ms: 0.0,
     }
-}
-
-/// The placement and makespan of each group; groups of like devices share one.
-fn place(
-    cluster: &Cluster,
-    costs: &[f64],
-    groups: &[Vec<u32>],
-    kind: PlacementKind,
-) -> Vec<(placement::DeviceExperts, f64)> {
-    let n = cluster.devices.len();
-    // Rates as bits, and memories, of a group's devices: groups with the same ones get the same placement.
-    type Alike = (Vec<u64>, Vec<u64>);
-    let devices_of = |members: &[u32]| -> Alike {
-        let device = |i: &u32| &cluster.devices[*i as usize];
-        members.iter().map(|i| (device(i).flop_per_ms.to_bits(), device(i).memory_experts)).unzip()
-    };
-    let all: Vec<Alike> = groups.iter().map(|members| devices_of(members)).collect();
-    let mut seen = HashSet::new();
-    let distinct: Vec<&Alike> = all.iter().filter(|alike| seen.insert(*alike)).collect();
-    let steps = if n as f64 <= THOROUGH_DEVICES { 20_000_000 } else { 200_000 };
-    let each = steps / distinct.len().max(1) as u64;
-    let place = |alike| {
-        let (rates, memory): &Alike = alike;
-        let flops: Vec<f64> = rates.iter().map(|bits| f64::from_bits(*bits)).collect();
-        let group = GroupDevices { flops: &flops, memory, costs };
-        let placement = match kind {
-            PlacementKind::Auto => placement::auto(&group, each),
-            PlacementKind::Lysi => placement::lysi(&group),
-        };
-        let makespan_ms = group.makespan(&placement);
-        (alike, (placement, makespan_ms))
-    };
-    let known: HashMap<&Alike, _> = in_threads(distinct, each >= THREAD_LEAST, place).into_iter().collect();
-    all.iter().map(|alike| known[alike].clone()).collect()
 }

@@ -2,8 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Replication;
-
 /// How to choose the groups.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -104,4 +102,15 @@ pub(crate) fn placement_kind(options: Options) -> PlacementKind {
         Algorithm::Lysi => PlacementKind::Lysi,
         _ => PlacementKind::Auto,
     })
+}
+
+/// Replicas that a plan may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Replication {
+    /// As many as the devices' memory holds.
+    Auto,
+    /// So many on a device, beside the experts that it holds without, and no more than its memory holds.
+    AtMost(u64),
 }

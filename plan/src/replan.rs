@@ -4,8 +4,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::{Deserialize, Serialize};
 
+use super::evaluate::indices;
+use super::spread::evaluate_spreads;
 use super::workload::Workload;
-use super::{InputError, Plan, evaluate_spreads, indices};
+use super::{InputError, Plan};
 use crate::cluster::{Cluster, LinkTable, Number, Range, parse_json};
 
 /// What a change of plans gains and costs.

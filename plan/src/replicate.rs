@@ -5,26 +5,15 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
-
-use crate::choose::{Chosen, EQUAL};
+use crate::chosen::{Chosen, EQUAL};
 use crate::cluster::{Cluster, LinkTable};
+use crate::evaluate::terms;
 use crate::objective::{Evaluation, Problem};
-use crate::placed::{self, Placed};
+use crate::placed::Placed;
+use crate::placed::choose::place_groups;
 use crate::spread::{Split, Spread, evaluate};
 use crate::workload::Workload;
-use crate::{Plan, PlannedGroup, terms};
-
-/// Replicas that a plan may have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum Replication {
-    /// As many as the devices' memory holds.
-    Auto,
-    /// So many on a device, beside the experts that it holds without, and no more than its memory holds.
-    AtMost(u64),
-}
+use crate::{Plan, PlannedGroup, Replication};
 
 /// Of larger groups only the last step is looked at.
 const STEPWISE_MOST: usize = 64;
@@ -55,7 +44,7 @@ pub(crate) fn replicate(
     for groups in [vec![together], cluster.hosts()].into_iter().chain(others) {
         let is_new = candidates.iter().all(|(known, _)| *known != groups);
         if is_new && groups.iter().map(Vec::len).sum::<usize>() == all {
-            let placements = placed::place_groups(&placed, &groups);
+            let placements = place_groups(&placed, &groups);
             candidates.push((groups, placements));
         }
     }

@@ -8,7 +8,7 @@
 
 mod moves;
 
-use super::search::FoundPlaced;
+use super::found::FoundPlaced;
 use super::{Placed, larger};
 use crate::anneal::{Annealed, between};
 use crate::cluster::LinkTable;

@@ -4,8 +4,8 @@
 use std::collections::HashMap;
 
 use super::branch::{Branch, GroupLinks};
+use super::found::FoundPlaced;
 use super::joint::{Joint, MOST_DEVICES, Schedule};
-use super::search::FoundPlaced;
 use super::{GroupTimes, Placed, PlacedTimes};
 use crate::anneal::{Chain, exponential};
 use crate::bound::Bounds;

@@ -1,12 +1,12 @@
 //! Search under the placed objective: groups and placement annealed together, in rounds of ever fewer numbers of groups.
 
+use super::Placed;
+use super::found::FoundPlaced;
 use super::joint::{Joint, MOST_DEVICES, Schedule};
 use super::place::{Known, KnownPlacement, place_thoroughly};
-use super::{GroupTimes, Placed};
 use crate::anneal::{Chain, exponential, in_threads};
 use crate::bound::Bounds;
 use crate::cluster::LinkTable;
-use crate::placement::DeviceExperts;
 use crate::random::Random;
 use crate::search::{Evaluate, Found};
 
@@ -66,24 +66,6 @@ impl Round {
             budget
         };
         self.stages().map(stage).sum()
-    }
-}
-
-/// A grouping with its placement.
-#[derive(Clone)]
-pub(crate) struct FoundPlaced {
-    pub groups: Vec<Vec<u32>>,
-    pub placements: Vec<DeviceExperts>,
-    pub times: Vec<GroupTimes>,
-    pub objective_ms: f64,
-}
-
-impl FoundPlaced {
-    pub fn new<L: LinkTable>(placed: &Placed<L>, groups: Vec<Vec<u32>>, placements: Vec<DeviceExperts>) -> FoundPlaced {
-        let of = |(members, placement): (&Vec<u32>, &DeviceExperts)| placed.placed_times(members, placement);
-        let times: Vec<GroupTimes> = groups.iter().zip(&placements).map(of).collect();
-        let objective_ms = placed.evaluate(&groups, &times).objective_ms;
-        FoundPlaced { groups, placements, times, objective_ms }
     }
 }
 
