@@ -130,7 +130,7 @@ fn cpu_s() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// What a plan is worth, and the processor time that it took.
+/// Objective of a plan, and the processor time of the search.
 struct Found {
     objective_ms: f64,
     cpu_s: f64,

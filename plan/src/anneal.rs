@@ -21,7 +21,7 @@ pub(crate) trait Annealed {
     /// A copy of the grouping.
     type Answer: Send;
 
-    /// Links examined so far.
+    /// Number of links examined.
     fn ops(&self) -> u64;
 
     /// Sets the target, given the share of the budget that is spent and the best objective so far. Returns the temperature, ms.
@@ -33,13 +33,13 @@ pub(crate) trait Annealed {
     /// Proposes a random change and makes it unless the excess would be above `most_ms`. Returns whether it did.
     fn change(&mut self, random: &mut Random, most_ms: f64) -> bool;
 
-    /// Counts the cost of a proposal, whatever comes of it.
+    /// Counts the cost of a proposal, accepted or not.
     fn count_proposal(&mut self);
 
     /// Returns the objective, ms, if the grouping is valid and below `limit_ms`.
     fn objective_below(&mut self, limit_ms: f64) -> Option<f64>;
 
-    /// Copies the grouping, which is the best so far.
+    /// Copies the grouping as the best one.
     fn answer(&mut self) -> Self::Answer;
 }
 
@@ -62,7 +62,7 @@ impl<S: Annealed> Chain<S> {
         Chain { state, budget, forgetful, best_ms: start_ms, answer: None, temperature: 0.0, steps: 0, random }
     }
 
-    /// The best objective so far, ms; the start's until there is an answer.
+    /// The best objective, ms; the start's until a grouping is found.
     pub fn best_ms(&self) -> f64 {
         self.best_ms
     }

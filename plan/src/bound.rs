@@ -7,7 +7,7 @@
 use super::objective::Problem;
 use crate::cluster::{Link, LinkTable, Matrix, Tiers};
 
-/// What the bounds need of links: for every size of a group.
+/// Links as the bounds need them, for every size of a group.
 pub(crate) trait LeastExchange: LinkTable {
     /// Of each size s = 1..=n (index s - 1): the least that the worst member of a group of s devices exchanges with the others, ms, with buffers
     /// of `mb` / s; and for each device the least that it exchanges in a group of s, through `each(i, s, ms)`.
@@ -147,18 +147,18 @@ impl Bounds {
     }
 }
 
-/// A little less than 1: bounds are rounded down by more than sums of so many numbers round up.
+/// A little less than 1: bounds are rounded down by more than their sums can round up.
 pub(crate) fn slack(n: usize) -> f64 {
     1.0 - 4.0 * (n as f64 + 8.0) * f64::EPSILON
 }
 
-/// Beyond so many devices, the number of idle ones is not gone through.
+/// Maximum number of devices for which every number of idle devices is tried.
 const IDLE_COUNTED: usize = 1024;
 
-/// Beyond so many unlike devices, what each takes on its own is left out: it seldom decides, and costs as much as the rest.
+/// Maximum number of unlike devices for which the bound of each device is computed. It is rarely the largest bound and costs as much as the rest.
 const OWN_MOST: usize = 128;
 
-/// What every number of groups needs.
+/// Values that the bounds of all numbers of groups share.
 struct Sizes<'p, 'a, L> {
     problem: &'p Problem<'a, L>,
     /// F(s): the s fastest devices' rates, index s.
@@ -169,7 +169,7 @@ struct Sizes<'p, 'a, L> {
     smallest: usize,
     /// x(s) = cost / F(s) + eta c(s), index s - 1: no valid group of s devices takes less.
     least: RangeMin,
-    /// What some device takes at least, whatever its group, when all devices are in groups.
+    /// A lower bound on the time of the slowest device in any group, if all devices are in groups.
     own: f64,
 }
 
@@ -241,7 +241,7 @@ fn sizes<'p, 'a, L: LeastExchange>(problem: &'p Problem<'a, L>, smallest: usize,
     let slowest = (0..n).fold(0, |slowest, i| if problem.flops[i] < problem.flops[slowest] { i } else { slowest });
     let alike = problem.links.devices_alike();
 
-    // Of each device, the least over the sizes of its group.
+    // For each device, the minimum over the sizes of its group.
     let mut own = vec![if alike { 0.0 } else { f64::INFINITY }; n];
     own[slowest] = f64::INFINITY;
     let each = alike || n <= OWN_MOST;

@@ -15,20 +15,20 @@ use super::search::{Effort, Found, Search, THREAD_LEAST, TOGETHER_MOST, Views};
 use super::{Algorithm, Objective, Options, PlacementKind, PlanError, Workload, exact, lysi};
 use crate::cluster::{Cluster, LinkTable, Links, Matrix};
 
-/// Tiers of up to so many devices are written out as a matrix, which is faster to search.
+/// Maximum number of devices whose tiers are expanded to a matrix, which is faster to search.
 const MATRIX_MOST: usize = 128;
-/// Beyond this many devices Lysi, O(n^2) in memory or time, does not run beside the search.
+/// Maximum number of devices for which Lysi, O(n^2) in memory or time, also runs.
 pub(crate) const LYSI_MOST: usize = 1024;
-/// From so many devices on it runs in a thread beside the bounds.
+/// Minimum number of devices for which Lysi runs in a thread of its own, while the bounds are computed.
 const BESIDE_LEAST: usize = 96;
 /// Links that a search of [`THOROUGH_DEVICES`] examines.
 const THOROUGH_OPS: f64 = 1.3e8;
-/// The same of large clusters in tiers.
+/// Links that a search examines on large clusters in tiers.
 const TIERS_OPS: u64 = 60_000_000;
-/// Blocks that are looked for in a matrix: of so many sizes at most, where times grow by so much.
+/// Blocks of fast links are detected in a matrix: at most this many sizes, at jumps of the times by this factor.
 const LEVELS: usize = 3;
 const JUMP_LEAST: f64 = 1.1;
-/// Steps of the proof of optimality: what nobody waits for, and what is asked for.
+/// Maximum steps of the proof of optimality: by default, and with [`Algorithm::Exact`].
 const PROOF_AUTO: u64 = 60_000_000;
 const PROOF_ASKED: u64 = 4_000_000_000;
 pub(crate) fn choose(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Chosen, PlanError> {
@@ -37,7 +37,7 @@ pub(crate) fn choose(cluster: &Cluster, workload: &Workload, options: Options) -
         Links::Tiers(tiers) if tiers.len() <= MATRIX_MOST => {
             let matrix = Matrix::from_table(tiers);
             let mut chosen = choose_by(cluster, &matrix, workload, options, Some(&matrix))?;
-            // The same but for the order of sums; as it is computed from tiers everywhere else.
+            // Tiers and matrix differ in the order of sums. All other code uses the tiers.
             chosen.evaluation = evaluate(cluster, workload, &chosen.groups, chosen.placements.as_deref());
             Ok(chosen)
         }
@@ -179,7 +179,7 @@ fn complete<L: LinkTable>(
 fn effort(n: usize, matrix: bool, times: u32) -> Effort {
     let sixth = (THOROUGH_DEVICES / n as f64).powi(6).min(1.0);
     let usual = match matrix {
-        // The proof will find what is missing.
+        // The proof covers the rest.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
         true if n <= exact::MOST_DEVICES => Effort { construct: 100_000, improve: 5_000_000 },
         true if n as f64 <= THOROUGH_DEVICES => {

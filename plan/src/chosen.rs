@@ -8,13 +8,13 @@ use crate::search::Found;
 pub(crate) const THOROUGH_DEVICES: f64 = 64.0;
 /// Number of devices up to which the proof of optimality takes no longer than the search.
 pub(crate) const PROVED_FAST: usize = 11;
-/// An objective this near to the bound is equal to it but for rounding.
+/// Relative difference between an objective and the bound that rounding explains.
 pub(crate) const EQUAL: f64 = 1e-10;
 
 /// The groups that were chosen.
 pub(crate) struct Chosen {
     pub groups: Vec<Vec<u32>>,
-    /// Of each group, where the objective depends on it.
+    /// Of each group; `None` where the objective does not depend on placements.
     pub placements: Option<Vec<DeviceExperts>>,
     pub evaluation: Evaluation,
     pub algorithm: &'static str,

@@ -20,10 +20,10 @@ pub enum PlanError {
         /// At most this share above the least possible objective.
         gap: f64,
     },
-    /// What was given cannot be used.
+    /// Invalid input.
     #[error(transparent)]
     Input(#[from] InputError),
-    /// The search came back with nothing, though all devices together are a group.
+    /// The search found no grouping, although all devices together form a valid group.
     #[error("no grouping was found, though all devices together are one")]
     NoGrouping,
 }

@@ -10,7 +10,7 @@ use crate::spread::Spread;
 use crate::workload::Workload;
 use crate::{Plan, PlannedGroup, Terms};
 
-/// The groups of a plan by the devices' indices in the cluster, ascending, and what they hold; devices that the cluster does not have are
+/// A plan's groups as ascending indices of the cluster's devices, and the experts of each device; devices that the cluster does not have are
 /// left out.
 pub(crate) fn indices(cluster: &Cluster, plan: &Plan) -> (Vec<Vec<u32>>, Vec<Spread>) {
     let index: HashMap<u64, u32> = cluster.devices.iter().map(|d| d.id).zip(0..).collect();

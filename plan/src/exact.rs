@@ -13,7 +13,7 @@ use crate::cluster::{Edge, Link, LinkTable, Matrix};
 /// Most devices: a table has 2^n entries.
 pub(crate) const MOST_DEVICES: usize = 16;
 
-/// What came of it.
+/// The outcome.
 pub(crate) struct Improvement {
     /// A better grouping than the one that was known, where there is one.
     pub better: Option<Vec<Vec<u32>>>,

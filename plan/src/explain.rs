@@ -1,4 +1,4 @@
-//! Why these groups: the chosen ones beside others, and what keeps them from being better.
+//! Explains a plan: compares its groups with other groupings, and names the binding constraints.
 
 use serde::{Deserialize, Serialize};
 
@@ -22,7 +22,7 @@ pub struct Alternative {
     pub name: String,
     /// Number of groups.
     pub groups: usize,
-    /// Its objective; what it would be, where it is not valid.
+    /// Its objective, computed as if it were valid.
     pub objective_ms: f64,
     /// The objective's parts.
     pub terms: Terms,
@@ -30,13 +30,13 @@ pub struct Alternative {
     pub invalid: Option<String>,
 }
 
-/// The chosen groups beside rejected ones, and what binds.
+/// The chosen groups, rejected ones, and the binding constraints.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Explanation {
     /// The chosen groups first, then the others, best first.
     pub alternatives: Vec<Alternative>,
-    /// What the objective consists of and what keeps it from being lower, a sentence each.
+    /// The parts of the objective and the constraints that keep it from being lower, a sentence each.
     pub binding: Vec<String>,
 }
 
@@ -119,7 +119,7 @@ fn best_of(cluster: &Cluster, workload: &Workload, objective: Objective, groups:
     placed.unwrap_or_else(|| evaluate(cluster, workload, groups, None))
 }
 
-/// The same cluster with room for all experts on every device.
+/// The cluster with memory for all experts on every device.
 fn roomy(cluster: &Cluster, workload: &Workload) -> Cluster {
     let mut roomy = cluster.clone();
     let needed = workload.n_experts() as u64;

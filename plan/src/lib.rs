@@ -125,7 +125,7 @@ fn shortage(cluster: &Cluster, workload: &Workload) -> Option<String> {
         1 => "the one device holds".to_string(),
         n => format!("all {n} devices together hold"),
     };
-    // What an expert takes, where that is known: often it is all its layers that are too much for one device.
+    // The size of an expert, if known: often an expert of all layers is too large for one device.
     let size = workload.expert_mb.filter(|_| cluster.devices.iter().any(|device| device.memory_mb.is_some()));
     let size = size.map_or(String::new(), |mb| {
         let layers = workload.moe_layers();
@@ -173,7 +173,7 @@ fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, options: Op
     });
     let mut idle = vec![true; cluster.devices.len()];
     chosen.groups.iter().flatten().for_each(|&i| idle[i as usize] = false);
-    // Finite, as JSON has nothing else: a lower bound of 0 says nothing of a share above it.
+    // Finite, because JSON has no infinity. A lower bound of 0 has no relative gap.
     let gap = match chosen.optimal {
         true => 0.0,
         false => (evaluation.objective_ms / chosen.bound_ms - 1.0).clamp(0.0, f64::MAX),

@@ -9,10 +9,10 @@ use std::collections::HashMap;
 use super::objective::Problem;
 use crate::cluster::{Link, LinkTable};
 
-/// Up to so many devices all pairs are listed and sorted; beyond, only where links are of more than a few kinds.
+/// Maximum number of devices for which all pairs are always listed and sorted. Above it they are only if links are of more than a few kinds.
 const PAIRS_SORTED: usize = 2048;
 const KINDS_FEW: usize = 16;
-/// Up to so many devices there is a table of all pairs of groups; sizes are below 2^16 then.
+/// Maximum number of devices for which all pairs of groups are in a table. Sizes are then below 2^16.
 const EVALUATED_LISTED: usize = 1024;
 
 /// A group as the algorithm sees it.
@@ -25,7 +25,7 @@ struct Group {
     all_reduce_ms: f64,
 }
 
-/// What the two sides would be together.
+/// The two sides merged.
 struct Merged {
     work_ms: f64,
     /// Sums of alpha and beta: of the first side's members, then of the second's.
@@ -48,7 +48,7 @@ pub(crate) fn groups<L: LinkTable>(problem: &Problem<L>) -> (Vec<Vec<u32>>, Vec<
     (groups, invalid)
 }
 
-/// Of each pair of groups that was evaluated, the sizes they had.
+/// For each evaluated pair of groups, their sizes then.
 enum Evaluated {
     /// By pair, both sizes in one number; of few devices.
     Table(usize, Vec<u32>),
@@ -173,7 +173,7 @@ impl<'p, 'a, L: LinkTable> MergePass<'p, 'a, L> {
         }
     }
 
-    /// What the two groups are together, with `workers` devices in valid groups then; `None` when it is invalid.
+    /// The two groups merged, with `workers` devices in valid groups; `None` if that is invalid.
     fn merged(&self, ga: &Group, gb: &Group, workers: Option<usize>) -> Merged {
         let size = ga.members.len() + gb.members.len();
         let mut sums: Vec<(f64, f64)> = ga.members.iter().chain(&gb.members).map(|&i| self.sums[i as usize]).collect();

@@ -32,7 +32,7 @@ pub(crate) struct Problem<'a, L> {
     /// Holds the slowest link between any groups, slowest first: the tree of [`LinkTable::slowest_tree`], or all pairs
     /// where devices may be idle, as a tree leads through those.
     pub edges: Vec<Edge>,
-    /// Of each device, the place of the first of these that ends there.
+    /// For each device, the place of the first of these that ends at it.
     first_edge: Vec<u32>,
 }
 
@@ -159,7 +159,7 @@ impl<'a, L: LinkTable> Problem<'a, L> {
         moved: [Option<u32>; N],
         group_of: impl Fn(u32) -> u32,
     ) -> Option<usize> {
-        // Where no end of an edge that counts has moved, nothing has changed.
+        // If no end of a counted edge has moved, the result is unchanged.
         let counts = |i: u32| now.is_none_or(|now| self.first_edge[i as usize] as usize <= now);
         if moved.into_iter().flatten().any(counts) { self.slowest(group_of) } else { now }
     }
@@ -169,7 +169,7 @@ impl<'a, L: LinkTable> Problem<'a, L> {
         self.evaluate_by(groups, |members| self.group(members))
     }
 
-    /// The same to the last digit.
+    /// The same, with sums that do not depend on the order of the members.
     pub fn evaluate_exactly(&self, groups: &[Vec<u32>]) -> Evaluation {
         self.evaluate_by(groups, |members| self.group_from(members, self.links.exact_sums(members)))
     }

@@ -1,4 +1,4 @@
-//! What is asked of the planner.
+//! Options of the planner.
 
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +27,7 @@ pub enum PlacementKind {
     Lysi,
 }
 
-/// What a plan is to minimise.
+/// The objective that a plan minimises.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -39,7 +39,7 @@ pub enum Objective {
     Published,
 }
 
-/// What is asked of the planner.
+/// Options of the planner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Options {
@@ -111,6 +111,6 @@ pub(crate) fn placement_kind(options: Options) -> PlacementKind {
 pub enum Replication {
     /// As many as the devices' memory holds.
     Auto,
-    /// So many on a device, beside the experts that it holds without, and no more than its memory holds.
+    /// At most this many on a device in addition to its experts, and at most as many as its memory holds.
     AtMost(u64),
 }

@@ -1,4 +1,4 @@
-//! What planning comes to.
+//! The outcome of planning.
 
 use std::collections::BTreeMap;
 
@@ -29,13 +29,13 @@ pub struct Terms {
 pub struct PlannedGroup {
     /// Ids of its devices, in the cluster's order.
     pub devices: Vec<u64>,
-    /// Its own objective; the plan's is the largest.
+    /// The group's objective; the plan's is the largest.
     pub objective_ms: f64,
     /// By device id, the experts that it holds, ascending.
     pub experts: BTreeMap<u64, Vec<u32>>,
     /// The longest time of a device for its experts in one pass: of the group's tokens, or by the published objective of one device's.
     pub makespan_ms: f64,
-    /// Where replicas were asked for: no placement of the group with so many of them has a smaller makespan.
+    /// With [`Options::replicas`](crate::Options::replicas): no placement of the group with as many replicas has a smaller makespan.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub least_makespan_ms: Option<f64>,
     /// The experts that several of its devices hold, ascending.
@@ -43,7 +43,7 @@ pub struct PlannedGroup {
     pub replicas: Vec<PlannedReplicas>,
 }
 
-/// An expert with replicas in a group, and who sends its tokens to which of them.
+/// An expert with replicas in a group, and the share of its tokens that each device sends to each of them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct PlannedReplicas {
@@ -61,7 +61,7 @@ pub struct PlannedReplicas {
 pub struct Plan {
     /// True; see [`Outcome`].
     pub feasible: bool,
-    /// What it was made for; unknown of older plans.
+    /// The planned workload; `None` in plans without the key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workload: Option<Box<Workload>>,
     /// What was minimised. Plans that do not say so are of before there was a choice.
@@ -89,19 +89,19 @@ fn before_objectives() -> Objective {
     Objective::Published
 }
 
-/// No plan: what is missing.
+/// There is no plan, for lack of memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Infeasible {
     /// False.
     pub feasible: bool,
-    /// What is short, and by how much.
+    /// The missing memory.
     pub shortage: String,
     /// Time that planning took.
     pub elapsed_ms: f64,
 }
 
-/// What planning comes to.
+/// The outcome of planning.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
     /// A plan.

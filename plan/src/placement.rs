@@ -20,7 +20,7 @@ pub(crate) struct GroupDevices<'a> {
 /// Most experts for branch and bound, which goes as deep as there are experts.
 const MOST_BRANCHED: usize = 256;
 
-/// Of each device, its experts, ascending.
+/// The experts of each device, ascending.
 pub(crate) type DeviceExperts = Vec<Vec<u32>>;
 
 impl GroupDevices<'_> {
@@ -77,7 +77,7 @@ pub(crate) fn lysi(group: &GroupDevices) -> DeviceExperts {
             }
             if memory[d] > 0 {
                 if !counted[d] {
-                    // A further round, in which the published version would divide by what is no longer there.
+                    // One more round, in which the published version would divide by zero.
                     flops_left = (0..n).filter(|&d| memory[d] > 0).map(|d| group.flops[d]).sum();
                     counted = memory.iter().map(|m| *m > 0).collect();
                 }
@@ -98,7 +98,7 @@ pub(crate) fn lysi(group: &GroupDevices) -> DeviceExperts {
             }
         }
         if experts.len() == before {
-            // Only experts that cost nothing are left: anywhere.
+            // Only experts of cost 0 are left; any device may take them.
             let free = |d: usize| std::iter::repeat_n(d, memory[d].min(n_experts as u64) as usize);
             for ((_, expert), d) in std::mem::take(&mut experts).into_iter().zip((0..n).flat_map(free)) {
                 placement[d].push(expert);
@@ -199,7 +199,7 @@ fn largest_first(group: &GroupDevices) -> DeviceExperts {
         let cost = group.costs[e as usize];
         let free = (0..n).filter(|&d| (placement[d].len() as u64) < group.memory[d]);
         let ends = |d: usize| (load[d] + cost) / group.flops[d];
-        // Experts that cost nothing go where most memory is left free, not all to one device.
+        // Experts of cost 0 go to the device with most free memory, so that they spread.
         let key = |d: usize| (ends(d), placement[d].len());
         let Some(d) = free.min_by(|&a, &b| key(a).partial_cmp(&key(b)).expect("finite")) else { break };
         placement[d].push(e);
@@ -311,7 +311,7 @@ impl<'s, 'a> Branch<'s, 'a> {
         if self.left == 0 {
             return;
         }
-        // What the devices can still take before the limit, seen as a whole.
+        // Work that all devices together can still take before the limit.
         let largest = self.group.costs[self.order[place] as usize];
         let room: f64 = (0..self.load.len())
             .map(|d| (limit * self.group.flops[d] - self.load[d]).clamp(0.0, self.free[d] as f64 * largest))
@@ -360,7 +360,7 @@ fn in_order(group: &GroupDevices, placement: DeviceExperts) -> DeviceExperts {
     let mut ids: Vec<u32> = (0..group.costs.len() as u32).collect();
     let by_cost = |&a: &u32, &b: &u32| group.costs[a as usize].total_cmp(&group.costs[b as usize]).then(a.cmp(&b));
     ids.sort_by(by_cost);
-    // Of each expert, the next unused place of its cost among `ids`.
+    // For each expert, the next unused place of its cost among `ids`.
     let mut first = vec![0usize; group.costs.len()];
     for (place, &e) in ids.iter().enumerate() {
         let twin = place > 0 && group.costs[ids[place - 1] as usize] == group.costs[e as usize];

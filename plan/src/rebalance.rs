@@ -11,10 +11,10 @@ use crate::random::Random;
 /// Steps of annealing for a layer or a node of it: for each physical expert, and at least and at most.
 const STEPS_EACH: u64 = 150;
 const STEPS: (u64, u64) = (30_000, 60_000);
-/// Up to so many physical experts, so many rounds.
+/// Up to `FEW` physical experts a layer gets `ROUNDS_FEW` rounds, beyond it one.
 const FEW: usize = 64;
 const ROUNDS_FEW: u64 = 6;
-/// Loads are pressed below the largest of the best so far, less this share.
+/// The target for loads is the largest load of the best placement, less this share.
 const UNDER: f64 = 0.004;
 /// Temperatures at first and at last, as shares of the mean load, squared.
 const HOT: f64 = 0.3;
@@ -32,7 +32,7 @@ pub struct Rebalanced {
     pub logcnt: Vec<Vec<usize>>,
     /// `[layers]`: the largest load of a rank over the mean.
     pub imbalance: Vec<f64>,
-    /// `[layers]`: no placement of so many physical experts has a smaller one.
+    /// `[layers]`: a lower bound for any placement of as many physical experts.
     pub imbalance_least: Vec<f64>,
 }
 
@@ -196,7 +196,7 @@ struct Node<'w> {
     /// By expert, where it is.
     places: Vec<Vec<usize>>,
     load: Vec<f64>,
-    /// What loads are pressed below: a little under the largest of the best placement so far.
+    /// The target for loads: a little below the largest load of the best placement.
     target: f64,
     /// No placement has a smaller largest load.
     least: f64,
@@ -382,7 +382,7 @@ mod tests {
         let all = rebalance_experts(&weight, 16, 1, 1, 8).unwrap();
         check(&weight, 16, 8, &all);
         assert!(all.imbalance[0] < 1.054 && all.imbalance[1] < 1.191, "{:?}", all.imbalance);
-        // With groups kept whole the first layer cannot be better than what is printed there.
+        // With whole groups the first layer cannot be better than in that README.
         let all = rebalance_experts(&weight, 16, 4, 2, 8).unwrap();
         check(&weight, 16, 8, &all);
         assert!(all.imbalance[0] < 1.209 && all.imbalance[1] < 1.243, "{:?}", all.imbalance);

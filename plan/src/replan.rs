@@ -1,4 +1,4 @@
-//! A new plan for measured loads, and what it takes to get there.
+//! A new plan for measured loads, and the cost of moving to it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -16,7 +16,7 @@ use crate::cluster::{Cluster, LinkTable, Number, Range, parse_json};
 pub struct Replan {
     /// Predicted time of an iteration with the plan in use, under the new loads: its [`Objective::Placed`](crate::Objective::Placed).
     pub current_ms: f64,
-    /// The same with the new plan.
+    /// Predicted time of an iteration with the new plan, under the new loads.
     pub planned_ms: f64,
     /// What an iteration gains; negative where it loses.
     pub gain_ms: f64,

@@ -237,7 +237,7 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
         })
     }
 
-    /// Gives `to`, which has room, what it can of `from`. Says whether there was something.
+    /// Moves as much of `from`'s excess as possible to `to`, which has room. Says whether there was something.
     fn relieve(&mut self, from: usize, to: usize) -> bool {
         let amount = self.over(from).min(-self.over(to));
         let given = |e: usize| !self.shares[e].contains_key(&to) && self.cost_at(e, from) > 0.0;
@@ -265,7 +265,7 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
         true
     }
 
-    /// Of the experts of `from` that `to` does not hold, the one with the fewest tokens that are enough.
+    /// Among the experts of `from` that `to` does not hold, the one with the fewest tokens that suffice.
     fn enough(&self, from: usize, to: usize, amount: f64) -> Option<usize> {
         let is_enough = |&e: &usize| !self.shares[e].contains_key(&to) && self.cost_at(e, from) >= amount;
         (0..self.shares.len())
@@ -284,7 +284,7 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
         spread
     }
 
-    /// Who sends where so that every holder gets its share: the nearest pairs first.
+    /// The shares that each member sends to each holder, nearest pairs first, so that every holder gets its part.
     fn split(&self, holders: &BTreeMap<usize, f64>) -> Split {
         let m = self.members.len();
         let mb = self.placed.problem.workload.p2p_buffer_mb / m as f64;

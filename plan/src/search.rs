@@ -17,16 +17,16 @@ use super::random::Random;
 use super::state::{Move, State};
 use crate::cluster::LinkTable;
 
-/// The target is under the best objective so far, by so much of its work.
+/// The target is below the best objective by this share of its work.
 const UNDER: f64 = 0.03;
-/// Temperatures at first and at last, as shares of what the target leaves for a group.
+/// First and last temperature, as shares of the time that the target leaves for a group.
 const HOT: f64 = 0.1;
 const COLD: f64 = 0.02;
-/// One in so many proposals moves several devices together.
+/// One in this many proposals moves several devices together.
 const TOGETHER_ONE_IN: usize = 32;
-/// Beyond so many devices such proposals cost more than they bring.
+/// Maximum number of devices for which such proposals pay.
 pub(crate) const TOGETHER_MOST: usize = 128;
-/// Beyond so many devices there are too many pairs of groups to merge.
+/// Maximum number of devices for which pairs of groups are merged.
 const MERGE_MOST: usize = 64;
 /// Rounds of annealing.
 const ROUNDS: usize = 4;
@@ -78,7 +78,7 @@ impl<L: LinkTable> Evaluate for &Problem<'_, L> {
     }
 }
 
-/// The best groupings so far, by an objective `E`.
+/// The best groupings found, by an objective `E`.
 pub(crate) struct Search<'p, 'a, L, E> {
     problem: &'p Problem<'a, L>,
     evaluate: E,
@@ -128,7 +128,7 @@ impl<'p, 'a, L: LinkTable, E: Evaluate> Search<'p, 'a, L, E> {
         (found, self.bounds, self.evaluate)
     }
 
-    /// The best objective so far, ms.
+    /// The best objective found, ms.
     pub fn best_ms(&self) -> f64 {
         self.best.as_ref().map_or(f64::INFINITY, |best| best.objective_ms)
     }
@@ -185,7 +185,7 @@ impl<'p, 'a, L: LinkTable, E: Evaluate> Search<'p, 'a, L, E> {
 
 /// Annealing by the published objective.
 impl<'p, 'a, L: LinkTable> Search<'p, 'a, L, &'p Problem<'a, L>> {
-    /// From the best so far.
+    /// From the best found.
     pub fn improve(&mut self, budget: u64) {
         self.anneal(budget / 20 * 19);
         self.descend(budget / 20);
@@ -223,7 +223,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L, &'p Problem<'a, L>> {
     /// Annealing, on ever fewer numbers of groups; two chains at a time.
     fn anneal(&mut self, budget: u64) {
         let n = self.problem.n();
-        // A chain that is shorter than what starting it costs is not worth it.
+        // A chain must be longer than its start costs.
         let most_chains = (budget / ROUNDS as u64 / (CHAIN_LEAST * n as u64)).max(1) as usize;
         for round in 0..ROUNDS {
             self.merge();
@@ -360,7 +360,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L, &'p Problem<'a, L>> {
         let mut state = State::new(self.problem, &best.groups, UNDER);
         let mut best = (best.objective_ms, None);
         let mut since = 0;
-        // Round and round, until a whole round brought nothing.
+        // Until a whole round improves nothing.
         let mut i = 0;
         while since < n && state.ops < budget {
             let mut to: Vec<Move> = (0..state.n_groups() as u32).map(|to| Move { i, to, j: None }).collect();
@@ -402,7 +402,7 @@ struct Annealing<'s, 'p, 'a, L> {
     state: State<'p, 'a, L>,
     /// Whether several devices move together at times.
     tree: bool,
-    /// What the first target leaves for a group, ms: the unit of temperatures.
+    /// Time that the first target leaves for a group, ms: the unit of temperatures.
     unit_ms: f64,
     moves: Vec<(u32, u32, u32)>,
     joined: Vec<u32>,
@@ -477,7 +477,7 @@ fn constructed<L: LinkTable>(problem: &Problem<L>, views: &Views, k: usize) -> V
     made
 }
 
-/// Devices dealt out to `k` groups by memory, which may be tight.
+/// Distributes devices to `k` groups by memory, which may be scarce.
 fn dealt_by_memory<L: LinkTable>(problem: &Problem<L>, k: usize) -> Vec<Vec<u32>> {
     let singles: Vec<Vec<u32>> = (0..problem.n() as u32).map(|i| vec![i]).collect();
     deal(&singles, k, |i| problem.memory[i as usize].min(problem.n_experts) as f64)
@@ -491,7 +491,7 @@ enum CutBy {
     Memory,
 }
 
-/// Consecutive devices of an order as about `k` groups, each valid; what is left at the end goes to the last.
+/// About `k` valid groups of consecutive devices of an order; the last one gets the remainder.
 fn cut<L: LinkTable>(problem: &Problem<L>, order: &[u32], k: usize, by: CutBy) -> Vec<Vec<u32>> {
     let weight = |i: u32| match by {
         CutBy::Count => 1.0,
@@ -521,7 +521,7 @@ fn cut<L: LinkTable>(problem: &Problem<L>, order: &[u32], k: usize, by: CutBy) -
     groups
 }
 
-/// Whole blocks dealt out to `k` groups: the heaviest first, each to the lightest group.
+/// Distributes whole blocks to `k` groups: the heaviest first, each to the lightest group.
 fn deal(blocks: &[Vec<u32>], k: usize, weight: impl Fn(u32) -> f64) -> Vec<Vec<u32>> {
     let rate = |block: &Vec<u32>| block.iter().map(|&i| weight(i)).sum::<f64>();
     let mut order: Vec<(f64, usize)> = blocks.iter().map(rate).zip(0..).collect();

@@ -1,4 +1,4 @@
-//! Where a group's experts are, and who sends tokens of those with replicas where; what that takes.
+//! Spreads: the experts of each device of a group, and the devices that the tokens of replicated experts go to; their times.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::placement::DeviceExperts;
 use crate::workload::Workload;
 use crate::{PlannedGroup, PlannedReplicas};
 
-/// Who of a group holds which experts, and who sends the tokens of those with replicas where.
+/// The experts of each member of a group, and the holders that each member sends a replicated expert's tokens to.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Spread {
     /// By member, the experts that it holds, ascending.
@@ -45,7 +45,7 @@ impl Spread {
         Spread { held, splits: group.replicas.iter().map(split).collect() }
     }
 
-    /// As a plan has it: what each device holds, and the replicas.
+    /// In a plan's form: the experts of each device, and the replicas.
     pub fn into_planned(self, ids: &[u64]) -> (BTreeMap<u64, Vec<u32>>, Vec<PlannedReplicas>) {
         let replicas = self.splits.into_iter().map(|(expert, split)| PlannedReplicas {
             expert,
@@ -141,7 +141,7 @@ pub(crate) fn spread_times(
     spread.member_times(&Placed::new(&problem), members)
 }
 
-/// The same, of a problem.
+/// [`evaluate_spreads`] for a given problem.
 pub(crate) fn evaluate<L: LinkTable>(placed: &Placed<L>, groups: &[Vec<u32>], spreads: &[Spread]) -> Evaluation {
     let of = |(members, spread): (&Vec<u32>, &Spread)| spread.times(placed, members);
     let (times, sums_ms): (Vec<_>, Vec<_>) = groups.iter().zip(spreads).map(of).unzip();

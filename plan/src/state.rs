@@ -10,14 +10,14 @@ use crate::cluster::LinkTable;
 #[derive(Clone, Debug)]
 struct Group {
     members: Vec<u32>,
-    /// Of each member, the sums of alpha and beta to the others.
+    /// For each member, the sums of alpha and beta to the others.
     sums: Vec<(f64, f64)>,
     flops: f64,
     memory: u64,
     work: GroupWork,
 }
 
-/// What a group takes.
+/// Times of a group.
 #[derive(Clone, Copy, Debug, Default)]
 struct GroupWork {
     /// Compute and communication, ms.
@@ -43,20 +43,20 @@ struct ChangedGroup {
     /// MB that a member sends to each other one.
     per_peer: f64,
     compute: f64,
-    /// What the limit leaves for the exchange.
+    /// Time that the limit leaves for the exchange.
     over: f64,
     /// The exchange of the device that comes.
     worst: f64,
-    /// Its excess, and the penalty where memory is short.
+    /// The group's excess, and the penalty if it lacks memory.
     excess_ms: f64,
 }
 
-/// What a change would come to.
+/// The outcome of a change.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MoveResult {
     /// The excess of all groups together.
     pub excess_ms: f64,
-    /// Of the group that `i` leaves, and the one that it comes to.
+    /// For the group that `i` leaves, and the one that it joins.
     works: [GroupWork; 2],
     slowest: Option<usize>,
     limit_ms: f64,
@@ -79,31 +79,31 @@ pub(crate) struct State<'p, 'a, L> {
     excess_ms: f64,
     /// The objective that is aimed at.
     target_ms: f64,
-    /// What the target leaves for a group's compute and communication, as the groups are.
+    /// Time that the target leaves for a group's compute and communication, with the current groups.
     limit_ms: f64,
-    /// What penalties are counted in: the most work of a group at first.
+    /// The unit of penalties: the largest work of a group at the start.
     penalty_ms: f64,
     /// The place in the problem's edges of the slowest link between groups.
     slowest: Option<usize>,
     /// Groups that lack memory.
     short: usize,
-    /// Of each device, the edges of the tree: where to, and their places.
+    /// For each device, the edges of the tree: their other ends and places.
     neighbours: Vec<Vec<(u32, u32)>>,
-    /// Changes made so far.
+    /// Number of changes.
     changes: u64,
     /// gamma by number of workers.
     gamma: Vec<f64>,
-    /// Links looked at so far: the measure of effort.
+    /// Number of links examined: the measure of effort.
     pub ops: u64,
 }
 
 /// What a group costs that lacks memory, in the penalty's unit: in any case, and if it lacked it for all experts.
 pub(crate) const SHORT: (f64, f64) = (0.15, 3.0);
-/// Beyond so many devices sums with every group are too many.
+/// Maximum number of devices for which the sums with every group are kept.
 const TOWARD_MOST: usize = 128;
-/// Sums are worked out anew after so many changes.
+/// Number of changes after which sums are computed anew, against rounding.
 const REFRESH: u64 = 512;
-/// A change costs as much as so many links, even where it is ruled out at once.
+/// Cost of a change in links, even if it is rejected at once.
 const CHANGE_OPS: u64 = 16;
 
 impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
@@ -150,7 +150,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.gamma[self.workers] * self.most.1 * (1.0 - share) + self.all_reduce(self.slowest)
     }
 
-    /// The objective, ms; what it would be if groups that are short of memory were not.
+    /// The objective, ms, computed as if every group had enough memory.
     pub fn objective_ms(&self) -> f64 {
         self.under(0.0)
     }
@@ -160,12 +160,12 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.short == 0
     }
 
-    /// What all devices together are over the limit, ms.
+    /// Sum of all devices' excess over the limit, ms.
     pub fn excess_ms(&self) -> f64 {
         self.excess_ms
     }
 
-    /// What the target leaves for a group's compute and communication, ms.
+    /// Time that the target leaves for a group's compute and communication, ms.
     pub fn limit_ms(&self) -> f64 {
         self.limit_ms
     }
@@ -185,12 +185,12 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.problem.all_reduce_over(self.groups.len(), slowest)
     }
 
-    /// What the target leaves for a group's compute and communication.
+    /// Time that the target leaves for a group's compute and communication.
     fn limit(&self, slowest: Option<usize>, workers: usize) -> f64 {
         (self.target_ms - self.all_reduce(slowest)) / self.gamma[workers]
     }
 
-    /// Brings up to date what is known of all groups together.
+    /// Updates the values of all groups together.
     fn sum_up(&mut self) {
         self.most = (IDLE, 0.0);
         (self.excess_ms, self.short) = (0.0, 0);
@@ -290,7 +290,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         ChangedGroup { g, out, into, per_peer, compute, over, worst, excess_ms }
     }
 
-    /// The same with all members; `None` as soon as the excess is seen to be over `most`.
+    /// The same with all members; `None` as soon as the excess exceeds `most`.
     fn work(&self, side: &ChangedGroup, most: f64) -> Option<GroupWork> {
         match (side.out.is_some(), side.into.is_some()) {
             (false, false) => self.work_of::<false, false>(side, most),
@@ -321,7 +321,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 beta += link.beta_ms_per_mb;
             }
             let here = eta * (alpha + beta * side.per_peer);
-            // Without branches on what is as good as random.
+            // Without branches on values that are nearly random.
             worst = if here > worst { here } else { worst };
             excess_ms += if here > side.over { here - side.over } else { 0.0 };
             if excess_ms > most {
@@ -541,7 +541,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         }
     }
 
-    /// The same, and what comes of it.
+    /// The change and its outcome.
     pub fn refresh(&mut self) {
         self.add_up();
         self.aim(self.target_ms);

@@ -195,7 +195,7 @@ fn random_inputs_have_valid_answers() {
     inputs_have_valid_answers(0);
 }
 
-/// The other half of the inputs, for the other CPU.
+/// The other half of the inputs, so that two CPUs share the work.
 #[test]
 fn more_random_inputs_have_valid_answers() {
     inputs_have_valid_answers(INPUTS / 2);

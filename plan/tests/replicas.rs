@@ -124,7 +124,7 @@ fn hot(devices: usize, memory: u64) -> (Cluster, Workload) {
 
 #[test]
 fn with_room_no_device_has_more_than_its_part() {
-    // So little memory that there is one group.
+    // Memory for one group only.
     for (devices, memory) in [(2, 7), (3, 7), (4, 3), (5, 3)] {
         let (cluster, workload) = hot(devices, memory);
         let without = planned(&cluster, &workload, Options::default()).unwrap();
@@ -164,7 +164,7 @@ fn from_a_plan_in_use_little_is_moved() {
     let change = replan(&cluster, &workload, &current, &next, 1.0).unwrap();
     assert!(change.moved_experts <= 3 && change.gain_ms > 0.0, "{change:?}");
     near(change.planned_ms, next.objective_ms);
-    // Once it is there, nothing is moved any more.
+    // A second replan then moves nothing.
     let Outcome::Plan(again) = plan_from(&cluster, &workload, options, Some(&next)).unwrap() else { panic!() };
     let change = replan(&cluster, &workload, &next, &again, 1.0).unwrap();
     assert_eq!(change.moved_experts, 0);

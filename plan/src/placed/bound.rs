@@ -4,10 +4,10 @@ use super::Experts;
 use crate::bound::{Bounds, LeastExchange, RangeMin, bounds_by, by_memory, slack};
 use crate::objective::Problem;
 
-/// Beyond so many unlike devices their links are not sorted, which would take as long as all else.
+/// Maximum number of unlike devices whose links are sorted, which takes as long as all other steps.
 const SORTED_MOST: usize = 128;
 
-/// What every number of groups needs.
+/// Values that the bounds of all numbers of groups share.
 struct Sizes {
     total: f64,
     /// Index s: the rates of the s fastest devices.
@@ -60,7 +60,7 @@ fn sizes<L: LeastExchange>(problem: &Problem<L>, experts: &Experts, smallest: us
     }
     // Of at most min(s, experts) devices that hold some, one has that share of the tokens or more.
     let share = |s: usize| if experts.total > 0.0 { d / s.min(experts.order.len()) as f64 } else { 0.0 };
-    // Of many unlike devices, as if every link were as fast as any.
+    // For many unlike devices all links count as the fastest.
     let received = match n <= SORTED_MOST || problem.links.devices_alike() {
         true => problem.links.least_received(share),
         false => {

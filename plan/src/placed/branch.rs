@@ -58,7 +58,7 @@ pub(super) struct Branch<'g> {
     load: Vec<f64>,
     free: Vec<u64>,
     held: Vec<u64>,
-    /// Of each expert placed so far, the device.
+    /// The device of each placed expert.
     owner: Vec<u32>,
     /// What each device sends, ms: of as many experts placed a row each, so that nothing has to be taken back.
     sent: Vec<f64>,
@@ -102,7 +102,7 @@ impl<'g> Branch<'g> {
         }
     }
 
-    /// How many nodes are left; with any left, nothing below the best was left out.
+    /// Number of nodes left. If it is above 0, the search was complete.
     pub fn nodes_left(&self) -> u64 {
         self.left
     }
@@ -141,7 +141,7 @@ impl<'g> Branch<'g> {
         if self.left == 0 || (size * compute).max(self.least.0) + exchange_least >= limit {
             return;
         }
-        // What the devices can still take before the limit, seen as a whole.
+        // Work that all devices together can still take before the limit.
         let cost = self.experts.costs[self.experts.order[place] as usize];
         let most = (limit - exchange_least) / size;
         let room: f64 =

@@ -116,7 +116,7 @@ pub(crate) fn choose<L: LeastExchange>(
     finish(better.unwrap_or(found), label, proof.complete, others)
 }
 
-/// The same with the best placements found; `None` where a group lacks memory.
+/// The placed objective of groups with the best placements found; `None` if a group lacks memory.
 pub(crate) fn evaluate_groups(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>]) -> Option<Evaluation> {
     let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
     let placed = Placed::new(&problem);

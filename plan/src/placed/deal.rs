@@ -16,7 +16,7 @@ struct Assigned {
     /// When each would end with one more expert that costs nothing, ms, infinity where it is full; and how much later for each FLOP.
     ends: Vec<f64>,
     per_flop: Vec<f64>,
-    /// Of each expert in the order of costs, the device; empty where all cost the same.
+    /// The device of each expert, in the order of costs; empty if all cost the same.
     owner: Vec<u32>,
 }
 
@@ -86,7 +86,7 @@ impl Dealing {
         Some(to)
     }
 
-    /// Sets the load of device `i`, whose number of experts is the new one already.
+    /// Sets the load of device `i` after its number of experts was updated.
     fn set_load(&self, i: usize, load: f64, both: bool, to: &mut Assigned) {
         to.load[i] = load;
         let first = if both { self.receiving[i].1 } else { 0.0 };

@@ -54,7 +54,7 @@ impl Pairs {
     }
 }
 
-/// What one group takes, ms.
+/// Times of one group, ms.
 #[derive(Clone, Copy, Debug, Default)]
 struct Times {
     /// The device that computes longest, and how long for one device's tokens.
@@ -90,7 +90,7 @@ impl Times {
     }
 }
 
-/// What a device is in a group.
+/// The role of a device in a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Role {
     member: bool,
@@ -335,7 +335,7 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         times
     }
 
-    /// What group `g` takes after a change; `None` as soon as its excess is seen to be above `most`.
+    /// Times of group `g` after a change; `None` as soon as its excess exceeds `most`.
     #[inline]
     fn after(&mut self, g: usize, parts: &[Part], limit: f64, most: f64) -> Option<Times> {
         if self.is_idle(g) {
@@ -406,7 +406,7 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         self.placed.problem.all_reduce_over(self.n_groups, slowest)
     }
 
-    /// What the target leaves for a group's compute and exchange, ms.
+    /// Time that the target leaves for a group's compute and exchange, ms.
     fn limit_of(&self, slowest: Option<usize>, workers: usize) -> f64 {
         (self.target_ms - self.all_reduce(slowest)) / self.gamma[workers]
     }

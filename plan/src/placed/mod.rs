@@ -31,7 +31,7 @@ use crate::workload::Workload;
 pub(crate) struct Experts {
     /// FLOP of each.
     pub costs: Vec<f64>,
-    /// Their ids, the most expensive first.
+    /// Ids of the experts, the most expensive first.
     pub order: Vec<u32>,
     pub total: f64,
     /// What each costs, where all cost the same.
@@ -52,7 +52,7 @@ impl Experts {
     }
 }
 
-/// What a group takes, ms: its longest compute, and its exchanges at the longest of a device.
+/// Times of a group, ms: the longest compute of a device, and its longest exchange.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct GroupTimes {
     pub compute_ms: f64,
@@ -92,7 +92,7 @@ impl<'p, 'a, L: LinkTable> Placed<'p, 'a, L> {
         self.problem.links.exchanges(members, &placement.iter().map(received).collect::<Vec<_>>())
     }
 
-    /// What a group (ascending) takes with a placement.
+    /// Times of a group (ascending) with a placement.
     pub fn placed_times(&self, members: &[u32], placement: &DeviceExperts) -> GroupTimes {
         let compute = |(&i, held): (&u32, &Vec<u32>)| self.load(held) / self.problem.flops[i as usize];
         let longest = self.exchanges(members, placement).into_iter().fold(0.0, f64::max);
@@ -112,13 +112,13 @@ impl<'p, 'a, L: LinkTable> Placed<'p, 'a, L> {
     }
 }
 
-/// The larger of two numbers. Unlike [`f64::max`] it is one instruction, as it does not look for what is no number.
+/// The larger of two numbers. Unlike [`f64::max`] it does not handle NaN, and is one instruction.
 #[inline]
 fn larger<T: PartialOrd>(a: T, b: T) -> T {
     if a > b { a } else { b }
 }
 
-/// A group's placement, and what it takes with that.
+/// A group's placement and its times.
 pub(crate) type PlacedTimes = (DeviceExperts, GroupTimes);
 
 /// The placed objective of groups and placements, on any cluster.

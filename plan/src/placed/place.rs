@@ -62,7 +62,7 @@ impl<L: LinkTable> Placed<'_, '_, L> {
         ((placement, times), left)
     }
 
-    /// A lower bound on what this group takes with any placement, ms.
+    /// A lower bound on this group's time with any placement, ms.
     fn least_ms(&self, members: &[u32]) -> f64 {
         let problem = self.problem;
         let size = members.len() as f64;

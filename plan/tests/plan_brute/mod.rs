@@ -6,7 +6,7 @@ use rustix::time::{ClockId, clock_gettime};
 /// Sums in another order differ by this much.
 pub const ROUNDING: f64 = 1e-9;
 
-/// Equal but for the order of sums.
+/// Equal up to the order of sums.
 #[track_caller]
 pub fn near(a: f64, b: f64) {
     assert!((a - b).abs() <= ROUNDING * a.abs().max(b.abs()), "{a} and {b}");

@@ -9,7 +9,7 @@ use crate::random::Random;
 const WORST_IN_FOUR: usize = 3;
 /// One proposal in this many moves a device to another group.
 const MOVE_ONE_IN: usize = 12;
-/// Of the others, this many in so many swap two devices.
+/// Share of the other proposals that swap two devices, as a fraction.
 const SWAPS_OF: (usize, usize) = (3, 10);
 /// One change of experts in this many moves several at once.
 const SEVERAL_ONE_IN: usize = 4;
@@ -17,7 +17,7 @@ const SEVERAL_ONE_IN: usize = 4;
 const IDLE_ONE_IN: usize = 8;
 /// Devices compared as partners of a swap.
 const CANDIDATES: usize = 4;
-/// Weight of what a device takes in its new group, against its excess there.
+/// Weight of a device's time in its new group, relative to its excess there.
 const TAKES: f64 = 0.3;
 /// One swap in this many also moves experts to where they end earlier.
 const BALANCE_ONE_IN: usize = 3;
@@ -58,7 +58,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         self.give_or_swap((i, place), (j, other), most)
     }
 
-    /// What device `i` would exchange with the members of a group, ms.
+    /// Time of device `i`'s exchange with the members of a group, ms.
     fn exchange_of(&self, g: usize, i: u32) -> f64 {
         exchange_ms(&self.sums[g * self.n() + i as usize], self.roles[i as usize])
     }
@@ -442,7 +442,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         }
     }
 
-    /// Device `i`, new in a group that `out` leaves, gives away what it has no room for. With `more` it also gives what others end earlier with, or else
+    /// Device `i`, new in a group that `out` leaves, gives away the experts that exceed its memory. With `more` it also gives what others end earlier with, or else
     /// takes experts. Returns false where there is no room.
     fn balance(&mut self, i: u32, from: (usize, u32), more: bool) -> bool {
         if self.is_idle(from.0) {
