@@ -416,7 +416,7 @@ const TESTS: &[(&str, fn())] = &[
         refused(aristos_run(2, "--tokens 10 --steps 0"), &["--steps is 0"]);
         refused(aristos_run(2, &format!("{SMALL} --output /nowhere/out")), &["/nowhere"]);
         refused(aristos_run(2, &format!("{SMALL} --device cuda")), &["--device"]);
-        // The other tests may be built with CUDA, and then do not see it refused.
+        // A build with CUDA accepts the device.
         if cfg!(not(feature = "cuda")) {
             refused(binary::aristos_run("--tokens 8 --device cuda"), &["--device cuda", "--features cuda"]);
         }
@@ -472,7 +472,7 @@ const TESTS: &[(&str, fn())] = &[
         }
     }),
     ("a_pe_that_is_stopped_is_named", || {
-        // MPICH's launcher asks a process to end, and a stopped one cannot; Open MPI's has ended it before it is to go on.
+        // MPICH's launcher asks the process to end, which it can only once it is continued; Open MPI's launcher has killed it by then.
         let stop = |pes: &BTreeMap<usize, Pid>| {
             kill_process(pes[&1], Signal::STOP).unwrap();
             thread::sleep(Duration::from_secs(6));
