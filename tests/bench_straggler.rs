@@ -1,5 +1,5 @@
-//! `aristos bench straggler` as a command, and the culprits that it names. The injected noise exceeds the noise of a busy machine, whose PEs lose their
-//! CPUs for tens of milliseconds.
+//! `aristos bench straggler` as a command, and the culprits that it names. The injected noise exceeds that of a busy machine,
+//! where PEs lose their CPUs for tens of milliseconds.
 
 mod bench_common;
 mod undisturbed;

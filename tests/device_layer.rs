@@ -626,9 +626,9 @@ fn traffic_equals_the_cpu_layers() {
     }
 }
 
-/// Maximum fences of a step, forward and backward, with `inter_node` PEs that only the network reaches: one for the
-/// headers; one per such PE for the rows and one for the results of each pass; for the sum of the router's gradient, whose parts
-/// are one piece each, one for values and one for sums.
+/// Maximum fences of a step (forward and backward) with `inter_node` PEs that only the network reaches: one for the headers;
+/// in each pass, one per such PE for the rows and one for the results; two for the sum of the router's gradient (values and
+/// sums), whose parts have one piece each.
 fn max_fences(inter_node: u64) -> u64 {
     inter_node.min(1) * (1 + 2) + 2 * 2 * inter_node
 }

@@ -48,7 +48,7 @@ fn it_is_checked_in_every_way_to_run_it() {
     }
 }
 
-/// Of the traffic only what goes over a network has fences.
+/// Only network traffic has fences.
 #[test]
 fn what_several_hosts_run_runs_on_one() {
     for (args, gemm) in [("--pes 3", "ampere"), ("--pes 2 --steps 2", "hopper")] {

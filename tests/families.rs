@@ -165,7 +165,7 @@ fn defaults_equal_the_configuration_classes() {
 
 #[test]
 fn wrong_formula_is_detected() {
-    // The same tensors with a changed field in config.json, which stands for a mistake in its formula.
+    // A changed field of config.json, with the same tensors, stands for a mistake in the formula.
     let mistakes: [(&str, &str, Value); 15] = [
         ("gpt_oss", "swiglu_limit", 1.6.into()),
         ("deepseek_v4", "swiglu_limit", 1.1.into()),

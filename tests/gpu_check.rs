@@ -37,7 +37,7 @@ impl World {
         }
         fs::create_dir_all(world.at("nvshmem/include")).unwrap();
         fs::write(world.at("nvshmem/include/nvshmem.h"), "").unwrap();
-        // Its output is a program that succeeds.
+        // The compiler's output is a program that succeeds.
         let nvcc = "while [ \"$1\" != -o ]; do shift; done\nprintf '#!/bin/sh\\nexit 0\\n' >\"$2\" && chmod +x \"$2\"";
         world.program("cuda/bin/nvcc", nvcc);
         world.program(

@@ -1,4 +1,4 @@
-//! Jobs of real processes: how they start, talk, and above all end.
+//! Jobs of real processes: how they start, communicate, and above all end.
 //!
 //! A supervisor starts its own executable again, so this program is its own PE and has its own `main`: as a PE it plays
 //! the scenario that its request names, as `supervise` it runs one job, and otherwise it runs the tests.
@@ -23,11 +23,11 @@ use rustix::process::{Pid, Signal, kill_process};
 const PHASES: &[&str] = &["start", "dispatch", "expert GEMM", "waiting"];
 const SEGMENT_BYTES: usize = 1 << 16;
 const BIG_BYTES: usize = 8 << 20;
-/// In the PEs of a job one of which never takes its place.
+/// Set in the PEs of a job in which one PE never joins.
 const ENV_DEAF: &str = "ARISTOS_TEST_DEAF";
-/// In the PEs of a supervisor that is a process of its own, which test's they are.
+/// Set in the PEs of a supervisor that is a separate process: identifies the test.
 const ENV_TOKEN: &str = "ARISTOS_TEST_TOKEN";
-/// How soon everything must be over after the cause.
+/// Time within which a job must end after the cause.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
 fn main() -> ExitCode {
@@ -197,7 +197,7 @@ fn sleep() -> ! {
     }
 }
 
-/// Steps for ever, all PEs together; a PE that waits half a second for another fails.
+/// Runs collective steps for ever; a PE that waits half a second for another fails.
 fn work(mut pe: PeContext) -> ! {
     let segments = pe.exchange_segments(SEGMENT_BYTES).unwrap();
     pe.send(b"ready").unwrap();
@@ -241,7 +241,7 @@ fn failure(job: Processes<'_>) -> String {
     line
 }
 
-/// One job in a process of its own: says on stdout when all PEs work, and how it ended on stderr.
+/// One job in a separate process: reports on stdout when all PEs work, and on stderr how it ended.
 fn supervise(scenario: &str, token: &str) -> ExitCode {
     let mut job = job(3, scenario);
     job.env.push((ENV_TOKEN.into(), token.into()));
@@ -312,7 +312,7 @@ fn children() -> BTreeSet<i32> {
         .collect()
 }
 
-/// The process of a PE of this process's job, as soon as it is there.
+/// Waits for the process of PE `pe` of this process's job.
 fn find_pe(pe: usize) -> Pid {
     let wanted = format!("ARISTOS_PE={pe}");
     loop {
@@ -353,7 +353,7 @@ fn clean_jobs() {
 fn impossible_numbers() {
     assert_eq!(failure(job(0, "clean")), format!("`pes` 0: the number of PEs must be 1 to {MAX_PES}"));
     assert!(failure(job(MAX_PES + 1, "clean")).starts_with("`pes` 1025: "));
-    // More than fit: some PE cannot be started, and the ones before it end.
+    // Too many PEs: one cannot be started, and those before it end.
     let old = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     let tight = rustix::process::Rlimit { current: Some(open_files() as u64 + 20), ..old };
     rustix::process::setrlimit(rustix::process::Resource::Nofile, tight).unwrap();
@@ -488,8 +488,8 @@ fn time_limit() {
     assert_eq!(failure(job), "time limit of 0.5 s passed: PE 0 in phase dispatch");
 }
 
-/// Waits for a supervisor that was told to end; returns its exit code and its standard error. The latter ends only when
-/// its PEs, who hold it too, have ended.
+/// Waits for a supervisor that was told to end; returns its exit code and its standard error. PEs inherit standard error, so
+/// it closes only when they have ended.
 fn ended(mut supervisor: Child, token: &str) -> (Option<i32>, String) {
     let cause = Instant::now();
     let mut errors = String::new();

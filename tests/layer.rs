@@ -243,7 +243,7 @@ fn wrong_saved_pass_is_rejected() {
         let external = layer.experts_backward(&mut saved, &x, &x, &mut dx, &mut dw);
         let want = "cannot run the backward of experts: the layer's own router routed the forward pass";
         assert_eq!(refused(external), want);
-        // The refused calls sent nothing, so the layer is still usable; but only for one backward.
+        // Refused calls send no rows, so the layer is still usable, for one backward only.
         layer.backward(&mut saved, &x, &x, &mut dx).unwrap();
         let again = layer.backward(&mut saved, &x, &x, &mut dx);
         assert_eq!(refused(again), "cannot run backward: the forward pass has had its backward");

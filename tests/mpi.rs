@@ -35,15 +35,15 @@ use common::{mixtral, on_pes, shm, synthetic};
 use rustix::process::{Pid, Signal, kill_process};
 use suite::{HEAP_BYTES, World};
 
-/// In a PE of the suite, the checks, with commas between.
+/// Set in a PE of the suite: its checks, separated by commas.
 const ENV_CHECKS: &str = "ARISTOS_MPI_CHECKS";
-/// The most checks that one job runs: with few, one that hangs keeps few others waiting for the end of its job.
+/// Maximum checks of one job, small so that a hanging check delays few others.
 const CHECKS_PER_JOB: usize = 8;
-/// In all processes of a job, which test's it is.
+/// Set in all processes of a job: identifies the test.
 const ENV_JOB: &str = "ARISTOS_MPI_JOB";
-/// The most PEs of a check.
+/// Maximum PEs of a check.
 const SUITE_PES: usize = 5;
-/// How soon a job must be over after a PE has died, and what has ended must be gone.
+/// Time within which a job must end, and its processes be gone, after a PE has died.
 const END_LIMIT: Duration = Duration::from_secs(20);
 
 fn main() -> ExitCode {
@@ -54,8 +54,7 @@ fn main() -> ExitCode {
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let mut sums = Sums::default();
     conforming("conformance", filter, all_checks(), &mut sums, suite_here);
-    // Windows as they are on a network without remote memory access: every operation a message, which its target must be
-    // in a call to take.
+    // Emulates a network without RDMA: each window operation is a message that its target handles only inside an MPI call.
     if is_open_mpi() {
         conforming("conformance_by_messages", filter, all_checks(), &mut sums, || {
             let mut command = suite_here();
@@ -76,7 +75,7 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(sums.failed > 0))
 }
 
-/// How many tests ended how.
+/// Counts of test outcomes.
 #[derive(Default)]
 struct Sums {
     passed: usize,
@@ -102,13 +101,13 @@ impl Sums {
     }
 }
 
-/// This program on as many PEs as a check has at most.
+/// This program on the maximum number of PEs of a check.
 fn suite_here() -> Command {
     mpirun(SUITE_PES, env::current_exe().unwrap(), [""; 0])
 }
 
-/// Runs those of the checks whose name contains `filter`, several in a `job`: starting one takes longer than a check. What fails in one
-/// PE ends its job, and the checks after it have one of their own.
+/// Runs the checks whose name contains `filter`, several per `job`, because starting a job takes longer than a check. A
+/// failure in a PE ends its job; the checks after it run in a new job.
 fn conforming<'a>(
     suite: &str,
     filter: &str,
@@ -145,19 +144,19 @@ fn conforming<'a>(
     }
 }
 
-/// What PE `pe` says after a check.
+/// The line that PE `pe` prints after a check.
 fn conforms(pe: usize, check: &str) -> String {
     format!("PE {pe} conforms: {check}")
 }
 
-/// The first PEs of a world, for a while.
+/// The world whose first PEs run each check.
 struct Mpi(MpiWorld);
 
 impl World for Mpi {
     type T = MpiTransport<'static>;
     fn run(&self, n_pes: usize, f: impl Fn(&Shmem<MpiTransport<'static>>) + Sync) {
         for piece_bytes in [None, Some(24), None] {
-            // Its end would be in the way of nothing, but the transport's type has no place for its lifetime.
+            // Leaked, because the transport's type `T` has no lifetime parameter.
             if let Some(world) = self.0.first(n_pes).unwrap() {
                 let transport = MpiTransport::new(Box::leak(Box::new(world)), HEAP_BYTES).unwrap();
                 f(&Shmem::new(match piece_bytes {
@@ -172,16 +171,16 @@ impl World for Mpi {
 
 conformance_table!(CHECKS, Mpi);
 
-/// A check's name, and it.
+/// A check with its name.
 type Check = (&'static str, fn(&Mpi));
 
-/// Those of the one-sided layer, and the layer's.
+/// The checks of the one-sided layer, and that of the MoE layer.
 fn all_checks() -> impl Iterator<Item = &'static Check> {
     const LAYER: Check = ("experts_by_the_callers_routing", experts_by_the_callers_routing);
     CHECKS.iter().chain(&[LAYER])
 }
 
-/// What a PE computes by the caller's routing over MPI is what it computes over shared memory, bit for bit.
+/// With the caller's routing, results over MPI equal those over shared memory bit for bit.
 fn experts_by_the_callers_routing(world: &Mpi) {
     let n = 4;
     let spec = |router: RouterConfig| {
@@ -201,11 +200,11 @@ fn experts_by_the_callers_routing(world: &Mpi) {
     world.0.barrier(Duration::from_secs(60)).unwrap();
 }
 
-/// Tokens of all PEs together: not a multiple of their number.
+/// Tokens of all PEs together, not a multiple of the number of PEs.
 const TOKENS: usize = 37;
 
-/// Routes by a layer's own router, gives its choice to one without, and gives back what that one computed: output, gradients of the input
-/// and of the routing weights, and of the local experts.
+/// Routes by the router of one layer and passes its choice to a layer without router. Returns the latter's output and its
+/// gradients of the input, of the routing weights and of the local experts.
 fn by_the_callers_routing<T: Transport>(pe: &Shmem<T>, own: &LayerSpec, external: &LayerSpec) -> Vec<Vec<f32>> {
     let source = synthetic(own.config.clone(), 7);
     let tokens = block(TOKENS, pe.n_pes(), pe.my_pe());
@@ -233,7 +232,7 @@ fn by_the_callers_routing<T: Transport>(pe: &Shmem<T>, own: &LayerSpec, external
 fn play(checks: &str) -> ExitCode {
     let world = Mpi(MpiWorld::init().unwrap());
     let pe = world.0.my_pe();
-    // Some checks catch panics; only those that end the job are of interest, and mpirun says that there was one.
+    // Some checks catch panics. Only a panic that ends the job matters, and mpirun reports it.
     std::panic::set_hook(Box::new(move |info| {
         eprintln!("PE {pe}: {} at {:?}", info.payload_as_str().unwrap_or("(no message)"), info.location());
     }));
@@ -256,7 +255,7 @@ fn in_path(name: &str) -> Option<PathBuf> {
     env::split_paths(&places).map(|place| place.join(name)).find(|path| path.is_file())
 }
 
-/// The launchers of Open MPI, and those of MPICH.
+/// The launcher of Open MPI or of MPICH.
 fn launcher(open_mpi: bool) -> Option<PathBuf> {
     let names = if open_mpi { ["mpirun.openmpi", "mpirun"] } else { ["mpirun.mpich", "mpirun"] };
     names.into_iter().find_map(in_path)
@@ -266,25 +265,25 @@ fn launcher(open_mpi: bool) -> Option<PathBuf> {
 fn mpirun<S: AsRef<OsStr>>(n: usize, program: impl AsRef<OsStr>, args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(launcher(is_open_mpi()).expect("mpirun in PATH"));
     if is_open_mpi() {
-        // Debian's wants to be told that it may run as root, and with more processes than CPUs.
+        // Debian's launcher needs permission to run as root, and with more processes than CPUs.
         command.args(["--allow-run-as-root", "--oversubscribe"]);
     }
     command.args(["-n", &n.to_string()]).arg(program).args(args).current_dir(env!("CARGO_MANIFEST_DIR"));
     command
 }
 
-/// `aristos run --transport mpi` on `n` PEs, with arguments that are separated by spaces.
+/// `aristos run --transport mpi` on `n` PEs, with arguments separated by spaces.
 fn aristos_run(n: usize, args: &str) -> Command {
     let args = ["run", "--transport", "mpi"].into_iter().chain(args.split_whitespace());
     mpirun(n, env!("CARGO_BIN_EXE_aristos"), args)
 }
 
-/// Lines of ours on standard error; launchers add theirs when a process has an exit code.
+/// The program's lines on standard error. Launchers add their own if a process has an exit code.
 fn lines(outcome: &Outcome) -> Vec<&str> {
     outcome.stderr.lines().filter(|line| line.starts_with("aristos: ")).collect()
 }
 
-/// Fails the test unless one PE refused the job with exit code 1 and one line that says all of `parts`.
+/// Fails the test unless one PE refused the job with exit code 1 and one line that contains all `parts`.
 #[track_caller]
 fn refused(command: Command, parts: &[&str]) {
     let outcome = run(command);
@@ -300,7 +299,7 @@ fn pes_of(job: &str) -> BTreeMap<usize, Pid> {
     let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
     processes
         .filter_map(|pid: i32| {
-            // Of a process that ends meanwhile there is nothing to read.
+            // The process may have ended meanwhile.
             let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
             let variables: Vec<&str> =
                 environment.split(|byte| *byte == 0).filter_map(|v| std::str::from_utf8(v).ok()).collect();
@@ -312,10 +311,10 @@ fn pes_of(job: &str) -> BTreeMap<usize, Pid> {
         .collect()
 }
 
-/// Of a layer, and more steps than a job can make.
+/// A layer with more steps than a job can run.
 const LONG: &str = "--tokens 256 --hidden 128 --intermediate 256 --experts 8 --steps 1000000";
 
-/// A job of `n` PEs too long to end by itself, its PEs at work; `act` on them, then its end.
+/// Starts a job of `n` PEs that is too long to end by itself, lets `act` disturb its working PEs, and returns how it ended.
 fn disturbed(name: &str, n: usize, mut command: Command, act: impl Fn(&BTreeMap<usize, Pid>)) -> Outcome {
     let name = format!("{name}-{}", std::process::id());
     command.env(ENV_JOB, &name);
@@ -323,7 +322,7 @@ fn disturbed(name: &str, n: usize, mut command: Command, act: impl Fn(&BTreeMap<
     let begun = Instant::now();
     let pes = loop {
         let pes = pes_of(&name);
-        // The layer's threads are those of MPI; that steps are being made shows in nothing but time.
+        // The start of the steps is not visible from outside, so this waits a fixed time.
         if pes.len() == n && begun.elapsed() > Duration::from_secs(3) {
             break pes;
         }
@@ -388,7 +387,7 @@ const TESTS: &[(&str, fn())] = &[
         assert!(outcome.stdout.contains("0 to 1") && outcome.stdout.contains("2 to 1"), "{outcome:?}");
         let probed = aristos::cluster::Cluster::read(&cluster).unwrap();
         assert_eq!((probed.devices.len(), &*probed.probe.unwrap().transport), (3, "mpi"));
-        // Eight experts of 64 x 96: 0.147 MB each with its gradient. Two PEs must share, two can hold all.
+        // Eight experts of 64 x 96 take 0.147 MB each with the gradient. Two PEs must share the experts, two can hold all.
         let args = format!("{SMALL} --plan auto --memory-mb 10,0.6,0.7,10 --check --json");
         let outcome = run(aristos_run(4, &args)).success();
         let report: serde_json::Value = serde_json::from_str(&outcome.stdout).unwrap();
@@ -417,7 +416,7 @@ const TESTS: &[(&str, fn())] = &[
         refused(aristos_run(2, "--tokens 10 --steps 0"), &["--steps is 0"]);
         refused(aristos_run(2, &format!("{SMALL} --output /nowhere/out")), &["/nowhere"]);
         refused(aristos_run(2, &format!("{SMALL} --device cuda")), &["--device"]);
-        // The other tests may be built with CUDA, and then do not see it refused.
+        // A build with CUDA accepts the device.
         if cfg!(not(feature = "cuda")) {
             refused(binary::aristos_run("--tokens 8 --device cuda"), &["--device cuda", "--features cuda"]);
         }
@@ -473,7 +472,7 @@ const TESTS: &[(&str, fn())] = &[
         }
     }),
     ("a_pe_that_is_stopped_is_named", || {
-        // MPICH's launcher asks a process to end, and a stopped one cannot; Open MPI's has ended it before it is to go on.
+        // MPICH's launcher asks the process to end, which it can only once it is continued; Open MPI's launcher has killed it by then.
         let stop = |pes: &BTreeMap<usize, Pid>| {
             kill_process(pes[&1], Signal::STOP).unwrap();
             thread::sleep(Duration::from_secs(6));

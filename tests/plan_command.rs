@@ -1,4 +1,4 @@
-//! `aristos plan` as a command: the published case, what it shows and draws, and what it refuses.
+//! `aristos plan` as a command: the published case, its output and charts, and refused input.
 
 mod binary;
 
@@ -132,7 +132,7 @@ fn a_measured_load_is_replanned_with_the_cost_of_moving() {
     assert!(number("gain_ms") > 0.0 && number("moved_experts") > 0.0 && number("move_ms") > 0.0, "{replan}");
     assert_eq!(number("moved_mb"), 100.0 * number("moved_experts"));
     assert!((number("repaid_after_iterations") - number("move_ms") / number("gain_ms")).abs() < 1e-9);
-    // Device 0 holds the four hot experts: it takes 4 of the 10 parts that all take.
+    // Device 0 holds the four hot experts: 4/10 of the load.
     let kept = parsed(&aristos(folder.path(), &["--current", "old.json", "--json"]))["replan"].clone();
     assert_eq!((kept["moved_experts"].clone(), kept["repaid_after_iterations"].clone()), (json!(0), json!(null)));
 }
@@ -150,7 +150,7 @@ fn no_plan_is_exit_code_2_and_the_shortage() {
     assert!(json["shortage"].as_str().unwrap().contains("16 short"));
 }
 
-/// By the placed objective experts are whole: of fewer experts than devices, a group has no more devices than experts, or they idle.
+/// With the placed objective experts are whole: with fewer experts than devices, groups are smaller or devices idle.
 #[test]
 fn devices_without_experts_are_named() {
     let mut workload: Value = serde_json::from_str(WORKLOAD).unwrap();
@@ -171,14 +171,14 @@ fn devices_without_experts_are_named() {
     let text = String::from_utf8(aristos(folder.path(), &published).stdout).unwrap();
     let line = text.lines().find(|line| line.contains("without experts"));
     assert_eq!(empty > 0, line.is_some(), "{empty} {text}");
-    // What the two come to by one measure: the plan in use beside the new one.
+    // The current and the new plan are evaluated by the same objective.
     std::fs::write(folder.path().join("published.json"), plan.to_string()).unwrap();
     let replan = parsed(&aristos(folder.path(), &["--current", "published.json", "--json"]))["replan"].clone();
     assert!(replan["current_ms"].as_f64() > replan["planned_ms"].as_f64(), "{replan}");
     assert_eq!(replan["planned_ms"], placed["objective_ms"], "one number");
 }
 
-/// Memory in MB decides where both sides have it, over all layers with experts.
+/// If cluster and workload give memory in MB, it is the limit, over all layers with experts.
 #[test]
 fn memory_is_counted_in_bytes_where_it_is_known() {
     let mut cluster: Value = serde_json::from_str(CLUSTER).unwrap();
@@ -257,7 +257,7 @@ fn a_model_that_is_not_there_is_refused() {
     }
 }
 
-/// A change somewhere in the example must be refused with a line that says all of `parts`.
+/// Fails the test unless the changed example is refused with a line that contains all `parts`.
 #[track_caller]
 fn refused(cluster: &str, workload: &str, parts: &[&str]) {
     let folder = folder(cluster, workload);

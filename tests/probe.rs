@@ -1,4 +1,4 @@
-//! `aristos probe`: what it measures, over which transports, what the planner makes of it, and how it ends.
+//! `aristos probe`: its measurements on each transport, plans made from them, and how a probe ends.
 
 mod binary;
 
@@ -15,7 +15,7 @@ fn probe(args: &str) -> std::process::Command {
     aristos(["probe"].into_iter().chain(args.split_whitespace()))
 }
 
-/// Everything that holds of every probed cluster.
+/// Checks the invariants of a probed cluster.
 #[track_caller]
 fn check(cluster: &Cluster, pes: usize) {
     assert_eq!(cluster.devices.len(), pes);
@@ -71,7 +71,7 @@ fn pes_that_share_processors_are_probed_too() {
     outcome.refused(&["cannot write /dev/null"]);
 }
 
-/// Each transport in a thread of its own; all must come to the same.
+/// Probes with one thread per transport; all results must be equal.
 fn probe_in_threads<T: Transport + Send>(transports: Vec<T>, options: &ProbeOptions) -> ProbedLinks {
     let mut all: Vec<ProbedLinks> = std::thread::scope(|scope| {
         let pe = |transport: T| {
@@ -83,7 +83,7 @@ fn probe_in_threads<T: Transport + Send>(transports: Vec<T>, options: &ProbeOpti
                     stages.push(stage);
                 });
                 assert_eq!(stages.first(), Some(&ProbeStage::Alone));
-                // Twice: nothing is left of the first time.
+                // A second probe must work: the first may leave no state.
                 probe_links(&shmem, options, &mut |_, _, _| {}).unwrap();
                 probed.unwrap()
             })
@@ -114,7 +114,7 @@ fn links_are_probed_over_any_transport() {
             || segments.iter().map(|s| Segment::from_fd(s.fd().try_clone_to_owned().unwrap()).unwrap()).collect();
         let shm: Vec<ShmTransport> = (0..n).map(|pe| ShmTransport::new(pe, mapped()).unwrap()).collect();
         let mut probed = vec![probe_in_threads(shm, &options)];
-        // Delayed and in another order, as OpenSHMEM allows.
+        // With puts delayed and reordered, as OpenSHMEM allows.
         probed.extend((0..10).map(|seed| probe_in_threads(ReorderWorld::new(n, heap, seed), &options)));
         for links in probed {
             for (at, fit) in links.fits.iter().enumerate() {
@@ -125,7 +125,7 @@ fn links_are_probed_over_any_transport() {
     }
 }
 
-/// PEs killed after these shares of what such a probe takes.
+/// Kills PEs at these fractions of the probe's duration; each must be named.
 fn killed_pes_are_named(arguments: &str, kills: &[(usize, f64)]) {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("cluster.json");
@@ -161,7 +161,7 @@ fn a_stopped_pe_is_named_by_who_waits_for_it() {
     running.end().refused(&[" waited for PE 1 ("]);
 }
 
-/// Devices, which here are emulated: what is measured is theirs, and no CPU's.
+/// Emulated devices: the probe measures them instead of the CPUs.
 #[cfg(feature = "emulate")]
 mod devices {
     use aristos::gpu::emulated::{Emulated, EmulatedDevice, Fault, world};
@@ -189,7 +189,7 @@ mod devices {
         ProbeRequest { pes: PES, device: DeviceKind::Emulated, gemm: None, expert, options, memory_mb, memory_source }
     }
 
-    /// What each of the PEs says, and how many kernels its device ran.
+    /// The result of each PE, and the number of kernels that its device ran.
     fn probed(wait_limit: Duration, prepare: impl Fn(&[Emulated])) -> Vec<(Result<Cluster, String>, u64)> {
         let pes = world(PES, 32 << 20, &EmulatedDevice::default(), None).unwrap();
         prepare(&pes);
@@ -257,7 +257,7 @@ mod devices {
             for device in &cluster.devices {
                 let mb = device.memory_mb.unwrap();
                 assert!(mb > 0.0 && mb.is_finite(), "{device:?}");
-                // In bf16, once, with a gradient in f32.
+                // 6 bytes per weight: bf16, and an f32 gradient.
                 assert_eq!(device.memory_experts, (mb * 1e6 / (3.0 * 64.0 * 128.0 * 6.0)) as u64, "{device:?}");
             }
             let name = if gemm == "hopper" { "probed on emulated Hopper: " } else { "probed on emulated Ampere: " };
@@ -274,7 +274,7 @@ mod devices {
         assert_eq!(plan["feasible"], serde_json::json!(true));
         assert_eq!(names_in(folder.path()), ["cluster.json"]);
 
-        // One alone has no links, and --memory-mb is what it has.
+        // A single device has no links; --memory-mb sets its memory.
         let alone = run(probe(&format!("{layer} 1 --device emulated --memory-mb 10"))).success();
         let alone = Cluster::from_json(&alone.stdout).unwrap();
         check(&alone, 1);
@@ -317,7 +317,7 @@ mod devices {
 fn bad_input_is_one_line() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("none").join("c.json");
-    // Whose probe would take ten seconds and more before anything could be written.
+    // This probe would take over ten seconds until it writes the file.
     let early = format!("--pes 24 --out {}", missing.display());
     run(probe(&early)).refused(&["cannot write", "none"]);
     for (args, said) in [

@@ -64,7 +64,7 @@ impl Launcher {
                 ("PMIX_NAMESPACE", number(job)),
                 ("PMIX_RANK", number(rank)),
             ],
-            // Its processes share their parent, this test, so only one such job can run at a time.
+            // All processes of MPICH jobs share their parent, this test, so only one such job can run at a time.
             Launcher::Mpich => vec![
                 ("PMI_RANK", number(rank)),
                 ("PMI_SIZE", number(size)),
@@ -105,7 +105,7 @@ impl Launcher {
     }
 }
 
-/// Starts them in reverse order, so that the others look for rank 0.
+/// Starts the processes in reverse order, so that the others wait for rank 0.
 fn start_all(commands: Vec<Command>) -> Vec<Running> {
     let mut running: Vec<Running> = commands.into_iter().rev().map(start).collect();
     running.reverse();
@@ -178,7 +178,7 @@ fn answer_to(name: &[u8], hello: &[u8]) -> (u32, String) {
 
 const REFUSED: u32 = 5;
 
-/// Calls rank 0 as a process of the job would; returns why it is refused.
+/// Introduces itself to rank 0 as a process of the job would; returns why it is refused.
 fn refusal(name: &[u8], token: &str, job: usize, who: Introduction<'_>) -> String {
     let key = Key::new(format!("{token}\0slurm-{job}.0").as_bytes());
     let once = |attempt, _| match attempt {
@@ -275,7 +275,7 @@ fn strangers_are_refused_and_named() {
     let mut answer = Vec::new();
     let _ = browser.read_to_end(&mut answer);
     assert!(String::from_utf8_lossy(&answer).contains("it sent no valid hello"), "{answer:?}");
-    // One that says nothing, one that says too much, one that leaves.
+    // A silent connection, one that sends too much, and one that closes at once.
     let (silent, mut loud) = (connect(&name), connect(&name));
     let _ = loud.write_all(&[9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0].repeat(1 << 12));
     drop(connect(&name));
@@ -359,7 +359,7 @@ fn as_nobody<R: Send>(work: impl FnOnce() -> R + Send) -> Option<R> {
         return None;
     }
     let nobody = Uid::from_raw(65534);
-    // Of this thread alone.
+    // For this thread alone.
     let become_nobody = move || rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
     Some(thread::scope(|scope| {
         let thread = scope.spawn(|| {
@@ -387,7 +387,7 @@ fn other_users_can_neither_join_nor_listen() {
     assert_eq!(outcome.stderr.contains("it belongs to user 65534"), answer.is_some(), "{outcome:?}");
     quiet(&[second.end()], 0);
 
-    // Another user that takes the name first.
+    // Another user binds the name first.
     let job = new_job();
     let name = format!("aristos-{}-slurm-{job}.0", geteuid().as_raw());
     let address = SocketAddr::from_abstract_name(&name).unwrap();
@@ -399,16 +399,16 @@ fn other_users_can_neither_join_nor_listen() {
     }
 }
 
-/// Connects and closes as fast as it can, in processes of another user, until it is dropped.
+/// Processes of another user that connect and close as fast as they can, until this is dropped.
 struct Storm(Vec<std::process::Child>);
 
 impl Storm {
-    /// `None` where this process may not become another user.
+    /// Returns `None` if this process may not become another user.
     fn of(processes: usize, name: &[u8]) -> Option<Storm> {
         if !geteuid().is_root() {
             return None;
         }
-        // It becomes the other user only once it runs: that user may not reach the interpreter (a root directory of
+        // The script changes the user itself, because the other user may lack access to the interpreter (below a directory of
         // mode 700).
         let script = "import os, socket, sys\nname = bytes.fromhex(sys.argv[1])\nos.setgroups([])\n\
             os.setgid(65534)\nos.setuid(65534)\nwhile True:\n    \
@@ -427,7 +427,7 @@ impl Drop for Storm {
             let _ = child.kill();
             let _ = child.wait();
         }
-        // One that has ended storms nothing.
+        // Every process must have run until now.
         assert!(ended.is_empty() || thread::panicking(), "{ended:?}");
     }
 }
@@ -536,7 +536,7 @@ fn long_job(launcher: Launcher, out: &std::path::Path) -> (Vec<Running>, Vec<Pid
 fn killed_pe_ends_all_and_is_named() {
     let out = tempfile::tempdir().unwrap();
     for (round, victim) in [0, 1, 2, 1].into_iter().enumerate() {
-        // Not MPICH's, of which there can be one job at a time.
+        // Without MPICH, which allows one job at a time.
         let launcher = [Launcher::Slurm, Launcher::OpenMpi, Launcher::Torchrun, Launcher::Slurm][round];
         let (running, pes) = long_job(launcher, out.path());
         thread::sleep(Duration::from_millis([0, 10, 100, 300][round]));

@@ -1,4 +1,4 @@
-//! Result files: whole, in place at once, and refused before the work where they cannot be written.
+//! Result files: complete, published atomically, and refused before the work if they cannot be written.
 
 mod skip;
 
@@ -17,7 +17,7 @@ fn assert_line(error: &impl std::fmt::Display, parts: &[&str]) {
     }
 }
 
-/// `len` numbers, no two alike.
+/// `len` distinct numbers.
 fn values(first: f32, len: usize) -> Vec<f32> {
     (0..len).map(|i| first + i as f32).collect()
 }
@@ -43,7 +43,7 @@ fn a_result_file_is_a_safetensors_file_that_appears_whole() {
     let out = OutputFile::create(&path, &layout).unwrap();
     assert_eq!(names_in(dir.path()), [""; 0], "nothing is to be seen before it is published");
     let (x, w) = (values(1.0, 15), values(-9.5, 8));
-    // Rows come in any order, from any holder of the descriptor.
+    // Rows may be written in any order, by any holder of the descriptor.
     layout.write_rows(&out.file().try_clone().unwrap(), "output", 2, &x[6..]).unwrap();
     layout.write_rows(out.file(), "grad.w", 0, &w).unwrap();
     layout.write_rows(out.file(), "output", 0, &x[..6]).unwrap();
@@ -118,8 +118,8 @@ fn a_result_larger_than_the_disk_is_refused_before_the_work() {
     assert_eq!(names_in(dir.path()), [""; 0]);
 }
 
-/// Runs this file's test `name` again, on a disk of its own of 1 MiB (its path in `SMALL_DISK`), where the system lets
-/// an ordinary user mount one; skipped where it does not.
+/// Runs this file's test `name` again, on a separate 1 MiB disk (its path is in `SMALL_DISK`). Skipped if the system does not
+/// let an ordinary user mount one.
 fn on_a_small_disk(name: &str, test: impl FnOnce(&Path)) {
     if let Some(disk) = std::env::var_os("SMALL_DISK") {
         return test(Path::new(&disk));
@@ -147,7 +147,7 @@ fn a_full_disk_is_found_before_the_work() {
         let path = disk.join("out.safetensors");
         let rows = |n| ResultLayout::new(vec![("output".into(), vec![n, 1024])]).unwrap();
         let first = OutputFile::create(&path, &rows(150)).unwrap();
-        // The first file's space is taken, although nothing has been written to it.
+        // The first file's space is reserved before any write.
         let second = OutputFile::create(&disk.join("second"), &rows(150)).unwrap_err();
         assert_line(&second, &["cannot write", "second", &format!("needs {} bytes", rows(150).len_bytes()), "free"]);
         first.publish().unwrap();

@@ -58,7 +58,7 @@ impl Routing {
         Routing { ids, weights }
     }
 
-    /// The same single expert for all tokens.
+    /// Routes all tokens to one expert.
     fn one_expert(tokens: usize, expert: i32) -> Self {
         let ids = (0..tokens * TOP_K).map(|i| if i % TOP_K == 1 { expert } else { -1 }).collect();
         Routing { ids, weights: (0..tokens * TOP_K).map(|i| i as f32 * 0.1 - 1.0).collect() }
@@ -137,7 +137,7 @@ where
     Ok(Outcome { output, grad_input, grad_weights, grads })
 }
 
-/// The same results in float64, one token and one expert at a time.
+/// Reference in float64, one token and one expert at a time.
 #[derive(Default)]
 struct Dense {
     output: Vec<f64>,
@@ -181,7 +181,7 @@ impl Problem {
         [g, u, h, y]
     }
 
-    /// The sum over all outputs times `g`, whose gradients are tested.
+    /// The loss whose gradients are tested: the sum over all outputs times `g`.
     fn loss(&self) -> f64 {
         let mut loss = 0.0;
         for (choice, &id) in self.ids.iter().enumerate().filter(|(_, id)| **id >= 0) {

@@ -28,7 +28,7 @@ fn report(outcome: Outcome) -> Value {
     serde_json::from_str(&outcome.success().stdout).unwrap()
 }
 
-/// All that a step comes to must be what one group with even shares gives.
+/// Fails the test unless the results equal those of one group with even shares.
 #[track_caller]
 fn equals_one_group(dir: &Path, name: &str, flags: &str) {
     let one = dir.join("one.safetensors");
@@ -108,7 +108,7 @@ fn groups_with_unequal_placements_equal_one_group() {
         assert!(report["traffic"]["remote_bytes"]["all_reduce"].as_u64().unwrap() > 8 * 3 * 32 * 64 * 4);
         equals_one_group(dir.path(), "planned.safetensors", flags);
     }
-    // The table says it too.
+    // The table shows it, too.
     let text = run_layer(&format!("--plan {} --dtype bf16 --check", file.display())).success().stdout;
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(text.contains("EP groups") && text.contains("0 (6) 3 (2) | 1 (1) 2 (7)"), "{text}");
@@ -136,7 +136,7 @@ fn an_injected_cluster_takes_its_time_and_changes_no_result() {
         let (forward, backward) = (phase("forward", "expert_gemm"), phase("backward", "expert_gemm"));
         forward >= 0.99 * forward_s && backward >= 1.98 * forward_s && phase("forward", "dispatch") >= 6e-3
     };
-    // By how much a sleep was too long, which is milliseconds where something else wants the CPUs, the next is shorter, in whichever pass.
+    // A sleep that overshoots (by milliseconds on a busy machine) shortens the next one, even in another pass.
     let report = first(|| report(run_layer(&args)), |report| !slow(report));
     assert_eq!(report["check"]["passed"], true, "{:#}", report["check"]);
     assert!(slow(&report), "{report:#}");
@@ -170,13 +170,13 @@ fn replicas_equal_one_group() {
             assert!(error < 1e-5, "{tensor}: {error:e}");
         }
     }
-    // bf16 runs too; without a backward pass nothing is summed.
+    // bf16 runs too, and so does a forward pass alone, which sums no gradients.
     let args = format!("--plan {} --dtype bf16 --check", file.display());
     assert!(run_layer(&args).success().stdout.contains("check passed"));
     run_layer(&format!("--plan {} --forward-only --check", file.display())).success();
 }
 
-/// Three experts on four PEs with room for two each: however they are grouped, the work is even only with a replica.
+/// Three experts on four PEs with memory for two each: in any grouping, only a replica makes the work even.
 #[test]
 fn a_plan_made_with_replicas_is_run() {
     let dir = tempfile::tempdir().unwrap();
@@ -187,12 +187,12 @@ fn a_plan_made_with_replicas_is_run() {
         let groups = report["groups"].as_array().unwrap().iter();
         groups.map(|group| of_group(group).iter().map(|held| held.as_array().unwrap().len()).sum()).max().unwrap()
     };
-    // For equal PEs, by two commands.
+    // `plan` for equal PEs, then `run`.
     let device = |id: u64| json!({"id": id, "host": "here", "flop_per_ms": 1e7, "memory_experts": 2});
     let links = json!({"tiers": [{"size": 4, "alpha_ms": 0.01, "beta_ms_per_mb": 0.2}]});
     let cluster = json!({"version": 1, "devices": (0..4).map(device).collect::<Vec<_>>(), "links": links});
     std::fs::write(path("c.json"), cluster.to_string()).unwrap();
-    // 150 tokens a PE, 50 for an expert, of 6 * 32 * 4096 FLOP; a token is 32 values of f32.
+    // 150 tokens per PE, 50 per expert, of 6 * 32 * 4096 FLOP; a token is 32 values of f32.
     let workload = json!({
         "expert_flop": vec![50.0 * 6.0 * 32.0 * 4096.0; 3],
         "p2p_buffer_mb": 150.0 * 32.0 * 4e-6, "p2p_frequency": 2, "all_reduce_buffer_mb": 0, "num_layers": 1,
@@ -206,7 +206,7 @@ fn a_plan_made_with_replicas_is_run() {
     let planned: Value = serde_json::from_slice(&std::fs::read(path("p.json")).unwrap()).unwrap();
     assert!(copies(&planned, |group| group["experts"].as_object().unwrap().values().collect()) > 3, "{planned:#}");
     is_right(&report(run(aristos_run(&format!("{layer} --plan {} --check --json", path("p.json"))))));
-    // For these PEs, by one. On a busy machine a PE may be measured so slow that it is better without an expert.
+    // `run --plan auto` for these PEs. On a busy machine a PE may be measured so slow that it is better without an expert.
     let args = format!("{layer} --plan auto --replicas auto --memory-mb 8 --check --json");
     let has_replicas =
         |report: &Value| copies(&report["plan"], |group| group["experts"].as_array().unwrap().iter().collect()) > 3;
@@ -215,12 +215,12 @@ fn a_plan_made_with_replicas_is_run() {
     assert!(has_replicas(&report), "{:#}", report["plan"]);
 }
 
-/// Loads that the first plan could not know: the plan is made anew, and what is computed stays right; weights that are trained go with their experts.
+/// Loads differ from those of the first plan: the job replans, results stay right, and trained weights move with their experts.
 #[test]
 fn a_plan_is_made_anew_for_the_loads_that_are_measured() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
-    // Room for one group only.
+    // Memory for one group only.
     let layer =
         "--pes 4 --tokens 600 --hidden 16 --intermediate 1024 --experts 8 --top-k 2 --hot-ratio 0.25 --hot-weight 0.7";
     let plan = "--plan auto --memory-mb 1.3 --replan-every 2 --steps 5 --json";
@@ -261,7 +261,7 @@ fn a_plan_is_made_anew_for_the_loads_that_are_measured() {
     run(aristos_run(&format!("{layer} --plan auto --replan-every 0"))).refused(&["--replan-every is 0"]);
 }
 
-/// From a model to a prediction beside a measurement: `workload`, `plan`, `run`.
+/// From a model to a prediction and a measurement: `workload`, `plan`, `run`.
 #[test]
 fn a_plan_is_compared_with_a_run_of_its_own_workload() {
     let dir = tempfile::tempdir().unwrap();
@@ -299,14 +299,14 @@ fn a_plan_is_compared_with_a_run_of_its_own_workload() {
         let plan = &report["plan"];
         assert_eq!(plan["predicted"].is_null(), !compared, "{plan:#}");
         if compared {
-            // One number everywhere.
+            // `run` and `plan` give the same number.
             let step_s = plan["predicted"]["step_s"].as_f64().unwrap();
             assert!((step_s - planned["objective_ms"].as_f64().unwrap() * 1e-3).abs() < 1e-12 * step_s, "{plan:#}");
         } else {
             let why = plan["not_predicted"].as_str().unwrap();
             assert!(why.contains("another workload") && why.contains("expert_flop[0]"), "{why}");
         }
-        // The same in one go.
+        // `plan --model` gives the same as the separate commands.
         let args =
             format!("plan --cluster {c} --model {model} --tokens-per-device {tokens} --layers 1 --dtype f32 --json");
         let at_once: Value = serde_json::from_slice(&aristos(&args)).unwrap();
@@ -380,7 +380,7 @@ fn replicas_that_cannot_be_run() {
     run_layer("--plan auto --replicas some").misused(&["--replicas", "a number of experts, or auto"]);
 }
 
-/// Killed while groups wait for each other: named, and nothing is left.
+/// A PE that is killed while groups wait for each other is named, and no process is left.
 #[test]
 fn a_pe_of_a_group_that_dies_is_named() {
     let dir = tempfile::tempdir().unwrap();

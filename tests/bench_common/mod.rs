@@ -1,5 +1,5 @@
-//! What the tests of the benchmarks' commands have in common.
-#![allow(dead_code)] // Each of them uses a part.
+//! Helpers shared by the tests of the benchmark commands.
+#![allow(dead_code)] // Each test uses a part.
 
 use std::fs;
 use std::io::Read;
@@ -12,7 +12,7 @@ pub fn aristos(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_aristos")).args(args).output().expect("the binary was built for this test")
 }
 
-/// What a command that is refused says: one line, exit code 1, nothing on standard output.
+/// Checks that the command is refused (exit code 1, empty standard output, one line of error); returns the line.
 pub fn refusal(args: &[&str]) -> String {
     let output = aristos(args);
     assert_eq!(output.status.code(), Some(1), "{args:?}: {output:?}");
@@ -22,21 +22,21 @@ pub fn refusal(args: &[&str]) -> String {
     text.trim_end().strip_prefix("aristos: ").unwrap_or_else(|| panic!("{text}")).to_string()
 }
 
-/// The heading and the lines of a CSV file, cell by cell.
+/// The header and the rows of a CSV file, by cell.
 pub fn rows(path: &Path) -> (Vec<String>, Vec<Vec<String>>) {
     let text = fs::read_to_string(path).unwrap();
     let mut lines = text.lines().map(|line| line.split(',').map(str::to_string).collect::<Vec<_>>());
     (lines.next().expect("a heading"), lines.collect())
 }
 
-/// A PNG picture with the feature `png`, nothing without it.
+/// Fails the test unless the file is a PNG with the feature `png`, and absent without it.
 #[track_caller]
 pub fn assert_png_if_built(path: &Path) {
     let is_png = fs::read(path).is_ok_and(|bytes| bytes.starts_with(b"\x89PNG\r\n\x1a\n") && bytes.len() > 1000);
     assert_eq!((path.exists(), is_png), (cfg!(feature = "png"), cfg!(feature = "png")), "{}", path.display());
 }
 
-/// Runs the command, kills one PE when it is there, and returns what the command then says; nothing of it is left.
+/// Runs the command and kills one PE. Checks that the command fails and leaves no process; returns its standard error.
 pub fn kill_a_pe(args: &[&str], pe: usize) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
     let mut child = command.args(args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -56,7 +56,7 @@ pub fn kill_a_pe(args: &[&str], pe: usize) -> String {
         std::thread::sleep(Duration::from_millis(2));
     };
     let pes = children();
-    // It has its name; a moment later it measures.
+    // The PE sets its name shortly before it measures.
     std::thread::sleep(Duration::from_millis(100));
     rustix::process::kill_process(rustix::process::Pid::from_raw(victim).unwrap(), rustix::process::Signal::KILL)
         .unwrap();

@@ -31,8 +31,8 @@ pub fn aristos_run(args: &str) -> Command {
     aristos(["run"].into_iter().chain(args.split_whitespace()))
 }
 
-/// A job, without its number of PEs, whose experts move after the first step: 12.6 MB each, and as much optimizer state. It
-/// never ends by itself, so that any gain repays a move.
+/// Arguments, except `--pes`, of a job that moves experts after the first step: 12.6 MB each, and as much optimizer state.
+/// The job never ends by itself, so that any gain repays a move.
 pub const MOVING: &str = "--tokens 256 --hidden 512 --intermediate 2048 --experts 8 --top-k 1 --hot-ratio 0.25 --hot-weight 0.7 \
     --plan auto --memory-mb 80 --replan-every 1 --steps 1000000 --sgd 0.0001";
 

@@ -233,7 +233,7 @@ fn null_is_read_as_by_the_model_classes() {
     assert_refused(dir.path(), 1, &["config.json", "top-k is 8"]);
 }
 
-/// One layer of `family` with these fields and F32 tensors, whose names start with `prefix`.
+/// A checkpoint of one layer with these fields of config.json, and F32 tensors with names that start with `prefix`.
 fn layer_of(fields: Value, prefix: &str, tensors: &[(&str, &[usize])]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     write_config(dir.path(), &fields);

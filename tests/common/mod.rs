@@ -274,7 +274,7 @@ pub fn run_ahead<T: Transport + Send, E: Element>(
             // The layer's traffic counters match those of the one-sided layer.
             let [in_forward, in_backward] = done.all_reduce_bytes;
             assert_eq!((shmem.bytes_put() - bytes_put, 0), (done.traffic.total_bytes() + in_backward, in_forward));
-            // These transports reach either all PEs by loads and stores, or none.
+            // All transports here reach either every PE by loads and stores, or none.
             let by_network = if shmem.is_reachable((me + 1) % n) { 0 } else { shmem.bytes_put() - bytes_put };
             assert_eq!((done.traffic.network_bytes, shmem.network_bytes_put() - network), (by_network, by_network));
             all.push((done, shmem.peak_bytes(), before));

@@ -6,7 +6,7 @@ use crate::{Fakes, assert_says};
 
 const LAYER: &str = "run --device cuda --hidden 64 --intermediate 64 --timeout 5";
 
-/// The program with a fixed-size heap. The fake kernels do nothing, so it fails after the devices are open.
+/// The program with a fixed-size heap. The fake kernels are empty, so it fails once the devices are open.
 fn command(fakes: &Fakes, args: &str, env: &[(&str, &str)]) -> Command {
     let mut command = fakes.add_to(Command::new("timeout"));
     command.args(["60", env!("CARGO_BIN_EXE_aristos")]).args(args.split_whitespace());

@@ -299,7 +299,7 @@ fn communicator_of_the_caller_is_kept() {
 fn shared_case() {
     let folder = Folder::of_this_process();
     let (me, n) = (folder.me, folder.n);
-    // SAFETY: the fake NCCL, whose functions have these types.
+    // SAFETY: the functions of the fake NCCL have these types.
     let (communicator, library) = unsafe {
         let attach = |communicator, folder| CudaGpu::attach_communicator(communicator, folder, LIMIT);
         let error = attach(0, Folder::of_this_process()).map(|_| ()).unwrap_err().to_string();

@@ -14,7 +14,7 @@ use super::*;
 pub struct Done {
     step: Step,
     rows: Vec<Vec<u64>>,
-    /// Of the forward pass, the maximum over PEs.
+    /// Rounds of the forward pass, the maximum over PEs.
     rounds: usize,
     pub traffic: Traffic,
 }

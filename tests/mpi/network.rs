@@ -1,4 +1,4 @@
-//! Jobs of MPI across hosts (network namespaces), between which both MPIs take TCP; the hosts' interfaces count what crosses.
+//! MPI jobs across hosts (network namespaces). Both MPIs use TCP between them; the hosts' interfaces count the bytes.
 
 use std::env;
 use std::ffi::OsStr;
@@ -12,11 +12,11 @@ use super::sample::Sample;
 use super::undisturbed::undisturbed;
 use super::{LONG, SMALL, SUITE_PES, Sums, Test, all_checks, disturbed, is_open_mpi, launcher, refused, same, skip};
 
-/// Where an MPICH is that jobs across hosts take, with the library that this program loads under its name, `libmpich.so.12`, in `debian`
-/// (`tools/mpi-env`). Debian 12's own, 4.0.2 over UCX, does not always come out of MPI_Finalize there (`tests/hosts/mpich_finalize.c`).
+/// Folder of the MPICH for jobs across hosts (`tools/mpi-env`); its `debian` holds the library by the name that this program
+/// loads, `libmpich.so.12`. Debian 12's MPICH 4.0.2 over UCX can hang in MPI_Finalize (`tests/hosts/mpich_finalize.c`).
 const ENV_MPICH: &str = "ARISTOS_TEST_MPICH";
 
-/// Whether jobs can be run across hosts; says why not.
+/// Whether jobs can run across hosts; prints why not.
 fn ready() -> bool {
     let is_ready = is_open_mpi() || env::var_os(ENV_MPICH).is_some();
     if !is_ready {
@@ -25,8 +25,8 @@ fn ready() -> bool {
     is_ready
 }
 
-/// `program` as a job of `n` processes on these hosts. The MPIs are told which network to take: left to themselves, both take hosts that
-/// are namespaces of one machine for one, and shared memory for the network.
+/// `program` as a job of `n` processes on these hosts. The network is set explicitly: by default, both MPIs treat namespaces
+/// of one machine as one host, and use shared memory.
 fn over_hosts(hosts: &Hosts, n: usize, program: impl AsRef<OsStr>, args: &str) -> Command {
     let on = Hosts::PROGRAM;
     let mut command;
@@ -36,7 +36,7 @@ fn over_hosts(hosts: &Hosts, n: usize, program: impl AsRef<OsStr>, args: &str) -
         let slots: Vec<String> = hosts.addresses().split(',').map(slots).collect();
         command.args(["--allow-run-as-root", "--oversubscribe", "--map-by", "node"]);
         command.args(["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "osc", "^rdma,ucx"]);
-        // Hosts that share their CPUs, of which none knows.
+        // The hosts share their CPUs, unknown to MPI.
         command.args(["--mca", "mpi_yield_when_idle", "1"]);
         command.args(["--mca", "plm_rsh_agent", &format!("{on} --on")]);
         command.args(["--host", &slots.join(",")]);
@@ -51,13 +51,13 @@ fn over_hosts(hosts: &Hosts, n: usize, program: impl AsRef<OsStr>, args: &str) -
     command
 }
 
-/// What a job on these hosts says.
+/// Standard output of a successful job on these hosts.
 #[track_caller]
 fn said_over(hosts: &Hosts, n: usize, args: &str) -> String {
     run(over_hosts(hosts, n, env!("CARGO_BIN_EXE_aristos"), args)).success().stdout
 }
 
-/// The suite on PEs that are spread over three hosts: a part of it, all with `--deep`.
+/// A sample of the suite on PEs spread over three hosts; the whole suite with `--deep`.
 pub fn conforming(filter: &str, sums: &mut Sums) {
     let suite = "conformance_across_hosts";
     if !suite.contains(filter) && !filter.starts_with(suite) {
@@ -74,8 +74,8 @@ pub fn conforming(filter: &str, sums: &mut Sums) {
     sums.add("conformance_across_hosts::it_crosses_the_network", Test::Ran(crossed > 100_000));
 }
 
-/// Fails the test unless a layer of a PE on each of these hosts is checked, gives what it gives over shared memory, and moves at least the
-/// bytes of its report over the network.
+/// Runs a layer with one PE per host. Fails the test unless its check passes, its results equal those over shared memory, and
+/// at least the reported bytes crossed the network.
 #[track_caller]
 fn rows_cross(hosts: &Hosts, steps: usize) {
     let n = hosts.len();
@@ -116,7 +116,7 @@ pub const TESTS: &[(&str, fn())] = &[
         }
         const DELAYS: [&str; 3] = ["delay_ms=0.05", "delay_ms=1", "delay_ms=20"];
         const LOSSES: [&str; 2] = ["delay_ms=0.5 loss=0.001", "loss=0.01"];
-        // One of the delays and one of the losses at each commit.
+        // One delay and one loss per run.
         let sample = Sample::new(1, 6);
         for number in sample.numbers() {
             let n = 2 + (number % 2) as usize;
@@ -147,14 +147,14 @@ pub const TESTS: &[(&str, fn())] = &[
         run(binary::aristos_run(&format!("{layer} --output {}", shm.display()))).success();
         let before = hosts.sent_bytes();
         let over = format!("run --transport mpi {layer} --check --steps 2 --json --output {}", mpi.display());
-        // Two of them on one host.
+        // Two of the PEs share a host.
         let said = said_over(&hosts, 3, &over);
         let crossed = hosts.sent_bytes() - before;
         same(&shm, &mpi);
         let report: serde_json::Value = serde_json::from_str(&said).unwrap();
         assert_eq!(report["check"]["passed"], true, "{report}");
         let remote = 2.0 * report["remote_bytes_per_step"].as_f64().unwrap();
-        // Of PEs 0, 1 and 2 one pair is on one host.
+        // One pair of PEs 0, 1 and 2 shares a host.
         assert!(
             remote > 10_000.0 && crossed as f64 >= 0.5 * remote,
             "{crossed} bytes crossed of {remote} that were put"
@@ -177,7 +177,7 @@ pub const TESTS: &[(&str, fn())] = &[
         let outcome = disturbed("far-kill", 3, job, |pes| kill_process(pes[&1], Signal::KILL).unwrap());
         assert!(!outcome.status.success() && !outcome.stdout.contains("tokens/s"), "{outcome:?}");
         if !is_open_mpi() {
-            // MPICH 5.0.2 leaves its own when a process is killed.
+            // MPICH 5.0.2 leaves its segments if a process is killed.
             for host in 0..hosts.len() {
                 let clear = hosts.command(host, "sh", ["-c", "rm -f /dev/shm/mpich_shm_*"]).status().unwrap();
                 assert!(clear.success());
@@ -200,7 +200,7 @@ pub const TESTS: &[(&str, fn())] = &[
         assert_eq!(names, ["node0", "node1", "node2"]);
         let said = said_over(&hosts, 2, p2p);
         assert!(said.contains("\"put-signal\""), "{said}");
-        // Two, as MPI's waits take a CPU each.
+        // Two PEs, because each waiting MPI process occupies a CPU.
         let straggler =
             "bench straggler --transport mpi --steps 40 --warmup 2 --compute-us 3000 --inject slow-pe=1:8 --json";
         let report = || serde_json::from_str(&said_over(&hosts, 2, straggler)).unwrap();

@@ -1,4 +1,4 @@
-//! `--on-failure continue`: a PE dies, and the groups that it is not in go on.
+//! `--on-failure continue`: if a PE dies, the other groups continue.
 
 use std::fs;
 use std::path::PathBuf;
@@ -11,14 +11,14 @@ use serde_json::{Value, json};
 use super::binary::{Outcome, Running, Tensor, aristos, aristos_run, read_tensors, run, start, write_tensors};
 use super::plan;
 
-/// What the bundled example has.
+/// Sizes of the bundled example.
 const EXPERTS: usize = 8;
 const HIDDEN: usize = 80;
 const TOKENS: usize = 24;
-/// Jobs that are killed at random.
+/// Number of jobs whose PEs are killed at random.
 const ROUNDS: usize = 12;
 
-/// Number of PEs, groups, the PE that dies, the PEs that are left.
+/// Number of PEs, groups, the PE that dies, the remaining PEs.
 type Case = (usize, &'static [&'static [u64]], usize, &'static [usize]);
 
 /// A folder with the bundled example's model, some of its tokens, and plans.
@@ -60,7 +60,7 @@ impl Folder {
         write_tensors(&self.path(name), &[("hidden_states", &shape, &x), ("grad_output", &shape, &grad)]);
     }
 
-    /// Writes a plan whose groups have these PEs, each with the experts in equal parts.
+    /// Writes a plan with these groups of PEs, and the experts in equal parts.
     fn write_plan(&self, name: &str, groups: &[&[u64]]) {
         let owners: Vec<Vec<u64>> =
             groups.iter().map(|pes| (0..EXPERTS).map(|e| pes[e * pes.len() / EXPERTS]).collect()).collect();
@@ -91,7 +91,7 @@ fn kill(running: &mut Running, pe: usize, after_ms: u64) {
     kill_process(pid, Signal::KILL).unwrap();
 }
 
-/// The weights are those of a run that had the lost tokens up to the step that it says, and never after; bit for bit.
+/// The weights equal, bit for bit, those of a run with the lost tokens up to the reported step and without them afterwards.
 #[test]
 fn the_others_go_on_as_if_the_group_had_left_between_two_steps() {
     let cases: [Case; 2] = [(4, &[&[0, 2], &[1, 3]], 3, &[0, 2]), (4, &[&[1, 3], &[0], &[2]], 1, &[0, 2])];
@@ -114,7 +114,7 @@ fn the_others_go_on_as_if_the_group_had_left_between_two_steps() {
         assert!(outcome.stderr.contains(&format!("from step {from} on the others go on")), "{}", outcome.stderr);
         assert_eq!(report["config"]["tokens"], json!(left.len() * TOKENS / pes));
 
-        // All groups up to that step, then those that are left, on their tokens, from the weights that there were.
+        // Reference: all groups up to that step, then the remaining groups on their tokens, from the weights at that step.
         let all = folder.tensors("in.safetensors");
         let tokens: Vec<usize> = left.iter().flat_map(|pe| pe * TOKENS / pes..(pe + 1) * TOKENS / pes).collect();
         folder.write_input("left.safetensors", &all, tokens.clone());
@@ -176,7 +176,7 @@ fn losses_follow_each_other_until_nobody_is_left() {
     assert_eq!(outcome.status.code(), Some(1));
 }
 
-/// Killed at any moment, as the job starts and as the others go on: it ends as it should, or fails with the first death.
+/// PEs are killed at any moment, including the start and the recovery: the job ends well, or fails with a death that it names.
 #[test]
 fn deaths_at_any_moment_end_well_or_are_named() {
     use rand::{RngExt, SeedableRng};
@@ -191,7 +191,7 @@ fn deaths_at_any_moment_end_well_or_are_named() {
         let mut victims = Vec::new();
         for (pe, pid) in pids.into_iter().take(1 + round % 2) {
             std::thread::sleep(Duration::from_micros(random.random_range(0..400_000)));
-            // It may have ended: killed with its group, or done.
+            // The process may have ended already, with its group or with the job.
             let _ = kill_process(pid, Signal::KILL);
             victims.push(pe);
         }
@@ -238,7 +238,7 @@ fn where_nobody_can_go_on_it_is_refused() {
     let tcp = format!("--plan {one} --transport tcp --rank 0 --ranks 1 --rendezvous 127.0.0.1:{port} --pes 1");
     run(aristos_run(&format!("--experts 8 --tokens 8 --on-failure continue {tcp}")))
         .refused(&["--on-failure continue with --transport tcp", "--transport shm"]);
-    // What was lost cannot be compared.
+    // Lost results cannot be checked.
     folder.write_plan("plan.json", &[&[0, 2], &[1, 3]]);
     let flags = "--steps 1500 --on-failure continue --check";
     let mut running = start(folder.training("", "model", "in.safetensors", "plan.json", 4, flags));

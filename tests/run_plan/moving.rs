@@ -1,4 +1,4 @@
-//! A PE that ends, or stands still, while experts move.
+//! A PE that is killed or stopped while experts move.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use rustix::process::{Signal, kill_process};
 
 use super::binary::{MOVING, Outcome, Running, aristos_run, names_in, start};
 
-/// A job that is to leave nothing in `dir`, as experts begin to move at `pe`.
+/// Starts a job whose files all go to `dir`; returns once `pe` begins to move experts.
 fn start_a_move(dir: &std::path::Path, pe: usize, more: &str) -> Running {
     let mut command = aristos_run(&format!("--pes 4 {MOVING} {more}"));
     for (flag, file) in [("--output", "o.safetensors"), ("--save-weights", "w.safetensors"), ("--trace", "t.json")] {
@@ -18,7 +18,7 @@ fn start_a_move(dir: &std::path::Path, pe: usize, more: &str) -> Running {
     running
 }
 
-/// The last line of a job that failed and left nothing in `dir`.
+/// Checks that the job failed and left `dir` empty; returns its last line.
 fn failure(outcome: &Outcome, dir: &std::path::Path) -> String {
     assert!(outcome.status.code() == Some(1) && outcome.stdout.is_empty(), "{outcome:?}");
     assert_eq!(names_in(dir), [""; 0], "{outcome:?}");
@@ -39,7 +39,7 @@ fn a_pe_that_is_killed_while_experts_move_is_named() {
             let named = said.strip_prefix(&format!("aristos: PE {victim} was killed by signal 9 (SIGKILL) in phase "));
             named.unwrap_or_else(|| panic!("{outcome:?}")).to_string()
         };
-        // On a busy machine the PE may not have got from its line to the move yet: then once more.
+        // On a busy machine the PE may be killed between its log line and the move; then try again.
         assert!((0..5).any(|_| killed_in() == "move"), "PE {victim} was killed, and never in a move");
     }
 }
