@@ -199,7 +199,7 @@ fn largest_first(group: &GroupDevices) -> DeviceExperts {
         let cost = group.costs[e as usize];
         let free = (0..n).filter(|&d| (placement[d].len() as u64) < group.memory[d]);
         let ends = |d: usize| (load[d] + cost) / group.flops[d];
-        // Experts of cost 0 go to the device with most free memory, so that they spread.
+        // Ties go to the device with the fewest experts, so that experts of cost 0 spread.
         let key = |d: usize| (ends(d), placement[d].len());
         let Some(d) = free.min_by(|&a, &b| key(a).partial_cmp(&key(b)).expect("finite")) else { break };
         placement[d].push(e);

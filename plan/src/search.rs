@@ -223,7 +223,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L, &'p Problem<'a, L>> {
     /// Annealing, on ever fewer numbers of groups; two chains at a time.
     fn anneal(&mut self, budget: u64) {
         let n = self.problem.n();
-        // A chain must be longer than its start costs.
+        // A chain shorter than its setup is not worth starting.
         let most_chains = (budget / ROUNDS as u64 / (CHAIN_LEAST * n as u64)).max(1) as usize;
         for round in 0..ROUNDS {
             self.merge();
