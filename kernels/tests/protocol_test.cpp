@@ -307,7 +307,7 @@ void dead_peer_ends_all_waits(world::Path path) {
     add("never began, a relay", 2, NEVER_BEGAN, 0, counts, [](Options& o) {
         o.n_pes = 4, o.host_of = {0, 0, 1, 1}, o.reachable = reach(4, REACH_NODES, 0), o.passes = {{{8, 8, 8, 8}}, {{8, 8, 8, 8}}};
     });
-    // Named by its number in its group, the third of PEs 1 to 4; the other group finishes its passes.
+    // The error gives the relay's index in its group: the third of PEs 1 to 4. The other group finishes its passes.
     add("never began, a relay in a group", 3, NEVER_BEGAN, 0, counts, [](Options& o) {
         o.n_pes = 6, o.host_of = {0, 1, 0, 1, 0, 1}, o.group_of = {1, 0, 0, 0, 0, 1}, o.reachable = reach_hosts(o.host_of, 1);
         o.passes = {{{8, 8, 8, 8, 8, 8}, false}, {{8, 8, 8, 8, 8, 8}, false}};

@@ -57,7 +57,7 @@ macro_rules! word {
 word!(AtomicU32, u32);
 word!(AtomicU64, u64);
 
-/// The state that both sides share in addition to the signal words, and the futex on it.
+/// The shared state in addition to the signal words, and its futex.
 pub(super) trait Doorbell {
     /// The type of its words.
     type U32: Word<u32>;
@@ -94,7 +94,7 @@ pub(super) fn ring<D: Doorbell>(doorbell: &D) {
     }
 }
 
-/// Sleeps until `check`, whose loads must be acquire, returns a value, or `time_left` returns `None`.
+/// Sleeps until `check` returns a value or `time_left` returns `None`. The loads of `check` must be acquire.
 pub(super) fn sleep_until<D: Doorbell, R>(
     doorbell: &D,
     mut check: impl FnMut() -> Option<R>,

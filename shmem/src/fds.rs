@@ -10,14 +10,15 @@ use rustix::net::{
     recvmsg, sendmsg,
 };
 
-/// The most files that Linux takes in one message (`SCM_MAX_FD`).
+/// Maximum number of files in one message on Linux (`SCM_MAX_FD`).
 pub const MAX_FILES: usize = 253;
 const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FILES));
 
-/// Sends what the socket takes of `parts`, with `files`; returns the number of bytes. No SIGPIPE.
+/// Sends `files` and as much of `parts` as the socket accepts; returns the number of bytes. Does not raise SIGPIPE.
 ///
 /// # Errors
-/// The system's; `INVAL` for more than [`MAX_FILES`] files.
+///
+/// The system's error; `INVAL` for more than [`MAX_FILES`] files.
 pub fn send(
     socket: BorrowedFd<'_>,
     parts: &[IoSlice<'_>],

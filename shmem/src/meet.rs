@@ -19,9 +19,9 @@ use crate::control::{Attempt, CallError, Gate, Hello, Introduction, Joined, Key,
 const FILES_PER_FRAME: usize = 16;
 /// Maximum length of a frame's body, bytes.
 const MAX_BODY_BYTES: usize = 1 << 12;
-/// How much longer than PE 0 the others wait: PE 0 knows which PE is missing.
+/// How much longer the others wait than PE 0, which knows which PE is missing.
 const GRACE: Duration = Duration::from_secs(1);
-/// The program, as every PE names it; raised with every change to what the PEs send each other.
+/// The program name in every PE's hello. Its number is increased with every change to the PEs' messages.
 const PROGRAM: &str = "aristos meet 2";
 
 /// Makes a world with the `n_pes - 1` other processes of this host that call this with the same `key`, `n_pes` and `heap_bytes` (as for
@@ -72,7 +72,7 @@ fn system(what: &str, error: impl Into<io::Error>) -> ShmemError {
     ShmemError::System { what: what.to_string(), source: error.into() }
 }
 
-/// Where the PEs of a world meet.
+/// A PE's view of the rendezvous.
 struct Place {
     /// The socket's abstract name.
     name: Vec<u8>,
@@ -83,7 +83,7 @@ struct Place {
 }
 
 impl Place {
-    /// PE 0's side: the segments of all, by PE, its own missing.
+    /// PE 0's side; returns all segments by PE, except its own.
     fn lead(&self, own: &Segment) -> Result<Vec<Option<OwnedFd>>, ShmemError> {
         let listener = local::listen(&self.name, 4096).map_err(|errno| match errno {
             Errno::ADDRINUSE => meeting("another process listens with the same key"),
@@ -105,7 +105,7 @@ impl Place {
         let segments = segments.inspect_err(|why| {
             for one in joined.iter().flatten() {
                 let body = one.session.seal(Kind::Refused, why.as_bytes());
-                // A PE that does not take it sees the connection end.
+                // A PE that does not receive this sees the connection end.
                 let _ = send_by(one.socket.as_fd(), Kind::Refused, &body, &[], Instant::now());
             }
         });
@@ -142,7 +142,7 @@ impl Place {
             let time = Timespec { tv_sec: 0, tv_nsec: left.min(Duration::from_millis(100)).as_nanos() as _ };
             let _ = poll(&mut fds, Some(&time));
             gate.advance().map_err(|errno| format!("cannot accept a PE (ulimit -n): {}", io::Error::from(errno)))?;
-            // PEs of one key are one job: one that expects another world is an error of all.
+            // PEs with one key are one job, so a PE that expects another world is an error for all.
             if let Some(why) = gate.mismatch() {
                 return Err(why.to_string());
             }

@@ -1,30 +1,30 @@
-//! Slowness on purpose: [`Hold`] makes what is done last longer, [`Pace`] what is sent.
+//! Injected delays: [`Hold`] extends computations, [`Pace`] messages.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Sleeps that add up to what was asked for: by how much one was too long, the next is shorter.
+/// Sleeps for a requested total: a sleep that overshoots shortens the next one.
 #[derive(Debug)]
 pub struct Hold {
-    /// Asked for and not slept, nanoseconds; below 0 after a sleep that was too long.
+    /// Time requested and not yet slept, nanoseconds; negative after a sleep that overshot.
     owed_ns: AtomicI64,
     most: Duration,
 }
 
 impl Hold {
-    /// No single sleep is longer than `most`.
+    /// `most` limits each sleep.
     pub fn new(most: Duration) -> Hold {
         Hold { owed_ns: AtomicI64::new(0), most }
     }
 
-    /// Adds to what is to be slept, at most the longest sleep, without sleeping yet.
+    /// Adds `seconds`, at most the longest sleep, to the time owed. Does not sleep.
     pub fn owe(&self, seconds: f64) {
         let seconds = seconds.clamp(0.0, self.most.as_secs_f64());
         self.owed_ns.fetch_add((seconds * 1e9) as i64, Ordering::Relaxed);
     }
 
-    /// Sleeps what is owed.
+    /// Sleeps for the time owed.
     pub fn pay(&self) {
         let owed = Duration::from_nanos(self.owed_ns.load(Ordering::Relaxed).max(0) as u64);
         if !owed.is_zero() {
@@ -35,8 +35,8 @@ impl Hold {
     }
 }
 
-/// The least that one PE's messages take. A message is everything that it puts until it sets a signal: it takes the alpha of the signal's way and
-/// beta times the bytes put, and the PE, which sends one message at a time, does nothing else meanwhile.
+/// Minimum times of one PE's messages. A message is all puts up to a signal; it takes the latency to the signal's target plus the bytes
+/// put times the inverse bandwidth. The PE sends one message at a time and sleeps meanwhile.
 #[derive(Debug)]
 pub struct Pace {
     /// Latency to each PE, seconds, and inverse bandwidth, seconds a byte.
@@ -45,7 +45,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Of a PE whose messages to PE `i` take `links[i].0` seconds and `links[i].1` seconds a byte, at most `most` each.
+    /// A message to PE `i` takes `links[i].0` seconds plus `links[i].1` seconds per byte. `most` limits each of the two, and each sleep.
     pub fn new(links: Vec<(f64, f64)>, most: Duration) -> Pace {
         Pace { links, hold: Hold::new(most) }
     }
@@ -74,7 +74,7 @@ mod tests {
             hold.pay();
         }
         let took = begin.elapsed();
-        // One by one they would be 200 times too long by what a sleep is.
+        // Separate sleeps would overshoot 200 times.
         assert!(took >= Duration::from_millis(10), "{took:?}");
         assert!(hold.owed_ns.load(Ordering::Relaxed) <= 0);
         hold.owe(1e30);
@@ -86,7 +86,7 @@ mod tests {
     fn a_message_takes_its_latency_and_its_bytes_to_that_pe() {
         let mut pes = ShmTransport::threads(3, 1 << 16).unwrap();
         let far = Duration::from_secs(60);
-        // To PE 1 nothing; to PE 2 20 ms and 2 us a byte.
+        // No delay to PE 1; 20 ms and 2 us per byte to PE 2.
         let slow = pes.remove(0).paced(Pace::new(vec![(0.0, 0.0), (0.0, 0.0), (20e-3, 2e-6)], far));
         let pe = Shmem::new(slow);
         let (data, signal) = (pe.alloc::<u8>(10_000).unwrap(), pe.alloc::<u64>(1).unwrap());

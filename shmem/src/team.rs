@@ -80,7 +80,7 @@ pub(super) struct SyncWords {
 }
 
 impl SyncWords {
-    /// `arrived` is zeroed and has one word per PE.
+    /// Requires zeroed `arrived`, with one word per PE.
     pub(super) fn new(arrived: Sym<u64>) -> Self {
         Self { arrived, expected: vec![0; arrived.len()] }
     }

@@ -30,11 +30,12 @@ pub struct Shmem<T: Transport> {
 }
 
 impl<T: Transport> Shmem<T> {
-    /// Creates the layer over `transport`, whose heap must be unused.
+    /// Creates the layer over `transport`. Its heap must be unused.
     ///
     /// Reserves [`Shmem::<T>::reserved_bytes`] at the heap's start for synchronisation and collectives.
     ///
     /// # Panics
+    ///
     /// If the heap is smaller than that.
     pub fn new(transport: T) -> Self {
         let (n_pes, heap_bytes) = (transport.n_pes(), transport.heap_bytes());

@@ -1,8 +1,8 @@
-//! How a PE waits for signal words in its own heap, where whoever changes one rings its doorbell.
+//! Waits for signal words in a PE's own heap. A PE that changes a word rings the owner's doorbell.
 //!
-//! A wait looks at its words without a pause between looks (PAUSE takes up to 140 cycles, as long as a signal's way to a near CPU), then
-//! with sched_yield between them, then sleeps on the doorbell of its own segment ([`super::doorbell`]). With more threads than
-//! CPUs it goes to sleep sooner, as whoever it waits for may need this CPU.
+//! A wait first polls its words without PAUSE (which takes up to 140 cycles, as long as a signal takes from a near CPU), then with
+//! sched_yield between polls, then sleeps on the doorbell of its own segment ([`super::doorbell`]). With more threads than CPUs it sleeps
+//! sooner, because the thread that it waits for may need this CPU.
 
 use std::sync::atomic::Ordering;
 use std::thread::available_parallelism;
@@ -12,26 +12,26 @@ use super::doorbell::sleep_until;
 use super::segment::Bell;
 use super::{RawWait, Segment};
 
-/// The longest sleep where somebody rings.
+/// The longest sleep if every change of a word rings the doorbell.
 const SLEEP_MAX: Duration = Duration::from_millis(50);
 
-/// Looks between two readings of the clock. There is no PAUSE between them: a hypervisor takes a CPU that pauses again and again
-/// for one that spins in vain, and takes it away for microseconds.
+/// Polls between two readings of the clock. No PAUSE between them: a hypervisor takes repeated PAUSEs for useless spinning and
+/// deschedules the CPU for microseconds.
 const LOOKS_A_CLOCK: u32 = 200;
 
-/// How long a wait looks at its words before it sleeps.
+/// How long a wait polls before it sleeps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
-    /// For so long one look right after the other: waking up takes some microseconds, which a wait for a large message would add.
+    /// Time of polling without a pause. A wake-up takes some microseconds, which would add to a wait for a large message.
     spin: Duration,
-    /// With a sched_yield after each.
+    /// Number of polling rounds that follow, each with a sched_yield.
     yields: u32,
-    /// The longest sleep without looking at the words again.
+    /// Maximum sleep between polls.
     nap: Duration,
 }
 
 impl Patience {
-    /// Of one of `threads` busy threads on this host.
+    /// The policy for one of `threads` busy threads on this host.
     pub(super) fn of(threads: usize) -> Patience {
         if available_parallelism().is_ok_and(|cores| threads > cores.get()) {
             Patience { spin: Duration::ZERO, yields: 2, nap: SLEEP_MAX }
@@ -40,13 +40,14 @@ impl Patience {
         }
     }
 
-    /// The same where not all that changes a word rings the doorbell: it sleeps no longer than `nap`.
+    /// Limits sleeps to `nap`, for words that may change without a ring of the doorbell.
     #[cfg(feature = "ofi")]
     pub(super) fn napping(self, nap: Duration) -> Patience {
         Patience { nap, ..self }
     }
 
-    /// Waits until one of `waits` holds for the words of `mine`, and says which; `None` when `deadline` passes or `give_up` says so first.
+    /// Waits until one of `waits` holds for the words of `mine`; returns its index, or `None` if `deadline` passes or `give_up` returns
+    /// true first.
     pub(super) fn wait(
         &self,
         mine: &Segment,
@@ -57,7 +58,7 @@ impl Patience {
         self.wait_while(mine, waits, deadline, || (), give_up)
     }
 
-    /// The same, calling `meanwhile` now and then before it sleeps.
+    /// Like [`Patience::wait`]; calls `meanwhile` at intervals before it sleeps.
     pub(super) fn wait_while(
         &self,
         mine: &Segment,
@@ -71,7 +72,7 @@ impl Patience {
         self.wait_for(mine.bell(), look, deadline, meanwhile, give_up)
     }
 
-    /// The same until `look` finds something, whose changes ring `bell`.
+    /// Like [`Patience::wait_while`], until `look` returns a value. Changes that `look` can observe must ring `bell`.
     pub(super) fn wait_for<R>(
         &self,
         bell: &Bell,

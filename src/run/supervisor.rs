@@ -107,7 +107,7 @@ pub(super) struct Outputs {
     lost: Vec<LostGroups>,
 }
 
-/// The trace, as far as it is written.
+/// The trace file, written during the run.
 struct Trace {
     file: OutputFile,
     /// Its writer, or the error of the last write.

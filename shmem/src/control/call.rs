@@ -12,11 +12,11 @@ use super::key::{Key, Nonce, PROOF_BYTES};
 
 /// Time between two attempts to connect.
 const RETRY: Duration = Duration::from_millis(20);
-/// The same after an acceptor that proved nothing.
+/// Time between two attempts after an acceptor that has not proved that it knows the token.
 const RETRY_UNPROVEN: Duration = Duration::from_millis(200);
 /// How long an acceptor may take to prove itself before the caller connects anew.
 const CHALLENGE_LIMIT: Duration = Duration::from_secs(5);
-/// How long a caller goes on after the first acceptor that does not know the token.
+/// How long a caller retries after the first acceptor that does not know the token.
 pub const UNPROVEN_LIMIT: Duration = Duration::from_secs(3);
 /// Maximum length of an acceptor's frame during the handshake, bytes.
 const MAX_REPLY_BYTES: usize = PROOF_BYTES + (1 << 12);
@@ -32,7 +32,7 @@ pub struct Introduction<'a> {
     pub program: &'a str,
 }
 
-/// A connection that both sides have proved themselves on; the socket does not block where `connect` made it so.
+/// A connection on which both sides have proved themselves. The socket blocks only if `connect` returned a blocking one.
 #[derive(Debug)]
 pub struct Link {
     /// The connection.
@@ -59,7 +59,7 @@ pub enum CallError<E> {
     Connect(E),
     /// The system gave no random number.
     Nonce(io::Error),
-    /// Nothing listened until the deadline.
+    /// No process listened before the deadline.
     NoListener(io::Error),
     /// The acceptor did not complete the handshake before the deadline.
     Late(String),
@@ -156,7 +156,7 @@ impl Link {
         let text = |data: &[u8]| String::from_utf8_lossy(data).into_owned();
         match (frame.kind, data) {
             (Kind::Refused, Some(why)) => Err(Broken::Refused(text(why))),
-            // A process that does not know the token may say anything.
+            // Without a proof the reason is untrusted: any process can send it.
             (Kind::Refused, None) => Err(Broken::Unproven(text(frame.body.get(PROOF_BYTES..).unwrap_or_default()))),
             (received, Some(data)) if received == kind => Ok(data.to_vec()),
             _ => Err(Broken::Unproven("it does not know the job's token".to_string())),

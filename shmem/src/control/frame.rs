@@ -37,9 +37,9 @@ pub enum Kind {
     Accepted,
     /// Acceptor: the caller is refused; the body says why, UTF-8.
     Refused,
-    /// Acceptor: what the ranks need of each other, once all have joined.
+    /// Acceptor: the data that the ranks need about each other, once all have joined.
     World,
-    /// PE: it runs; the body is its process id, u32.
+    /// PE: it has started; the body is its process id, u32.
     Running,
     /// Supervisor: the status page, the request, then the job's files; the body is the files' names, each ended by a zero byte.
     Files,
@@ -59,7 +59,7 @@ pub enum Kind {
     Start,
     /// Parent of a PE: the PE could not be started; the body is the system's error, i32.
     Unstarted,
-    /// Parent of a PE: the PE has ended; the body is its status as wait(2) has it, i32.
+    /// Parent of a PE: the PE has ended; the body is its wait(2) status, i32.
     Ended,
     /// Rank 0: kill the PE. No body.
     Kill,
@@ -126,7 +126,8 @@ fn header(kind: Kind, n_files: usize, body_bytes: usize) -> [u8; HEADER_BYTES] {
 /// Sends one frame on a blocking socket.
 ///
 /// # Errors
-/// The system's.
+///
+/// The system's error.
 pub fn send(socket: BorrowedFd<'_>, kind: Kind, body: &[u8], files: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let header = header(kind, files.len(), body.len());
     let mut sent = 0;
@@ -159,7 +160,7 @@ pub fn send_by(
         match fds::send(socket, &[IoSlice::new(head), IoSlice::new(tail)], files, SendFlags::DONTWAIT) {
             Ok(bytes) => sent += bytes,
             Err(Errno::AGAIN) => wait(socket, PollFlags::OUT, until)?,
-            // Too many files in flight: passes as other processes take theirs.
+            // Too many files are in flight; the error ends when other processes receive theirs.
             Err(Errno::TOOMANYREFS) if Instant::now() < until => std::thread::sleep(RETRY),
             Err(error) => return Err(error),
         }
@@ -235,11 +236,12 @@ impl Outbox {
         self.queue.is_empty()
     }
 
-    /// Sends as much as the socket accepts now. `TOOMANYREFS` (the limit on files in flight equals that on open files)
-    /// passes as the PEs receive theirs, so it counts as a full socket.
+    /// Sends as much as the socket accepts now. `TOOMANYREFS` (the limit on files in flight equals that on open files) ends when the PEs
+    /// receive their files, so it is treated as a full socket.
     ///
     /// # Errors
-    /// The system's.
+    ///
+    /// The system's error.
     pub fn flush(&mut self, socket: BorrowedFd<'_>) -> Result<(), Errno> {
         while let Some(Outgoing { bytes, sent, files, range }) = self.queue.front_mut() {
             let borrowed: Vec<BorrowedFd<'_>> =
@@ -326,7 +328,7 @@ mod tests {
         socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap()
     }
 
-    /// Receives everything that is there, `step` bytes at a time.
+    /// Receives until the end of the stream, `step` bytes at a time.
     fn receive(socket: &OwnedFd, step: usize) -> Vec<Frame> {
         let (mut inbox, mut frames, mut scratch) = (Inbox::default(), Vec::new(), vec![0; step]);
         while let Ok(n) = inbox.fill(socket.as_fd(), &mut scratch, RecvFlags::DONTWAIT) {

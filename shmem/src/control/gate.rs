@@ -17,19 +17,19 @@ use super::key::{Key, Nonce, PROOF_BYTES};
 
 /// How long a caller may take for its hello, and again for its proof.
 const HELLO_LIMIT: Duration = Duration::from_secs(5);
-/// Maximum number of connections that have not proved anything, where the limit on open files allows it.
+/// Maximum number of connections without a proof, if the limit on open files allows it.
 const MAX_STRANGERS: usize = 1024;
-/// Connections accepted before those at hand are read again.
+/// Maximum connections accepted before existing ones are read again.
 const ACCEPTED_AT_ONCE: usize = 64;
-/// Maximum bytes read of a connection that has proved nothing.
+/// Maximum bytes read from a connection without a proof.
 const MAX_UNPROVEN_BYTES: usize = 64 + MAX_HELLO_BYTES + PROOF_BYTES;
-/// Refusals that are kept. Later strangers of another user are closed without an answer.
+/// Maximum number of refusals stored. Later strangers of another user are closed without an answer.
 const KEPT_REFUSALS: usize = 8;
 
 /// A rank that has joined.
 #[derive(Debug)]
 pub struct Joined {
-    /// Its connection, which does not block.
+    /// The rank's connection; non-blocking.
     pub socket: OwnedFd,
     /// Bytes that were received after the handshake.
     pub inbox: Inbox,
@@ -44,7 +44,7 @@ struct Stranger {
     socket: OwnedFd,
     peer: Peer,
     inbox: Inbox,
-    /// Since its connection, or since its challenge.
+    /// The time of its connection or, later, of its challenge.
     since: Instant,
     received: usize,
     challenged: Option<(Hello, Session)>,
@@ -77,10 +77,10 @@ impl std::fmt::Display for Peer {
     }
 }
 
-/// The layer's own condition on a caller that knows the token; half a line otherwise.
+/// An additional condition on callers that know the token; an error is half a line.
 type Condition = Box<dyn Fn(&Hello) -> Result<(), String> + Send>;
 
-/// Sockets where ranks of one job are let in.
+/// Sockets that admit the ranks of one job.
 pub struct Gate {
     listeners: Vec<OwnedFd>,
     key: Key,
@@ -96,7 +96,7 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// A gate of a job of `n_pes` ranks, for those of `ranks`, at sockets that listen and do not block. Ranks run `program` and meet the
+    /// A gate for `ranks` of a job of `n_pes` ranks. `sockets` listen and are non-blocking. Ranks must run `program` and meet the
     /// `condition`.
     pub fn new(
         listeners: Vec<OwnedFd>,
@@ -161,7 +161,7 @@ impl Gate {
         self.accept()
     }
 
-    /// The first rank that has joined and whose connection has ended since. Ranks send nothing before they are answered.
+    /// The first joined rank whose connection has ended. Input means the end: ranks send no data before they are answered.
     pub fn ended(&self) -> Option<usize> {
         let is_silent = |one: &Joined| {
             let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
@@ -178,7 +178,7 @@ impl Gate {
                     Ok(socket) => self.admit_stranger(socket),
                     Err(error @ (Errno::MFILE | Errno::NFILE)) if self.strangers.is_empty() => return Err(error),
                     Err(Errno::MFILE | Errno::NFILE) => {
-                        // Leaves room for files that the process opens meanwhile.
+                        // Leaves descriptors for files that the process opens meanwhile.
                         self.max_strangers = (self.strangers.len() / 2).max(1);
                         while self.strangers.len() >= self.max_strangers {
                             self.evict();
@@ -236,11 +236,11 @@ impl Gate {
         }
     }
 
-    /// Reads once, and answers; whether the caller has proved itself.
+    /// Reads once and answers; returns whether the caller has proved itself.
     fn read_from(&self, one: &mut Stranger) -> Result<bool, String> {
         let mut buffer = [0; MAX_UNPROVEN_BYTES];
         match rustix::net::recv(&one.socket, &mut buffer[..], RecvFlags::DONTWAIT) {
-            // A rank with another token sees a proof that is wrong for it.
+            // A rank with a different token closes the connection, because our proof is wrong for it.
             Ok((0, _)) | Err(Errno::CONNRESET) if one.challenged.is_some() => {
                 return Err("it does not know the job's token".to_string());
             }
@@ -260,7 +260,7 @@ impl Gate {
         if one.received > MAX_UNPROVEN_BYTES { Err("its hello is too long".to_string()) } else { Ok(false) }
     }
 
-    /// Answers a frame; whether it has proved the caller.
+    /// Answers a frame; returns whether the frame proved the caller.
     fn answer(&self, one: &mut Stranger, frame: &Frame) -> Result<bool, String> {
         match (frame.kind, &one.challenged) {
             (Kind::Join, None) => {
@@ -280,7 +280,7 @@ impl Gate {
         }
     }
 
-    /// Lets a proven caller in, if it is a rank that is expected.
+    /// Admits a proven caller if it is an expected rank.
     fn join(&mut self, mut one: Stranger) {
         let Some((hello, session)) = one.challenged.take() else { return };
         if let Err(why) = self.check(&hello) {
@@ -322,7 +322,7 @@ impl Gate {
             Some(session) => session.seal(Kind::Refused, why.as_bytes()),
             None => [&[0; PROOF_BYTES], why.as_bytes()].concat(),
         };
-        // A new socket has room for it.
+        // The send buffer of a new socket has room for the frame.
         let _ = send_by(socket.as_fd(), Kind::Refused, &body, &[], Instant::now());
         self.note(format!("refused {peer}: {why}"));
     }
@@ -341,7 +341,7 @@ impl Stranger {
     }
 }
 
-/// Half of the files that the process may still open once all ranks have connected.
+/// Half of the files that the process can still open once all ranks have connected.
 fn max_strangers(ranks: usize) -> usize {
     let limit = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let open = std::fs::read_dir("/proc/self/fd").map_or(32, Iterator::count);

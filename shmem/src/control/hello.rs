@@ -3,7 +3,7 @@
 use super::frame::Kind;
 use super::key::{Key, Nonce, PROOF_BYTES, Side};
 
-/// Raised with every change to the rendezvous, its frames, or the frames between PEs over TCP.
+/// Increased with every change to the rendezvous, its frames, or the frames between PEs over TCP.
 pub const VERSION: u32 = 2;
 /// Maximum length of a hello's texts, bytes.
 pub const MAX_TEXT_BYTES: usize = 512;
@@ -13,7 +13,7 @@ const FIXED_BYTES: usize = 5 * 4 + NONCE_BYTES;
 /// Maximum length of a hello, bytes.
 pub const MAX_HELLO_BYTES: usize = FIXED_BYTES + 2 * MAX_TEXT_BYTES;
 
-/// A caller's introduction. It holds no secret: a caller sends it before the acceptor has proved anything.
+/// A caller's introduction. It contains no secret, because the caller sends it before the acceptor has proved itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     /// [`VERSION`].
@@ -26,7 +26,7 @@ pub struct Hello {
     pub nonce: Nonce,
     /// The program and its version, which must be the same on all ranks.
     pub program: Vec<u8>,
-    /// What the layer above needs to know of the caller, at most [`MAX_TEXT_BYTES`].
+    /// Data for the layer above, at most [`MAX_TEXT_BYTES`].
     pub payload: Vec<u8>,
 }
 
@@ -66,7 +66,7 @@ impl Hello {
 pub struct Session {
     key: Key,
     hello: Vec<u8>,
-    /// The acceptor's, zero until it has sent its challenge.
+    /// The acceptor's nonce; zero until it has sent its challenge.
     nonce: Nonce,
 }
 
@@ -75,7 +75,7 @@ impl Session {
         Session { key, hello: hello.to_bytes(), nonce: Nonce::default() }
     }
 
-    /// Both sides have the acceptor's nonce from now on.
+    /// Includes the acceptor's nonce in all later proofs.
     pub(super) fn challenge(&mut self, nonce: Nonce) {
         self.nonce = nonce;
     }
@@ -147,7 +147,7 @@ mod tests {
             assert_eq!(other.open(Kind::World, &body), None);
             assert!(!other.is_proof(&mine.prove()));
         }
-        // The acceptor's own proof, sent back to it.
+        // An acceptor does not accept its own proof.
         assert!(mine.is_proof(&mine.prove()) && !mine.is_proof(&mine.seal(Kind::Challenge, b"")[..32]));
     }
 }

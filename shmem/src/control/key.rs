@@ -9,15 +9,16 @@ const NONCE_BYTES: usize = 32;
 /// Length of a proof, bytes.
 pub const PROOF_BYTES: usize = 32;
 
-/// A number that is drawn once, from the operating system.
+/// A random number, drawn from the operating system and used once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Nonce(pub [u8; NONCE_BYTES]);
 
 impl Nonce {
-    /// Draws one.
+    /// Draws a nonce.
     ///
     /// # Errors
-    /// The system's.
+    ///
+    /// The system's error.
     pub fn draw() -> io::Result<Nonce> {
         let mut nonce = Nonce::default();
         getrandom::fill(&mut nonce.0).map_err(io::Error::other)?;
@@ -57,7 +58,7 @@ impl Key {
         Key(mac(&self.0, &[b"session", &session.0]))
     }
 
-    /// This side's proof over `parts`, whose lengths are part of it.
+    /// This side's proof over `parts`, including their lengths.
     pub fn prove(&self, side: Side, parts: &[&[u8]]) -> Proof {
         let role: &[u8] = match side {
             Side::Caller => b"caller",

@@ -15,7 +15,7 @@ use mpi::traits::AsRaw;
 
 /// Tag of messages.
 const MESSAGE_TAG: c_int = 1;
-/// Tag that no message has.
+/// A tag that no message uses.
 const UNUSED_TAG: c_int = 2;
 
 /// An error of MPI.

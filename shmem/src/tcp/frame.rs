@@ -32,7 +32,7 @@ pub(super) enum Kind {
     Message,
     /// The sender ends because PE `at` is lost; the body says why.
     Lost,
-    /// The sender's last frame: it ends once every PE has sent this.
+    /// The last frame of the sender, which ends once every PE has sent one.
     Bye,
 }
 
@@ -90,7 +90,7 @@ impl Header {
         bytes
     }
 
-    /// Reads a header; `None` if the bytes are none.
+    /// Reads a header; `None` if the bytes are not a header.
     pub(super) fn from_bytes(bytes: &[u8; HEADER_BYTES]) -> Option<Header> {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |i: usize| u64::from_le_bytes(words[i]);

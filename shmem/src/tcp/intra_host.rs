@@ -35,7 +35,7 @@ impl HeapLocation {
         bytes
     }
 
-    /// `None` if the bytes are no location.
+    /// `None` if the bytes are not a location.
     fn from_bytes(bytes: &[u8]) -> Option<HeapLocation> {
         let (process, rest) = bytes.split_first_chunk()?;
         let (fd, rest) = rest.split_first_chunk()?;

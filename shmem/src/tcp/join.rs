@@ -1,7 +1,6 @@
-//! How PEs connect over TCP: all call PE 0, which sends each where the others listen; then each calls those with lower numbers.
-//!
-//! Every connection begins with the handshake of the control plane ([`crate::control`]): at PE 0 under the job's token, between the other PEs under a
-//! key that also depends on a number that PE 0 has drawn for this world and sent to those that it has admitted.
+//! Connects PEs over TCP: all call PE 0, which sends each PE the addresses of the others; then each PE calls those with lower numbers.
+//! Every connection begins with the handshake of the control plane ([`crate::control`]). With PE 0 its key is the job's token. Between
+//! the other PEs the key also depends on a random number that PE 0 draws for this world and sends to admitted PEs only.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -19,7 +18,7 @@ use crate::control::{Attempt, CallError, Gate, Hello, Introduction, Joined, Key,
 
 /// How long PE 0 may take to send the places to one PE.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
-/// How much longer than PE 0 the others wait: PE 0 knows which PE is missing.
+/// How much longer the others wait than PE 0, which knows which PE is missing.
 const GRACE: Duration = Duration::from_secs(1);
 /// Maximum time of one attempt to connect.
 const ATTEMPT: Duration = Duration::from_secs(2);
@@ -46,9 +45,9 @@ pub struct Joining<'a> {
 /// Limits of time.
 #[derive(Clone, Copy, Debug)]
 pub struct JoinLimits {
-    /// Until all PEs are connected.
+    /// Limit until all PEs are connected.
     pub join: Duration,
-    /// The PEs of a host whose kernel acknowledges nothing for this long are lost. At least 2 s.
+    /// The PEs of a host that sends no acknowledgement for this long are lost. At least 2 s.
     pub silence: Duration,
 }
 
@@ -59,7 +58,7 @@ impl Default for JoinLimits {
 }
 
 impl JoinLimits {
-    /// The limit in use: a shorter one would be an ordinary pause.
+    /// The limit in use, at least 2 s: shorter silences are ordinary pauses.
     pub(super) fn given_up_after(&self) -> Duration {
         self.silence.max(Duration::from_secs(2))
     }
@@ -72,7 +71,7 @@ pub(super) struct Met {
     /// By PE: the name of its host.
     pub(super) hosts: Vec<String>,
     pub(super) refusals: Vec<String>,
-    /// When all PEs must be connected.
+    /// Deadline for connecting all PEs.
     pub(super) until: Instant,
 }
 
@@ -123,7 +122,7 @@ fn prepare(socket: &OwnedFd, silence: Duration) -> io::Result<()> {
     rustix::io::ioctl_fionbio(socket, true)?;
     sockopt::set_tcp_nodelay(socket, true)?;
     limit_retransmission(socket);
-    // While nothing is sent: half of the limit until the first probe, then one a second.
+    // Keepalive on an idle connection: the first probe after half of the limit, then one per second.
     let idle = Duration::from_secs((silence.as_secs() / 2).clamp(1, 600));
     sockopt::set_tcp_keepidle(socket, idle)?;
     sockopt::set_tcp_keepintvl(socket, Duration::from_secs(1))?;
@@ -137,8 +136,8 @@ fn resolve(rendezvous: &str) -> io::Result<Vec<SocketAddr>> {
     Ok(rendezvous.to_socket_addrs()?.collect())
 }
 
-/// The sockets of a rendezvous: on all addresses of this host, unless the rendezvous is for this host alone. A host's own name often stands for
-/// an address that only the host itself can reach.
+/// The listening sockets of a rendezvous: on all addresses of this host, unless the rendezvous is a loopback address. A host's own name
+/// often resolves to a loopback address.
 fn listen(rendezvous: &str) -> Result<Vec<TcpListener>, TcpError> {
     let addresses = resolve(rendezvous).map_err(|error| TcpError::system(format!("find {rendezvous}"), error))?;
     let Some(first) = addresses.first() else {
@@ -160,7 +159,7 @@ fn listen(rendezvous: &str) -> Result<Vec<TcpListener>, TcpError> {
     Ok(listeners)
 }
 
-/// Whether this is the address of a host for itself, rather than one of the others' that the host's own name may stand for.
+/// Whether only the host itself can reach this address, e.g. 127.0.1.1, to which a host's own name may resolve.
 fn is_loopback(ip: IpAddr) -> bool {
     ip == Ipv4Addr::LOCALHOST || ip == Ipv6Addr::LOCALHOST
 }
@@ -235,7 +234,7 @@ impl Rank<'_> {
         let key = self.key.for_session(&session);
         let mut sockets: Vec<Option<OwnedFd>> = (0..n).map(|_| None).collect();
         for pe in 1..me {
-            // A PE of PE 0's host reached it by an address of that host alone: the others find it where they found PE 0.
+            // A PE on PE 0's host called it by a loopback address; the others reach that PE at the address where they found PE 0.
             let address = match places[pe].address.ip() {
                 ip if ip.is_loopback() => SocketAddr::new(zero_address.ip(), places[pe].address.port()),
                 _ => places[pe].address,
@@ -337,7 +336,7 @@ impl Rank<'_> {
         Ok((link, own))
     }
 
-    /// Calls a PE that listens at `address` since before it called PE 0.
+    /// Calls a PE at `address`. It has listened there since before it called PE 0.
     fn call_peer(&self, pe: usize, address: SocketAddr, key: &Key) -> Result<OwnedFd, TcpError> {
         let failed = |error| TcpError::system(format!("connect to PE {pe} at {address}"), error);
         let link = call(self.introduction(), key, self.until, |_, until| {

@@ -28,7 +28,7 @@ pub(super) fn limit_retransmission(socket: impl AsFd) {
 
 /// Time without an acknowledgement while data is unacknowledged; otherwise zero: keepalive then detects a silent host.
 pub(super) fn silent_for(socket: impl AsFd) -> Duration {
-    // SAFETY: all zeros are integers.
+    // SAFETY: the struct consists of integers, so all-zero bytes are valid.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut bytes = size_of_val(&info) as libc::socklen_t;
     // SAFETY: the socket is open, and at most `bytes` are written, those of `info`.

@@ -17,7 +17,7 @@ use crate::{LostPe, Segment};
 
 /// Maximum bytes queued per peer; senders block above it.
 const WAITING_BYTES_MAX: usize = 64 << 20;
-/// How long a PE may take to answer a liveness query. Its progress thread answers, even while the PE computes.
+/// How long a PE may take to answer a liveness query. The PE's progress thread answers, even while the PE computes.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 /// The epoll event of the wake-up descriptor, which belongs to no peer.
 pub(super) const WAKE: u64 = u64::MAX;
@@ -114,7 +114,7 @@ impl Mesh {
         self.peers.len()
     }
 
-    /// The other PEs, with their connections.
+    /// All peers by PE, with their connections.
     pub(super) fn others(&self) -> impl Iterator<Item = (usize, &Peer)> {
         self.peers.iter().enumerate().filter_map(|(pe, peer)| Some((pe, peer.as_ref()?)))
     }
@@ -168,7 +168,7 @@ impl Mesh {
         }
     }
 
-    /// Wakes the waiting threads, after a condition that they wait for may have changed.
+    /// Wakes the waiting threads, because one of their conditions may have changed.
     pub(super) fn notify(&self) {
         // A waiter increments `waiters` before it evaluates its condition under the lock: it sees the change, or is counted here.
         if self.waiters.load(Ordering::SeqCst) > 0 {
@@ -219,7 +219,7 @@ impl Mesh {
         }
     }
 
-    /// Blocks while too much is queued for `pe`, at most for `limit`; then the PE is lost.
+    /// Blocks while more than the maximum is queued for `pe`; after `limit` the PE is lost.
     pub(super) fn make_room(&self, pe: usize, limit: Duration) {
         let peer = self.peer(pe);
         if peer.out.waiting_bytes() <= WAITING_BYTES_MAX {
@@ -234,7 +234,7 @@ impl Mesh {
     /// Writes queued frames to `pe`, as far as its socket has room.
     pub(super) fn flush(&self, pe: usize) {
         let peer = self.peer(pe);
-        // First, so that a sender that queues a frame from here on arms it again.
+        // Disarm before flushing, so that a sender that queues a frame meanwhile arms it again.
         self.arm(pe, peer, false);
         match peer.out.flush(&peer.socket) {
             Ok(true) => self.arm(pe, peer, true),
@@ -255,7 +255,7 @@ impl Mesh {
         }
     }
 
-    /// Sending to `pe` has failed: the progress thread still reads its last frames, and then finds the end of the stream.
+    /// Handles a failed send to `pe`: the progress thread still reads its last frames, then finds the end of the stream.
     fn fail(&self, pe: usize, error: Errno) {
         self.peer(pe).out.close();
         if !matches!(error, Errno::PIPE | Errno::CONNRESET) {
@@ -263,8 +263,8 @@ impl Mesh {
         }
     }
 
-    /// Sends `pe` the question that `question` makes of the question's number, and returns the answer. If none arrives within `limit`, the PE
-    /// is lost.
+    /// Sends `pe` a question, made by `question` from its number, and returns the answer. If no answer arrives within `limit`, the PE is
+    /// lost.
     pub(super) fn ask(
         &self,
         pe: usize,
@@ -301,7 +301,7 @@ impl Mesh {
         number
     }
 
-    /// Waits until all peers have carried out all operations sent to them, at most for `limit`; then the first that has not is lost.
+    /// Waits until all peers have carried out all operations sent to them. After `limit` the first peer that has not is lost.
     pub(super) fn quiet(&self, limit: Duration) {
         let mut open: Vec<(usize, &Peer, u64)> = Vec::new();
         for (pe, peer) in self.others() {

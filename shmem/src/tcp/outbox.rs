@@ -13,7 +13,7 @@ use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use super::frame::HEADER_BYTES;
 use crate::Segment;
 
-/// Locks, also after a panic: no holder leaves a change half made, and a panic of the progress thread is reported.
+/// Locks, even after a panic: no holder leaves inconsistent state, and a panic of the progress thread is reported elsewhere.
 pub(crate) fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

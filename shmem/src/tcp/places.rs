@@ -1,10 +1,10 @@
-//! Where each PE listens, as PE 0 tells all of them.
+//! The addresses at which the PEs listen, which PE 0 sends to all of them.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use crate::control::Nonce;
 
-/// Where a PE listens, and the name of its host.
+/// The address at which a PE listens, and the name of its host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) address: SocketAddr,
@@ -27,7 +27,7 @@ pub(super) fn to_bytes(session: &Nonce, places: &[Place]) -> Vec<u8> {
     bytes
 }
 
-/// Reads the places of `n` PEs; `None` if they are not all there.
+/// Reads the places of `n` PEs; `None` if any is missing or malformed.
 pub(super) fn from_bytes(bytes: &[u8], n: usize) -> Option<(Nonce, Vec<Place>)> {
     let (session, mut bytes) = bytes.split_first_chunk()?;
     let mut places = Vec::with_capacity(n);

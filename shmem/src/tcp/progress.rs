@@ -22,7 +22,7 @@ const READS: usize = 16;
 /// Maximum events per call of epoll.
 const EVENTS: usize = 64;
 
-/// Why a peer's stream is invalid, half a line.
+/// The reason why a peer's stream is invalid, half a line.
 struct Invalid(String);
 
 /// Time between checks for silent hosts.

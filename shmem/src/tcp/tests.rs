@@ -72,7 +72,7 @@ fn against(heap_bytes: usize, play: impl FnOnce(&mut TcpStream) + Send, f: impl 
     });
 }
 
-/// A hand-played PE 1 of 2, once PE 0 has let all in.
+/// Connects to PE 0 as PE 1 of 2, which the test plays, and waits until PE 0 has admitted all PEs.
 fn connected(rendezvous: &str) -> TcpStream {
     let mut link = joined(rendezvous, 1, 2).unwrap();
     let frame = control::frame::receive_by(link.socket.as_fd(), &mut link.inbox, 1 << 16, soon()).unwrap();
@@ -81,7 +81,7 @@ fn connected(rendezvous: &str) -> TcpStream {
     TcpStream::from(link.socket)
 }
 
-/// A hand-played PE, after its handshake with PE 0.
+/// Connects to PE 0 as a PE that the test plays; returns after the handshake.
 fn joined(rendezvous: &str, pe: usize, n_pes: usize) -> Result<Link, CallError<io::Error>> {
     join_as(rendezvous, b"token", Introduction { pe, n_pes, program: "test 1.0" })
 }
@@ -405,7 +405,7 @@ fn impersonate(
 fn process_in_place_of_pe_0_learns_no_token_and_is_not_followed() {
     let frame =
         |kind: u32, body: &[u8]| [&kind.to_le_bytes()[..], &[0; 4], &(body.len() as u64).to_le_bytes(), body].concat();
-    // A false challenge; an admission without one; a refusal; no frame; the caller's hello, sent back.
+    // False answers: a challenge, an admission without a challenge, a refusal, bytes that are no frame, and the caller's own hello.
     type Answer<'a> = dyn Fn(&[u8]) -> Vec<u8> + Sync + 'a;
     let answers: [&Answer<'_>; 5] = [
         &|_| frame(2, &[9; 64]),

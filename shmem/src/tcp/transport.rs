@@ -100,7 +100,8 @@ impl TcpTransport {
     }
 
     /// # Panics
-    /// If the bytes are not in the heap, which is as large on every PE.
+    ///
+    /// If the bytes are not in the heap, which has the same size on every PE.
     fn check(&self, at: usize, bytes: usize) {
         self.heap.address(at, bytes);
     }
@@ -108,7 +109,7 @@ impl TcpTransport {
 
 impl Drop for TcpTransport {
     fn drop(&mut self) {
-        // All frames for this heap must arrive before it is unmapped; after a panic the other PEs may never get here.
+        // All frames for this heap must arrive before it is unmapped; after a panic the other PEs may never call this.
         if !std::thread::panicking() {
             self.quiet();
             let _ = self.running.barrier(self.limit);

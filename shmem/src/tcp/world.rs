@@ -21,7 +21,7 @@ use crate::LostPe;
 const MESSAGES: u64 = 0;
 const PROPOSALS: u64 = 1;
 const DECISIONS: u64 = 2;
-/// How much longer than PE 0 the others wait for a decision: PE 0 knows which PE is late, and names it.
+/// How much longer the others wait for a decision than PE 0, which knows and names a late PE.
 const GRACE: Duration = Duration::from_secs(1);
 /// How long a PE that ends waits for the others to end.
 const END_LIMIT: Duration = Duration::from_secs(5);
@@ -32,7 +32,7 @@ const FAREWELL_LIMIT: Duration = Duration::from_millis(200);
 
 /// PEs that are connected, each to all others.
 ///
-/// Dropping it waits until the others drop theirs, 5 s at most. A process that ends without dropping it, or unwinds, is lost to the others.
+/// Dropping it waits until the others drop theirs, 5 s at most. A process that ends or unwinds without dropping it is lost to the others.
 #[derive(Debug)]
 pub struct TcpWorld {
     running: Arc<Running>,
@@ -78,7 +78,7 @@ impl TcpWorld {
         let liveness_ms = AtomicU64::new(joining.limits.given_up_after().as_millis() as u64);
         let running = Arc::new(Running { mesh, thread: Some(thread), liveness_ms });
         let world = TcpWorld { running, hosts, refusals };
-        // Every PE is connected to every other before any begins.
+        // Every PE is connected to every other before any continues.
         world.barrier(until.saturating_duration_since(Instant::now()) + GRACE)?;
         Ok(world)
     }
@@ -108,16 +108,17 @@ impl TcpWorld {
         self.running.mesh.lost().cloned()
     }
 
-    /// How long this PE waits for another: whoever waits longer for a message, whatever its own limit, asks all PEs whether they answer, and one that
-    /// does not is lost. [`JoinLimits::silence`](super::JoinLimits::silence) until this is called.
+    /// Sets how long this PE waits for a message before it queries all PEs; one that does not answer is lost. The wait's own limit may be
+    /// longer. The initial value is [`JoinLimits::silence`](super::JoinLimits::silence).
     pub fn set_wait_limit(&self, limit: Duration) {
         let limit = limit.clamp(Duration::from_millis(100), YEAR);
         self.running.liveness_ms.store(limit.as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// The smallest of all PEs' numbers. Collective.
+    /// The minimum of all PEs' numbers. Collective.
     ///
     /// # Errors
+    ///
     /// A PE is lost, or has not taken part within `limit`.
     pub fn min(&self, value: u64, limit: Duration) -> Result<u64, TcpError> {
         self.running.min(value, limit)
@@ -155,8 +156,8 @@ impl TcpWorld {
         self.running.receive(deadline, from, MESSAGES)
     }
 
-    /// Reports to the other PEs, as far as their sockets have room, that this PE ends because PE `lost` is lost: half a line says why. The process
-    /// then ends without dropping this world.
+    /// Reports to the other PEs, as far as their sockets have room, that this PE ends because PE `lost` is lost; `why` is half a line.
+    /// Afterwards the process must end without dropping this world.
     pub fn farewell(&self, lost: usize, why: &str) {
         let mesh = &self.running.mesh;
         let header = Header { at: lost as u64, bytes: why.len() as u64, ..Header::of(Kind::Lost) };
@@ -291,7 +292,7 @@ impl Drop for Running {
             });
         }
         mesh.stop.store(true, Ordering::SeqCst);
-        // An eventfd's counter never overflows by this.
+        // A few additions cannot overflow an eventfd's counter.
         let _ = rustix::io::write(&mesh.wake, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();

@@ -247,8 +247,8 @@ impl Simulation<'_> {
         let transfer_ms = link.bytes as f64 / bytes_per_ms;
         match self.params.parallelization_multiplier {
             None => packets * prep_ms + transfer_ms,
-            // Two stages with packets of one size except the last: the first stage of the first packet, the slower stage of each, the
-            // second stage of the last.
+            // A two-stage pipeline (preparation, transfer) over equal packets and a shorter last one: the first packet's preparation,
+            // then the slower stage for each packet, then the last packet's transfer.
             Some(multiplier) => {
                 let each_ms = (self.params.packet_size_bytes as f64).min(link.bytes as f64) / bytes_per_ms;
                 let last_ms = transfer_ms - (packets - 1.0) * each_ms;

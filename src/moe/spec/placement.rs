@@ -198,8 +198,8 @@ impl Placement {
     pub(in crate::moe) fn replica_assigner(&self, source: usize, pairs: impl Fn(usize) -> u64) -> ReplicaAssigner<'_> {
         let mut replicated = BTreeMap::new();
         for &e in self.splits.keys() {
-            // An offset below one pair. Without it all sources would round alike, and one holder would get every
-            // remainder.
+            // A rounding offset per source and expert, less than one pair. Without it all sources would round alike, and one holder would
+            // get every remainder.
             let offset = u64::from((source as u32).wrapping_add(e as u32).wrapping_mul(GOLDEN));
             let n = pairs(e).min(u64::from(u32::MAX));
             let shares = self.shares(e, source).into_iter();

@@ -66,7 +66,7 @@ fn sum(team: &Team, i: usize) -> f32 {
     team.members().iter().map(|&pe| value(pe, i)).reduce(|sum, x| sum + x).unwrap()
 }
 
-/// The sums have the bits of the sum in team order on every member, for short and long data.
+/// For short and long data, every member gets the bits of a sum computed in team order.
 pub fn all_reduce_adds_in_team_order(world: &impl World) {
     for n_pes in [1, 2, 3, 4] {
         world.run(n_pes, |shmem| {

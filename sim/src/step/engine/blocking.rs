@@ -8,7 +8,7 @@ use super::Engine;
 use super::event::{Kind, Message, What};
 use super::types::Work;
 
-/// Fraction of the link's latency per message.
+/// Time of a control message as a fraction of the link's latency.
 const WAY: f64 = 0.2;
 
 impl Engine<'_> {
