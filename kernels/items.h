@@ -244,7 +244,7 @@ template <class Missing> DEVICE bool report_missing(const Block& b, u32 set, Mis
     return any;
 }
 
-// ---- Waits for an item. The limit applies to the time in which no item is claimed on this PE.
+// ---- Waits for an item. The wait times out if no item is claimed on this PE for the whole limit.
 DEVICE u32 count_claimed(const Block& b) {
     const Counters& c = b.counters();
     u32 sum = dev::load_relaxed(c.own) + dev::load_relaxed(c.send) + dev::load_relaxed(c.headers_read) + dev::load_relaxed(c.shared);

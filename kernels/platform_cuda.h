@@ -25,7 +25,7 @@
 #define REGISTER_KERNEL(name)
 #define REGISTER_CLUSTER_KERNEL(name)
 #define UNROLL _Pragma("unroll")
-// For loops next to others that need the registers more.
+// Not unrolled, to leave registers to other loops.
 #define ROLLED _Pragma("unroll 1")
 // A separate function, so that its registers do not add to those of the caller's loops. Not with setmaxnreg: several calls in such a
 // kernel make ptxas 13.0 fail ("C7600 Register allocation failed") and serialise wgmma.

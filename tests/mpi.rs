@@ -228,7 +228,7 @@ fn by_the_callers_routing<T: Transport>(pe: &Shmem<T>, own: &LayerSpec, external
     [output, grad_input, grad_weights].into_iter().chain(experts).collect()
 }
 
-/// One PE of some checks. A panic ends the job: the world's end sees to that.
+/// Runs checks as one PE. A panic ends the job, because unwinding drops the world, and that aborts MPI.
 fn play(checks: &str) -> ExitCode {
     let world = Mpi(MpiWorld::init().unwrap());
     let pe = world.0.my_pe();

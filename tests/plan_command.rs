@@ -178,7 +178,8 @@ fn devices_without_experts_are_named() {
     assert_eq!(replan["planned_ms"], placed["objective_ms"], "one number");
 }
 
-/// If cluster and workload give memory in MB, it is the limit, over all layers with experts.
+/// With `memory_mb` in the cluster and `expert_mb` in the workload, memory limits the experts of a device. An expert takes `expert_mb` in
+/// each MoE layer.
 #[test]
 fn memory_is_counted_in_bytes_where_it_is_known() {
     let mut cluster: Value = serde_json::from_str(CLUSTER).unwrap();

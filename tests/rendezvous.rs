@@ -399,7 +399,7 @@ fn other_users_can_neither_join_nor_listen() {
     }
 }
 
-/// Processes of another user that connect and close as fast as they can, until this is dropped.
+/// Processes of another user that connect and close in a loop until this value is dropped.
 struct Storm(Vec<std::process::Child>);
 
 impl Storm {

@@ -63,7 +63,7 @@ pub enum Fault {
 }
 
 impl EmulatedDevice {
-    /// The device's limits, except for symmetric memory.
+    /// Network fences have no effect, as when a proxy thread reads a stale request.
     pub fn limits(&self) -> DeviceLimits {
         let free = available_bytes().unwrap_or(u64::MAX);
         DeviceLimits {

@@ -55,11 +55,12 @@ pub struct WantedDevice {
     pub wait_limit: Duration,
 }
 
-/// As [`with_device`], with `bytes` of symmetric memory, a function of the device's limits and of whether loads and stores reach every PE from
-/// every other.
+/// Like [`with_device`]. `bytes` returns the size of symmetric memory from the device's limits and from whether loads and stores reach
+/// every PE from every other.
 ///
 /// # Errors
-/// As [`with_device`].
+///
+/// As for [`with_device`].
 pub fn with_symmetric<R, E: From<JobError>>(
     wanted: WantedDevice,
     bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
@@ -69,10 +70,11 @@ pub fn with_symmetric<R, E: From<JobError>>(
     in_part(OpenDevice::open(wanted, bytes, host)?, host, work)
 }
 
-/// As [`with_symmetric`], for work before a part that uses the same device; returns the device if it stays open.
+/// Like [`with_symmetric`], for work that precedes a part on the same device; returns the device if it stays open.
 ///
 /// # Errors
-/// As [`with_device`].
+///
+/// As for [`with_device`].
 pub fn before_part<R, E: From<JobError>>(
     wanted: WantedDevice,
     bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
@@ -101,7 +103,7 @@ pub enum OpenDevice {
     /// NVSHMEM can be initialised only once in a process.
     #[cfg(feature = "cuda")]
     Cuda(Box<CudaGpu>),
-    /// Dropping its memory waits for all PEs, which after an error may never come.
+    /// Dropping its memory waits for all PEs, some of which may never arrive after an error.
     #[cfg(feature = "emulate")]
     Emulated(Box<ManuallyDrop<Emulated>>),
 }

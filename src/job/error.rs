@@ -64,9 +64,9 @@ pub enum JobError {
     SmallHeap {
         /// What the variable says.
         value: String,
-        /// What a PE asks of the heap at most, bytes.
+        /// Maximum bytes that a PE allocates in the heap at a time.
         needed: u64,
-        /// A size that holds it, bytes.
+        /// A heap size that is large enough, bytes.
         enough: u64,
     },
     /// MPI.
@@ -86,7 +86,7 @@ pub enum JobError {
 }
 
 impl JobError {
-    /// The PE that was waited for in vain, if that is the error.
+    /// The PE that a failed wait was for.
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             JobError::Layer(error) => error.awaited_pe(),
@@ -97,7 +97,7 @@ impl JobError {
         }
     }
 
-    /// The exit code that says this.
+    /// The exit code for this error.
     pub fn exit_code(&self) -> u8 {
         match self {
             JobError::Launch(error) => error.exit_code(),
@@ -111,8 +111,8 @@ impl JobError {
 pub struct PeFailure {
     /// One line.
     pub line: String,
-    /// The PE that it waited for in vain, if that is how it failed. Where several PEs report one, the supervisor finds the one that all wait
-    /// for in the end.
+    /// The PE that a failed wait was for. If several PEs report one, the supervisor finds the PE that all of them wait for directly or
+    /// indirectly.
     pub awaited: Option<usize>,
 }
 

@@ -52,10 +52,11 @@ pub trait Host {
     /// Sends a message, which is JSON, to the process that reports the job.
     ///
     /// # Errors
-    /// When that process has ended.
+    ///
+    /// That process has ended.
     fn send(&self, body: &[u8]) -> Result<(), JobError>;
 
-    /// A lost PE, if the job can continue without it: communication of this PE fails until [`MemoryHost::go_on`].
+    /// A lost PE, if the job can continue without it. Communication of this PE then fails until [`MemoryHost::go_on`].
     fn lost(&self) -> Option<usize> {
         None
     }
@@ -131,10 +132,11 @@ pub trait PePart {
     /// Its error.
     type Error: From<JobError>;
 
-    /// Size of the symmetric heap, bytes: the same on every PE.
+    /// Size of the symmetric heap, bytes; the same on every PE.
     ///
     /// # Errors
-    /// The size exceeds what can be addressed.
+    ///
+    /// The size does not fit into `usize`.
     fn heap_bytes<T: Transport>(&self) -> Result<usize, Self::Error>;
 
     /// The delays injected into this PE's messages, if any; over shared memory only.
@@ -174,7 +176,7 @@ pub trait AllToAll {
     fn exchange(&self, out: &[u8], into: &mut [u8], bytes: usize) -> Result<(), JobError>;
 }
 
-/// A PE of a supervisor on the same host, which has passed the files.
+/// A PE started by a supervisor on the same host, which has passed the files.
 impl Host for PeContext {
     fn my_pe(&self) -> usize {
         self.my_pe()
@@ -208,7 +210,7 @@ impl Host for PeContext {
         let file = self.file(name).ok_or_else(|| JobError::NoFile { what: what.to_string() })?;
         let failed = |source| JobError::Write { what: what.to_string(), source };
         let file = File::from(file.try_clone_to_owned().map_err(failed)?);
-        // Each piece is a heartbeat, so that a slow file system is not taken for a stalled one.
+        // Each piece counts as a heartbeat, so that a slow file system does not look like a stalled PE.
         let mut at = at;
         for piece in bytes.chunks(PIECE_BYTES) {
             file.write_all_at(piece, at).map_err(failed)?;

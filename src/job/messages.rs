@@ -42,11 +42,12 @@ impl<M: DeserializeOwned> Default for Messages<M> {
     }
 }
 
-/// Runs PEs that are processes to their end. `on_message` receives their messages, in order for each PE; `on_tick` receives their status,
-/// about ten times a second; `on_loss` is called when the job continues without lost PEs, with the cause.
+/// Runs a job's PE processes to their end. `on_message` receives their messages, in order for each PE; `on_tick` receives their status
+/// about ten times a second; `on_loss` receives the cause when the job continues without lost PEs.
 ///
 /// # Errors
-/// As [`Processes::run`]; an unreadable message.
+///
+/// As for [`Processes::run`]; an unreadable message.
 pub fn collect<M: DeserializeOwned>(
     processes: Processes<'_>,
     mut on_message: impl FnMut(usize, M),

@@ -28,7 +28,7 @@ const GRACE_STEP: Duration = Duration::from_millis(20);
 /// MPI could not start, or `mpirun` belongs to another MPI.
 pub fn join(phase_names: &[&'static str], show: fn(&str) -> String) -> Result<Option<Peers<MpiWorld>>, JobError> {
     match start(phase_names, show) {
-        // The other processes have the same error.
+        // All processes have the same error, and rank 0 prints it.
         Err(_) if mpirun::first_speaks() => Ok(None),
         joined => joined.map(Some),
     }

@@ -1,15 +1,16 @@
 //! PEs without a supervisor, on one host or many: every process is a PE.
 //!
-//! Every process makes the same request of the same command line. Before they begin the PEs agree that all requests are valid and equal.
-//! (Sending the request from PE 0 instead would need a connection before the first wrong flag is refused.) PE 0 does a supervisor's work before
-//! and after (input, files, report): the others send it their output as messages, so that only PE 0's host needs access to the
-//! files.
+//! Every process makes the same request from the same command line. Before they begin, the PEs agree that all requests are valid and
+//! equal. (Sending the request from PE 0 instead would need a connection before an invalid flag could be rejected.) PE 0 does the
+//! supervisor's work before and after (input, files, report): the others send it their output as messages, so that only PE 0's host needs
+//! access to the files.
 //!
 //! A [`World`] connects the PEs and carries their rows: MPI's (`mpi.rs`), or TCP's (`tcp.rs`).
 //!
 //! # How a job ends
-//! - All PEs did their part: PE 0 tells the others how it went, and all exit with that code.
-//! - A PE could not begin: the first one that could not prints its line, and all exit with code 1.
+//!
+//! - All PEs did their part: PE 0 sends the others the outcome, and all exit with its code.
+//! - A PE could not begin: the first such PE prints its line, and all exit with code 1.
 //! - A PE fails later: it prints a line with its number and phase, and ends the others ([`World::end`]).
 //! - A PE dies: `mpirun` ends the others, and names it; over TCP the others notice, and each names it.
 
@@ -145,8 +146,8 @@ impl<W: World> Peers<W> {
         self.world.my_pe() == 0
     }
 
-    /// Agrees on the result of a step that every PE does alone: this PE's result, or `None` if a PE failed, in which case the first such PE prints its
-    /// line. PEs wait for each other at most for `limit`. Collective.
+    /// Agrees on the result of a step that every PE does alone: returns this PE's result, or `None` if a PE failed. The first PE that
+    /// failed prints its line. PEs wait for each other at most for `limit`. Collective.
     pub fn agree<R, E: Into<AnyError>>(&self, mine: Result<R, E>, limit: Duration) -> Option<R> {
         let (me, nobody) = (self.world.my_pe() as u64, self.world.n_pes() as u64);
         let too_many = self.world.n_pes() > MAX_PES;
@@ -162,10 +163,11 @@ impl<W: World> Peers<W> {
         None
     }
 
-    /// Checks that all PEs make the same request: they may have been started by hand. Collective.
+    /// Checks that all PEs make the same request, because users may start PEs by hand. Collective.
     ///
     /// # Errors
-    /// This PE's is not PE 0's.
+    ///
+    /// This PE's request differs from PE 0's.
     pub fn check_same(&self, request: &Request, limit: Duration) -> Result<(), JobError> {
         let mut hasher = DefaultHasher::new();
         request.to_bytes()?.hash(&mut hasher);
@@ -177,10 +179,11 @@ impl<W: World> Peers<W> {
         Err(JobError::Peers("its arguments are not those of PE 0, expected the same on all".to_string()))
     }
 
-    /// Runs `work` over a symmetric heap of `heap_bytes` per PE, whose operations without a deadline wait at most for `limit`. Collective.
+    /// Runs `work` over a symmetric heap of `heap_bytes` per PE. Operations without a deadline wait at most for `limit`. Collective.
     ///
     /// # Errors
-    /// The memory's, or the work's.
+    ///
+    /// An error of the memory or of `work`.
     pub fn over_memory<R, E: From<JobError>>(
         &self,
         heap_bytes: usize,
@@ -188,7 +191,7 @@ impl<W: World> Peers<W> {
         work: impl FnOnce(&Shmem<W::Transport<'_>>) -> Result<R, E>,
     ) -> Result<R, E> {
         let transport = self.world.memory(heap_bytes, limit).map_err(E::from)?;
-        // Dropping it waits for all PEs, which after an error may never come.
+        // Dropping it waits for all PEs, some of which may never arrive after an error.
         let shmem = ManuallyDrop::new(Shmem::new(transport));
         let result = work(&shmem)?;
         drop(ManuallyDrop::into_inner(shmem));
@@ -200,11 +203,12 @@ impl<W: World> Peers<W> {
         PeerHost { pes: self, file_names: &[], files: Vec::new(), limit, sent: RefCell::default() }
     }
 
-    /// Runs this PE's part of a job with files of these names, which PE 0 has open: `files`. Returns the messages of all PEs at PE 0, `None` at the
-    /// others. A PE waits for another at most for `limit`.
+    /// Runs this PE's part of a job. `names` are the job's files, which only PE 0 has open, as `files`. Returns all PEs' messages at PE
+    /// 0, `None` at the others. A PE waits for another at most for `limit`.
     ///
     /// # Errors
-    /// The failure of this PE's part. Pass it to [`Peers::fail`] after dropping the job's outputs: that function drops no values.
+    ///
+    /// The failure of this PE's part. Pass it to [`Peers::fail`] after dropping the job's outputs, because that function drops no values.
     pub fn run<M: DeserializeOwned>(
         &self,
         file_names: &[&'static str],
@@ -224,7 +228,7 @@ impl<W: World> Peers<W> {
         Ok(Some(messages.finish()?))
     }
 
-    /// Ends the job: PE 0 sends the others whether it succeeded; all return that.
+    /// Ends the job: PE 0 sends the others whether the job succeeded; every PE returns that.
     pub fn conclude(&self, report: Option<bool>, limit: Duration) -> bool {
         let Some(well) = report else {
             // PE 0's report may take any time.

@@ -213,7 +213,7 @@ impl<C: Carrier> World for TcpPes<C> {
     }
 
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> ! {
-        // If several PEs see a loss, all name the PE that was lost first, not one that ended because of it.
+        // If several PEs detect a loss, all name the PE that was lost first, not one that ended as a consequence.
         match self.world.lost() {
             Some(lost) => self.world.farewell(lost.pe, &lost.why),
             None => self.world.farewell(self.world.my_pe(), &format!("it failed: {}", failure.line)),

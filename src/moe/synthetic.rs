@@ -129,7 +129,7 @@ impl Synthetic {
         Ok(Synthetic { spec, probabilities })
     }
 
-    /// The same layer with other hot experts: rotated by `times` the number of hot experts.
+    /// A copy of this layer with other hot experts: rotated by `times` the number of hot experts.
     pub fn shifted(&self, times: usize) -> Synthetic {
         let n = self.probabilities.len();
         let hot = hot_experts(n, self.spec.hot_ratio);

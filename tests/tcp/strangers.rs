@@ -36,13 +36,13 @@ fn with_open_files(command: &Command, files: usize) -> Command {
 struct Storm(Vec<Child>);
 
 impl Storm {
-    /// `kind` says what each connection sends: nothing, and is closed at once; a valid hello, and stays. `None` where this process may not become
-    /// another user.
+    /// Starts the processes. Each connection sends `kind`: nothing, before it closes at once; or a valid hello, after which it stays
+    /// open. Returns `None` if this process may not become another user.
     fn of(processes: usize, kind: &str, port: &str) -> Option<Storm> {
         if !geteuid().is_root() {
             return None;
         }
-        // It becomes the other user only once it runs: that user may not reach the interpreter.
+        // The script changes its user itself, because the other user may not be able to execute the interpreter.
         let script = "import os, socket, struct, sys, time\nkind, port = sys.argv[1], int(sys.argv[2])\nos.setgroups([])\n\
             os.setgid(65534)\nos.setuid(65534)\nkept = []\n\
             body = struct.pack('<5I', 2, 1, 2, 1, 2) + bytes(32) + b'abc'\n\
@@ -65,7 +65,7 @@ impl Drop for Storm {
             let _ = child.kill();
             let _ = child.wait();
         }
-        // One that has ended storms nothing.
+        // A process that ended early means that the test had less load than intended.
         assert!(ended.is_empty() || thread::panicking(), "{ended:?}");
     }
 }
@@ -79,7 +79,7 @@ pub const TESTS: &[Test] = &[
             let mut said = vec![0; 4096];
             let bytes = stream.read(&mut said).unwrap();
             said.truncate(bytes);
-            // What a PE 0 would say that admits it, as far as one can without the token.
+            // The reply of a PE 0 that admits the caller, with a false proof.
             let _ = stream.write_all(&[&4u32.to_le_bytes()[..], &[0; 4], &32u64.to_le_bytes(), &[0; 32]].concat());
             let more = stream.read_to_end(&mut said).unwrap_or(0);
             (said, more)

@@ -39,7 +39,7 @@ def check(kernel):
 
 
 def stray(kernel, reached):
-    """Errors for code that the analysis of paths from the kernel's entry does not cover."""
+    """Yields an error for each kind of code that the path analysis from the kernel's entry does not cover."""
     for index, at in enumerate(kernel.code):
         if at.base == "USETMAXREG" and any(first <= index for first in kernel.functions):
             yield f"{at} may be in a function, where its callers' limit is not known"

@@ -31,14 +31,14 @@ struct Member {
     /// `None` if a launched process is its parent.
     child: Option<Child>,
     end: Option<End>,
-    /// Whether [`Fleet::reap`] has returned its end.
+    /// Whether [`Fleet::reap`] has returned the end of this PE.
     told: bool,
 }
 
 #[derive(Clone, Copy)]
 enum End {
     Status(ExitStatus),
-    /// Its parent, a launched process, has ended.
+    /// The PE's parent, a launched process, has ended.
     Lost,
 }
 

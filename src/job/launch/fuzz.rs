@@ -1,4 +1,4 @@
-//! What comes over the sockets of a job, a little wrong: no panic, and no memory for what has not come.
+//! Mutated frames on the sockets of a job must not cause a panic, nor an allocation for bytes that have not arrived.
 
 #[path = "../../../tests/mutate/mod.rs"]
 mod mutate;

@@ -1,7 +1,7 @@
 //! Heartbeats: the kernel's counters of a PE's process, and the PE's status words.
 //!
-//! A PE that waits for another PE has its own limit, and names that PE. This module finds a PE that is stopped, or whose file system does not
-//! answer, while no other PE waits for it.
+//! A PE that waits for another PE has its own limit, and names that PE. This module finds a stopped PE, or one with a file system that
+//! does not answer, while no other PE waits for it.
 
 use std::fs;
 use std::time::{Duration, Instant};

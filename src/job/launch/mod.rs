@@ -54,7 +54,7 @@ pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes};
 pub use survivors::{FailureDomains, GoOn};
 
-/// Raised with every change to the frames between the processes of a job, or to the request.
+/// Increased with every change to the request or to the frames between the processes of a job.
 pub const VERSION: u32 = 5;
 /// The argument with which a program starts itself again as a PE.
 pub const PE_COMMAND: &str = "pe";

@@ -13,8 +13,8 @@ pub fn size() -> Option<usize> {
     first_number(["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 }
 
-/// Whether rank 0, another process than this one, reports an error common to all. Waits until rank 0 has had time to print: at the first exit
-/// code `mpirun` ends the other processes.
+/// Whether rank 0, and not this process, reports an error common to all. Waits until rank 0 has had time to print, because `mpirun` ends
+/// all processes at the first exit code.
 pub fn first_speaks() -> bool {
     let other = rank().is_some_and(|rank| rank > 0);
     if other {

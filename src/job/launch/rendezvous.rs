@@ -33,14 +33,14 @@ const BACKLOG: i32 = 128;
 
 static JOB: OnceLock<LaunchedJob> = OnceLock::new();
 
-/// The job that this process is rank 0 of.
+/// The job of this process, which is its rank 0.
 struct LaunchedJob {
     size: usize,
     launcher: &'static str,
     rendezvous: Mutex<Rendezvous>,
 }
 
-/// As rank 0 of the processes that a launcher started, opens the rendezvous socket. Once in a process.
+/// Opens the rendezvous socket, as rank 0 of the processes that a launcher started. Call it once per process.
 pub(super) fn open(process: LaunchedProcess, limit: Duration) -> Result<(), LaunchError> {
     let (size, launcher) = (process.size, process.launcher);
     let rendezvous = Mutex::new(Rendezvous::open(process, limit)?);
@@ -48,17 +48,17 @@ pub(super) fn open(process: LaunchedProcess, limit: Duration) -> Result<(), Laun
     JOB.set(LaunchedJob { size, launcher, rendezvous }).map_err(taken)
 }
 
-/// The number of PEs, where this process is rank 0 of those that a launcher started: each keeps one.
+/// The number of PEs, if this process is rank 0 of launched processes, each of which is the parent of one PE.
 pub fn settled_pes() -> Option<usize> {
     JOB.get().map(|job| job.size)
 }
 
-/// As rank 0, tells the other processes the exit code with which this one ends; they end with it too.
+/// As rank 0, sends this process's exit code to the other processes, which exit with it too.
 pub fn conclude(code: u8) {
     let Some(job) = JOB.get() else { return };
     let mut rendezvous = job.rendezvous.lock().unwrap_or_else(PoisonError::into_inner);
     if !rendezvous.given_up {
-        // A process that joins now learns at once that the job is over, instead of waiting for one that has ended.
+        // A process that joins now gets the exit code at once, and missing ones are awaited for a short time only.
         rendezvous.limit = rendezvous.limit.min(LINGER);
         let _ = rendezvous.gather(None);
     }
@@ -97,7 +97,7 @@ impl ParentLink {
     }
 }
 
-/// The place where the processes meet: rank 0's end.
+/// Rank 0's end of the rendezvous.
 pub(super) struct Rendezvous {
     process: LaunchedProcess,
     limit: Duration,
@@ -116,8 +116,8 @@ pub(super) fn identity(process: &LaunchedProcess) -> (Key, String) {
     (key, format!("aristos {} (protocol {VERSION})", env!("CARGO_PKG_VERSION")))
 }
 
-/// The name of the rendezvous socket, without its leading zero byte. Jobs whose names are equal in what fits are still kept apart: the whole name
-/// is a part of the key.
+/// The name of the rendezvous socket, without its leading zero byte. The name may be truncated; jobs with equal truncated names still
+/// differ in their keys, which include the whole name.
 pub(super) fn name(process: &LaunchedProcess) -> Vec<u8> {
     const MAX_BYTES: usize = 100;
     let mut name = format!("aristos-{}-{}", rustix::process::geteuid().as_raw(), process.job).into_bytes();

@@ -23,7 +23,7 @@ pub enum Role {
     Supervisor,
     /// The parent of one PE: [`RankParent::serve`].
     RankParent(RankParent),
-    /// Its launcher's environment is invalid, which rank 0 reports: it ends.
+    /// The launcher's environment is invalid. Rank 0 reports it; this process only exits.
     Silent,
 }
 
@@ -75,7 +75,7 @@ pub struct LaunchedPlace {
 pub fn launched_place() -> Result<Option<LaunchedPlace>, LaunchError> {
     let place = |process: LaunchedProcess| {
         let LaunchedProcess { launcher, rank, size, one_host, job, address } = process;
-        // MPICH's processes share their parent, but each host has another one.
+        // MPICH's processes on one host share a parent, which differs from host to host.
         let job = if launcher == "MPICH" && !one_host { launcher.to_string() } else { job };
         LaunchedPlace { rank, size, address, job }
     };

@@ -27,7 +27,7 @@ const TICK: Duration = Duration::from_millis(100);
 const GRACE: Duration = Duration::from_millis(250);
 /// How soon a full socket is tried again.
 const RETRY: Duration = Duration::from_millis(5);
-/// How long a PE may take from `done` to its exit.
+/// Maximum time from a PE's `done` to its exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(20);
 /// How much later than a waiting PE the supervisor ends the job: the PE's report has more detail.
 const STALL_GRACE: Duration = Duration::from_secs(2);
@@ -384,7 +384,8 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Checks how the processes that have just ended did so. If several ended wrongly, one killed by a signal is named: it has caused the others.
+    /// Checks how processes that have just ended did so. If several failed, one killed by a signal is named, because it has caused the
+    /// others' failures.
     fn judge_ended(&mut self) -> Result<(), LaunchError> {
         let mut ended = self.fleet.reap();
         ended.sort_by_key(|(_, status)| status.signal().is_none());

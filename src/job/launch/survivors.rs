@@ -83,7 +83,7 @@ impl Survivors {
         (0..lost.len()).filter(move |&pe| !lost[pe])
     }
 
-    /// The PEs have created a world.
+    /// Records that the PEs have created a world.
     pub(super) fn met(&mut self) {
         self.meeting = false;
     }
@@ -109,7 +109,7 @@ impl Survivors {
         Ok(group.clone())
     }
 
-    /// A PE says where it has stopped; an error says why that is no valid message.
+    /// Records where a PE has stopped; an error says why the message is invalid.
     pub(super) fn stop(&mut self, pe: usize, body: &[u8]) -> Result<(), String> {
         match Stopped::from_bytes(body) {
             Some(at) if self.cause.is_some() && at.complete.wrapping_sub(at.settled) <= 1 => {
@@ -120,15 +120,16 @@ impl Survivors {
         }
     }
 
-    /// A PE has done all steps for good.
+    /// Records that all steps are final for a PE.
     pub(super) fn finish(&mut self) {
         self.finished = true;
     }
 
-    /// How to go on, and why, once all that are left have stopped.
+    /// Once all remaining PEs have stopped: returns how they continue, and the cause of the loss.
     ///
     /// # Errors
-    /// The cause, where they cannot.
+    ///
+    /// The cause, if the PEs cannot continue.
     pub(super) fn decide(&mut self) -> Result<Option<(GoOn, LaunchError)>, LaunchError> {
         if self.cause.is_none() {
             return Ok(None);
@@ -141,7 +142,7 @@ impl Survivors {
         let Some(cause) = self.cause.take() else { return Ok(None) };
         let all = all.unwrap_or_default();
         let from = all.iter().map(|at| at.settled).max().unwrap_or(0);
-        // All steps are done: what is missing now are the results of those that were lost.
+        // If all steps are done, only results of the lost PEs are missing, which no other PE has.
         if self.finished || from >= self.job.steps || all.iter().any(|at| at.complete < from) {
             return Err(cause);
         }
@@ -205,7 +206,7 @@ mod tests {
     #[test]
     fn what_cannot_go_on_fails_with_its_cause() {
         let cause = |error: LaunchError| error.to_string();
-        // No groups; no world yet; results being written.
+        // Three failures: no groups; no world yet; all steps final.
         let mut survivors = Survivors::new(2, FailureDomains::default());
         survivors.met();
         assert!(cause(survivors.lose(1, died(1)).unwrap_err()).starts_with("PE 1"));
@@ -214,7 +215,7 @@ mod tests {
         survivors.met();
         survivors.finish();
         assert!(cause(survivors.lose(1, died(1)).unwrap_err()).starts_with("PE 1"));
-        // One says so while the others stop; all have done all steps.
+        // Two failures after a loss: a PE reports that all steps are final; the stopped PEs have done all steps.
         let mut survivors = at_work();
         survivors.lose(1, died(1)).unwrap();
         survivors.finish();

@@ -8,9 +8,9 @@ use std::fmt;
 pub struct FieldError {
     /// The field.
     pub field: &'static str,
-    /// Its value, preceded by the part that it belongs to where the field has several: "is 0", "slow-pe: PE 4".
+    /// The field's value. If the field has several parts, the value starts with the name of the part: "is 0", "slow-pe: PE 4".
     pub value: String,
-    /// What would be right.
+    /// The valid values.
     pub expected: String,
 }
 

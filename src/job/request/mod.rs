@@ -69,15 +69,16 @@ pub enum RequestError {
         /// That program's [`VERSION`].
         version: u32,
     },
-    /// It is not a request.
+    /// The bytes are not a request.
     #[error("the request cannot be read: {0}")]
     Unreadable(#[from] serde_json::Error),
 }
 
 impl Request {
-    /// Encodes it.
+    /// Encodes the request.
     ///
     /// # Errors
+    ///
     /// A value that JSON cannot represent.
     pub fn to_bytes(&self) -> Result<Vec<u8>, RequestError> {
         let envelope = Envelope { version: VERSION, program: env!("CARGO_PKG_VERSION"), request: self };

@@ -165,7 +165,7 @@ pub struct RunRequest {
     pub rows_per: RowsPer,
     /// Measured steps.
     pub steps: usize,
-    /// The learning rate of a step of stochastic gradient descent after each step, if enabled.
+    /// The learning rate of a stochastic gradient descent update after each step, if enabled.
     pub sgd: Option<f32>,
     /// How the layer runs.
     pub options: Options,

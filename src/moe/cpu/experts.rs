@@ -16,7 +16,7 @@ pub struct Mlp<E: Element> {
     gate: Option<E::Weight>,
     up: E::Weight,
     down: E::Weight,
-    /// Of gate, up and down; empty if the projection has none.
+    /// Biases of gate, up and down; empty if the projection has none.
     bias: [Vec<f32>; 3],
     /// Whether row weights multiply the input instead of the output.
     weigh_input: bool,
@@ -190,10 +190,10 @@ impl Scratch {
     }
 }
 
-/// The rows of one MLP in a step: what forward computes and backward needs.
+/// The rows of one MLP in a step: results of forward, and inputs of backward.
 ///
-/// Shapes: `[rows, hidden]` for `x`, `g`, `out`; `[rows, intermediate]` for `gate` to `hw`; `[rows]` for weights.
-/// Buffers never shrink, so they may be longer; elements behind `rows` are stale.
+/// Shapes: `[rows, hidden]` for `x`, `g`, `out`; `[rows, intermediate]` for `gate` to `hw`; `[rows]` for weights. Buffers never shrink,
+/// so they may be longer; elements behind `rows` are stale.
 #[derive(Clone, Debug, Default)]
 pub struct Batch<E> {
     /// Number of rows.

@@ -16,7 +16,7 @@ use crate::moe::spec::{
 };
 use crate::shmem::AsShmem;
 
-/// The call that a [`Saved`] is for, by whether the layer or the caller routed the tokens.
+/// The backward call that a [`Saved`] is for, by whether the layer or the caller routed the tokens.
 const OWN_ROUTER: &str = "run backward";
 const EXTERNAL: &str = "run the backward of experts";
 
@@ -319,7 +319,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if config.has_losses() {
             saved.loads[me] = match saved.external {
                 false => saved.routing.load(config),
-                // Losses concern the layer's own router, but the header has words for them anyway.
+                // The header always has words for losses, which concern only the layer's own router.
                 true => Load { tokens: tokens as u64, ..Load::zeros(config.n_experts) },
             };
         }
@@ -381,8 +381,8 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         router::route(&self.spec.config, self.weights.router_bias.as_deref(), logits, self.choices.as_deref())
     }
 
-    /// Returns an error unless `saved` can have its backward. `what` is the call, and `external` whether it is for
-    /// passes that the caller routed.
+    /// Returns an error unless `saved` can have its backward. `what` names the call; `external` is whether the call is for passes that
+    /// the caller routed.
     fn check_saved(&self, saved: &Saved<E>, what: &'static str, external: bool) -> Result<(), MoeError> {
         let why = if saved.layer != self.id {
             "the forward pass was another layer's"

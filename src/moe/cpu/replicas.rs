@@ -17,7 +17,7 @@ pub trait Exchange {
     fn begin(&mut self);
     /// Sends the gradients of local expert `local`, which are complete.
     fn ready(&mut self, local: usize, grads: &MlpGradients);
-    /// Processes what has arrived; `grads` are the gradients of the local experts. Returns false if nothing had.
+    /// Processes arrived contributions and sums; `grads` are the gradients of the local experts. Returns false if none had arrived.
     fn poll(&mut self, grads: &mut [MlpGradients]) -> bool;
     /// Waits until `grads` are the sums over all replicas.
     ///
@@ -37,7 +37,7 @@ pub trait Exchange {
     fn bytes_put(&self) -> [u64; 2];
 }
 
-/// The exchange of a layer with a single group and no replicas. It has no values.
+/// The exchange of a layer with a single group and no replicas. Cannot be instantiated.
 #[derive(Clone, Copy, Debug)]
 pub enum OneGroup {}
 
@@ -104,7 +104,7 @@ pub struct Replicas<W> {
     /// By local expert, K - 1 slots each: contributions to this PE's part, and the sums of the other parts.
     contributions: Sym<f32>,
     sums: Sym<f32>,
-    /// By local expert and slot: the pass whose contribution, or whose sum, has arrived.
+    /// By local expert and slot: the last pass whose contribution or sum has arrived.
     signals: Sym<u64>,
     pass: u64,
     state: Vec<SumState>,

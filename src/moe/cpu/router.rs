@@ -1,7 +1,7 @@
 //! The router: scores, selection, routing weights, auxiliary losses, and their backward.
 //!
-//! All computed in f32 whatever the layer's element type: the router is a small share of the work, and rounding here
-//! would move tokens to other experts.
+//! All computations are in f32, whatever the layer's element type: the router is a small share of the work, and rounding here would
+//! change the choice of experts.
 
 use crate::moe::spec::{
     GroupLimit, GroupScore, LayerConfig, Load, MoeError, NO_EXPERT, Norm, Placement, Scoring, SparseMixer,

@@ -14,8 +14,8 @@ pub(super) enum RoutedBy {
 
 /// State that a forward pass keeps for its backward, on the device.
 ///
-/// It belongs to the layer that made it, by an id that is unique in the process; any other layer rejects it. It allows
-/// a single backward, of the same kind as the forward pass.
+/// Only the layer that made it accepts it; an id that is unique in the process identifies that layer. It allows a single backward, of the
+/// same kind as the forward pass.
 pub struct DeviceSaved<'g> {
     pub(super) layer: u64,
     /// `DeviceLayer::version` that the description was made from.

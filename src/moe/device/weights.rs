@@ -92,8 +92,8 @@ struct Planes {
 }
 
 impl Planes {
-    /// Splits `values` into at most three planes. They hold 24 bits; with f16, only bits down to its smallest step,
-    /// 2^-24.
+    /// Splits `values` into at most three planes, which together hold 24 bits of a value. With f16 they hold only bits down to its
+    /// smallest step, 2^-24.
     fn split(&mut self, values: &[f32], dtype: Dtype, name: &str) -> Result<(), MoeError> {
         self.planes.clear();
         self.parts = 0;
@@ -444,8 +444,7 @@ impl<'g> DeviceWeights<'g> {
 
 /// The gradients of a layer's weights on a device.
 pub struct DeviceGradients<'g> {
-    /// Gradients of the last backward, written by the kernels. Those of replicated weights are the first
-    /// `replicated_bytes`.
+    /// Gradients of the last backward, written by the kernels. The first `replicated_bytes` are those of replicated weights.
     buffer: Buffer<'g>,
     replicated_bytes: u64,
     /// Whether the gradients of replicated weights are zeros.
@@ -455,7 +454,7 @@ pub struct DeviceGradients<'g> {
     accumulate: bool,
     /// Whether the layer's gradients are in `sum`.
     summed: bool,
-    /// Of the local experts, then of the shared expert.
+    /// Offsets of the local experts, then of the shared expert.
     offsets: Vec<MlpOffsets>,
     router: u64,
     shared_gate: Option<u64>,

@@ -18,8 +18,8 @@ pub(super) fn window_chunks(spec: &LayerSpec, layout: &Layout, round_chunks: usi
     (round_chunks * 7).div_ceil(16).max(even).min(round_chunks)
 }
 
-/// Rows that a source has for the PE, or host, that gets most of them, if every set of experts is equally likely for
-/// each token. A token is one row there, however many of its experts are.
+/// Rows that a source sends to the PE or host that gets most of them, if every set of experts is equally likely for each token. A token
+/// counts as one row per destination, whatever its number of experts there.
 fn even_rows(spec: &LayerSpec) -> usize {
     let LayerSpec { config, placement, options, max_tokens, .. } = spec;
     let relays = options.hosts.relays();

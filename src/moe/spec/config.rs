@@ -29,10 +29,10 @@ pub enum Scoring {
 /// The score by which group-limited selection ranks groups of experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GroupScore {
-    /// The sum of its two best experts' scores (DeepSeek-V3).
+    /// The sum of the two best scores in the group (DeepSeek-V3).
     #[default]
     BestTwo,
-    /// Its best expert's score (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
+    /// The best score in the group (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
     Best,
 }
 
@@ -203,8 +203,8 @@ pub struct LayerConfig {
     pub hidden: usize,
     /// Number of routed experts.
     pub n_experts: usize,
-    /// Number of identity experts (LongCat-Flash's zero-computation experts, arXiv 2509.01322). They have the indices
-    /// from `n_experts` on in the router, and their output is their input.
+    /// Number of identity experts (LongCat-Flash's zero-computation experts, arXiv 2509.01322). Their output is their input. Their router
+    /// indices start at `n_experts`.
     pub identity_experts: usize,
     /// The router.
     pub router: RouterConfig,

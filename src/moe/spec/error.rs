@@ -69,7 +69,7 @@ pub enum MoeError {
         /// The PE that was lost.
         lost: LostPe,
     },
-    /// A call that this layer does not support or whose arguments are invalid.
+    /// An unsupported call or invalid arguments.
     #[error("cannot {what}: {why}")]
     Usage {
         /// The call.

@@ -3,8 +3,8 @@
 use super::config::{LayerConfig, MlpConfig, Proj, WeightId};
 use super::placement::Placement;
 
-/// The gradients of the weights that a PE holds, in the weights' shapes; each backward overwrites them. Those of
-/// replicated weights are summed over all PEs.
+/// The gradients of the weights that a PE holds, in the weights' shapes; each backward overwrites them. Gradients of replicated weights
+/// are summed over all PEs.
 #[derive(Clone, Debug, Default)]
 pub struct Gradients {
     /// `[n_experts + identity_experts, hidden]`, empty if the caller routes.

@@ -14,7 +14,7 @@ use super::placement::Placement;
 use super::{ConfigError, MoeError};
 use crate::shmem::{ShmTransport, Shmem};
 
-/// A layer, and how one expert-parallel group of PEs runs it. The same on every PE of the group.
+/// A layer, and how one expert-parallel group of PEs runs it. All PEs of the group use the same value.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LayerSpec {
@@ -125,7 +125,7 @@ impl LayerSpec {
 pub struct Routed {
     /// The experts of each of this PE's tokens, `[tokens, top_k]`; [`NO_EXPERT`] where the caller's routing has none.
     pub chosen: Vec<u32>,
-    /// Their routing weights, `[tokens, top_k]`.
+    /// Routing weights of `chosen`, `[tokens, top_k]`.
     pub weights: Vec<f32>,
     /// Rows of each local expert, in the order of [`Placement::experts`].
     pub expert_rows: Vec<u64>,

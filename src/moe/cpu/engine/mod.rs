@@ -262,8 +262,8 @@ impl IdleWork {
     }
 }
 
-/// Multiplications per product from which a tile is worth another thread: they take some hundred microseconds, starting
-/// a thread about 20.
+/// Minimum multiplications of a product that make a tile worth another thread: these take some hundred microseconds, and starting a
+/// thread takes about 20.
 const THREAD_WORK: usize = 4 << 20;
 
 /// Computes tiles in parallel.
@@ -621,8 +621,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 waits.push(self.header_wait(pe));
                 names.push((pe, "its counts"));
             } else if self.progress.batches_assigned && self.progress.gathered[pe] < self.chunks(incoming) {
-                // Chunks that arrived before the last header are not waited for: they cannot be gathered yet, so the
-                // wait would return at once, again and again.
+                // Chunks that arrived before the last header are not waited for: they cannot be gathered yet, so the wait would return
+                // immediately and spin.
                 waits.push(self.chunk_wait(pe, self.progress.gathered[pe]));
                 names.push((self.writer_of(pe), "its rows"));
             }
