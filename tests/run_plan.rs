@@ -128,8 +128,8 @@ fn an_injected_cluster_takes_its_time_and_changes_no_result() {
         format!("--emulate-cluster {}", cluster.display())
     };
     let args = format!("{} --check --json --output {}", inject(4), out.display());
-    // PE 2 computes its rows at 5e7 FLOP/s, of 2 * 3 * 32 * 64 FLOP each; two products of the same size in backward. Every PE sends three headers
-    // and three messages of rows; 24 tokens of 32 values each, most of them to every PE.
+    // PE 2 computes at 5e7 FLOP/s. A row takes 2 * 3 * 32 * 64 FLOP in forward, and twice as many in backward. Every PE sends three headers and
+    // three messages of rows, each with a latency of 1 ms.
     let slow = |report: &Value| {
         let phase = |pass: &str, name: &str| report[pass]["phases"][name]["max_s"].as_f64().unwrap();
         let forward_s = report["expert_rows_per_pe"][2].as_f64().unwrap() * (2 * 3 * 32 * 64) as f64 / 5e7;

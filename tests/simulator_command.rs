@@ -1,4 +1,4 @@
-//! `aristos sim`, `sweep`, `simulate` and `compare` as commands: published values, what they write and draw, and what they refuse.
+//! The commands `aristos sim`, `sweep`, `simulate` and `compare`: published values, output, plots, and refused arguments.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -17,7 +17,7 @@ fn parsed(folder: &Path, args: &str) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// Runs what must be refused, with one line that says all of `parts`.
+/// Runs a command that must be refused with one line that contains all of `parts`.
 #[track_caller]
 fn refused(folder: &Path, args: &str, parts: &[&str]) {
     let output = aristos(folder, args);
@@ -175,11 +175,11 @@ fn a_step_is_simulated_and_compared() {
     let events = trace["traceEvents"].as_array().unwrap();
     let rows = |event: &&Value| event["name"].as_str().is_some_and(|name| name.starts_with("rows from PE"));
     assert!(events.iter().find(rows).is_some());
-    // The same seed, the same steps; bulk is slower.
+    // The same seed gives the same report. Bulk mode is slower.
     assert_eq!(parsed(folder, &args), report);
     let bulk = parsed(folder, &format!("{args} --mode bulk"));
     assert!(bulk["step_s"].as_f64() > report["step_s"].as_f64());
-    // A run of the same layer, and of another one.
+    // A run, and simulations of the same layer and of one with fewer tokens.
     let dtype = "--dtype f32 --json";
     let run = parsed(folder, &format!("run --pes 8 {layer} --json"));
     std::fs::write(folder.join("run.json"), run.to_string()).unwrap();
@@ -188,7 +188,7 @@ fn a_step_is_simulated_and_compared() {
             .replace("256 --hidden", &format!("{tokens} --hidden"));
         std::fs::write(folder.join(name), parsed(folder, &args).to_string()).unwrap();
     }
-    // The tokens go where the run's do, and as many bytes.
+    // Simulation and run send tokens to the same experts, and the same number of bytes.
     let same: Value = serde_json::from_slice(&std::fs::read(folder.join("same.json")).unwrap()).unwrap();
     assert_eq!(same["tokens_per_expert"], run["tokens_per_expert"]);
     let bytes = run["traffic"]["remote_bytes"].as_object().unwrap().iter();
@@ -223,16 +223,16 @@ fn a_plan_and_a_routing_file_are_simulated() {
     let report = parsed(folder, args);
     assert_eq!(report["config"]["tokens"], json!(8192));
     let steps: Vec<f64> = report["all_steps_s"].as_array().unwrap().iter().filter_map(Value::as_f64).collect();
-    // Two of each record.
+    // Each record is simulated for two steps.
     let alike = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
     assert!(steps.len() == 4 && alike(steps[0], steps[1]) && !alike(steps[1], steps[2]), "{steps:?}");
-    // Experts as skewed as these are better placed by their loads.
+    // With experts as skewed as these, a placement by load helps.
     let change = |name: &str| {
         let all = report["would_help"].as_array().unwrap().iter();
         all.filter(|change| change["change"] == name).filter_map(|change| change["speedup"].as_f64()).next().unwrap()
     };
     assert!(change("experts placed by their loads") > 1.0 && change("2x NIC") >= 1.0, "{report}");
-    // Tiles wait longer for rows that come in the order of tokens.
+    // If rows are sent in token order, tiles wait longer for their rows.
     let waiting_s = |args: &str| parsed(folder, args)["forward"]["phases"]["waiting"]["max_s"].as_f64().unwrap();
     assert!(waiting_s(&format!("{args} --order token")) > waiting_s(args));
     refused(folder, &args.replace("qwen3-30b-a3b", "mixtral-8x7b"), &["r.json: experts is 128, expected 8"]);
@@ -273,7 +273,7 @@ fn a_whole_model_is_simulated() {
             assert!((got / want - 1.0).abs() < 1e-9, "{model}: {got}, expected {want}");
         }
         assert!(PARTS.iter().all(|part| time(&report, part) > 0.0), "{report}");
-        // Longer sequences are attention's alone; forward alone is less of everything.
+        // A longer sequence only adds attention time. Forward alone takes less time in every part.
         let long = parsed(folder, &args(model, "--sequence 65536"));
         assert!(time(&long, "attention") > time(&report, "attention"));
         assert_eq!(time(&long, "dense"), time(&report, "dense"));
@@ -291,22 +291,22 @@ fn a_whole_model_is_simulated() {
 fn rows_are_sent_once_per_expert_pe_or_host() {
     let folder = folder(&[]);
     let folder = folder.path();
-    // 2 hosts of 8 PEs with 2 experts each; every token goes to all of them. A row has 128 B, with it 4 B and 8 for each slot out in forward,
-    // and 4 for each slot back in backward.
+    // 2 hosts of 8 PEs with 2 experts each; every token goes to all experts. In forward a row has 128 B and a count of 4 B, and each of
+    // its slots 8 B; in backward each returned slot has 4 B.
     let args = "simulate --cluster preset:dgx-h100:2 --tokens 320 --hidden 64 --experts 32 --top-k 32 --json";
     let bytes = |per: &str, key: &str| parsed(folder, &format!("{args} {per}"))[key].as_f64().unwrap();
     let [all, network] = ["exchange_bytes_per_step", "network_bytes_per_step"];
     let of = |rows: f64, slots: f64| 320.0 * (rows * (4.0 * 128.0 + 4.0) + slots * 12.0);
-    // Headers go to every PE, 128 of 240 between hosts.
+    // Headers go to every PE; 128 of 240 cross between hosts.
     let header = (bytes("", all) - of(15.0, 30.0)) / 240.0;
     assert!(header > 0.0);
     assert_eq!(bytes("", network), of(8.0, 16.0) + 128.0 * header);
     assert_eq!(bytes("--rows-per expert", all), of(30.0, 30.0) + 240.0 * header);
     assert_eq!(bytes("--rows-per expert", network), of(16.0, 16.0) + 128.0 * header);
-    // 7 PEs on the own host and, handed on, 7 on the other.
+    // A row goes to the 7 other PEs of its host, once to the relay of the other host, and from there to 7 PEs.
     assert_eq!(bytes("--rows-per host", network), of(1.0, 16.0) + 128.0 * header);
     assert_eq!(bytes("--rows-per host --mode bulk", all), of(15.0, 16.0 + 28.0) + 240.0 * header);
-    // With one expert a token nothing is saved, and nothing else sent but to hand rows on.
+    // With one expert per token, relays save no network bytes, and the only extra bytes are those that relays forward.
     let one = |per: &str| parsed(folder, &format!("{} {per}", args.replace("top-k 32", "top-k 1 --order token")));
     let [pe, expert, node] = ["pe", "expert", "host"].map(|per| one(&format!("--rows-per {per}")));
     assert_eq!(pe, expert);
@@ -324,7 +324,7 @@ fn a_run_is_repeated_by_its_routing() {
     let routing: Value = serde_json::from_slice(&std::fs::read(folder.join("r.json")).unwrap()).unwrap();
     assert_eq!((&routing["nodes"], routing["records"].as_array().unwrap().len()), (&json!(2), 2));
     assert_eq!(routing["records"][1]["tokens_per_node"], json!([45, 45]));
-    // By its own routing the same bits; on more PEs, and checked, the same tokens to the same experts.
+    // Replaying a run's own routing gives the same bits.
     parsed(folder, &format!("{first} --routing r.json --save-routing again.json --output again.safetensors"));
     for (one, other) in [("r.json", "again.json"), ("first.safetensors", "again.safetensors")] {
         assert!(std::fs::read(folder.join(one)).unwrap() == std::fs::read(folder.join(other)).unwrap(), "{other}");
@@ -339,13 +339,13 @@ fn a_run_is_repeated_by_its_routing() {
             == std::fs::read(folder.join("two.safetensors")).unwrap()
     );
     refused(folder, "run --pes 2 --routing r.json", &["r.json: top_k is 3, expected 2, the model's"]);
-    // Of tokens that would go elsewhere.
+    // The routing also applies to other tokens, on more PEs, with a check.
     let other = format!("run --pes 3 {} --routing r.json --json --check", layer.replace("--seed 3", "--seed 4"));
     let elsewhere = parsed(folder, &other.replace("--tokens 90 ", ""));
     assert_eq!(elsewhere["tokens_per_expert"], run["tokens_per_expert"]);
     assert_eq!(elsewhere["check"]["passed"], json!(true));
     assert_ne!(parsed(folder, &other.replace("--routing r.json", ""))["tokens_per_expert"], run["tokens_per_expert"]);
-    // A simulation of it, a benchmark, a workload.
+    // A simulation, a benchmark and a workload with this routing.
     let simulated = format!("simulate --cluster preset:dgx-h100:1 --routing r.json --json {layer}");
     let simulated = parsed(folder, &simulated.replace("--tokens 90", "").replace("--seed 3", ""));
     let four_times: Vec<u64> =
@@ -356,7 +356,7 @@ fn a_run_is_repeated_by_its_routing() {
     let rows = |args: &str| parsed(folder, args)["results"][0]["rows_per_pe"].clone();
     let by_run: u64 = run["tokens_per_expert"].as_array().unwrap()[..4].iter().filter_map(Value::as_u64).sum();
     assert_eq!(rows(&format!("{bench} --routing r.json --json"))[0], json!(by_run));
-    // What is not this layer's.
+    // Routings that do not fit the layer.
     refused(
         folder,
         &format!("{} --routing r.json", first.replace("--tokens 90", "--tokens 91")),
@@ -419,10 +419,10 @@ fn a_machine_is_calibrated_by_its_runs() {
     for (pass, phase) in [("forward", "dispatch"), ("backward", "combine"), ("forward", "router")] {
         assert!(time(&simulated, pass, phase) > 0.0, "{pass} {phase}: {simulated}");
     }
-    // Eight PEs on two cores: with eight cores they take less.
+    // The calibration has two cores for eight PEs; eight cores are faster.
     let cores = parsed(folder, &simulate("--calibration m.json --cores 8"));
     assert!(cores["step_s"].as_f64() < simulated["step_s"].as_f64());
-    // Without one the devices' rates count, and the time of copies none.
+    // Without a calibration, compute times follow from the devices' rates, and copies take no time.
     assert_eq!(time(&parsed(folder, &simulate("")), "forward", "dispatch"), 0.0);
     refused(
         folder,
@@ -441,7 +441,7 @@ fn a_machine_is_calibrated_by_its_runs() {
         &simulate("--calibration m.json --rows-per host"),
         &["--rows-per is host", "expected pe or expert"],
     );
-    // In bf16, for itself alone.
+    // A calibration in bf16 has its own reports.
     for (name, pes, tokens) in [("e", 1, 64), ("f", 1, 256), ("g", 2, 128)] {
         let report = parsed(folder, &format!("run --pes {pes} {} --steps 3 --dtype bf16 --json", layer(tokens)));
         assert_eq!(report["config"]["transport"], json!("shm"));
@@ -451,7 +451,7 @@ fn a_machine_is_calibrated_by_its_runs() {
     assert_eq!((&half["dtype"], &half["transport"]), (&json!("bf16"), &json!("shm")));
     parsed(folder, &simulate("--calibration b.m.json").replace("f32", "bf16"));
     refused(folder, "calibrate a.json g.json --out x.json", &["g.json: config.dtype is bf16, expected f32"]);
-    // Over MPI a put is its PE's time.
+    // Over MPI the sender's time includes the put.
     let mut network = calibration.clone();
     network["transport"] = json!("mpi");
     std::fs::write(folder.join("mpi.json"), network.to_string()).unwrap();

@@ -1,5 +1,5 @@
-//! Jobs over TCP as users start them: process by process, on this host and on several (network namespaces, between which the bytes are
-//! counted); the conformance suite across hosts.
+//! Jobs over TCP as users start them, one process at a time: on this host, and across hosts (network namespaces, which count the bytes
+//! sent). Also runs the conformance suite across hosts.
 //!
 //! A PE of the suite is this program again, so it has its own `main`.
 
@@ -21,7 +21,7 @@ mod strangers;
 #[path = "../shmem/tests/conformance/suite/mod.rs"]
 mod suite;
 mod undisturbed;
-// After the suite, whose macros it uses.
+// Declared after the suite, because it uses its macros.
 #[cfg(feature = "ofi")]
 #[path = "tcp/ofi.rs"]
 mod ofi;
@@ -50,16 +50,16 @@ use undisturbed::undisturbed;
 const ENV_PE: &str = "ARISTOS_TCP_PE";
 const ENV_TRANSPORT: &str = "ARISTOS_TCP_TRANSPORT";
 const ENV_ZERO: &str = "ARISTOS_TCP_ZERO";
-/// The most PEs of a check.
+/// Maximum PEs of a check.
 const SUITE_PES: usize = 5;
-/// How soon a job must end after one of its processes has ended.
+/// Maximum time from the end of one process to the end of its job.
 const NAMED_LIMIT: Duration = Duration::from_secs(2);
-/// How soon it must end after a host has become unreachable, or a process is stopped.
+/// Maximum time from a host becoming unreachable, or a process being stopped, to the end of the job.
 const SILENT_LIMIT: Duration = Duration::from_secs(20);
 
 const SMALL: &str =
     "--tokens 100 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --hot-ratio 0.25 --hot-weight 0.7";
-/// Too long to end by itself.
+/// A job that does not end by itself during a test.
 const LONG: &str = "--tokens 256 --hidden 128 --intermediate 256 --experts 8 --steps 1000000";
 
 fn main() -> ExitCode {
@@ -69,7 +69,7 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    // A sample of the long tests and of those over libfabric, unless they are selected by name.
+    // Without a filter, only a sample of the long tests and of those over libfabric.
     let links = some_of(link::TESTS, filter);
     #[cfg(feature = "emulate")]
     let devices = devices::TESTS;
@@ -104,14 +104,14 @@ fn main() -> ExitCode {
 /// A test, with its name.
 type Test = (&'static str, fn());
 
-/// A sample of two tests, which changes with the seed; with a filter all of them.
+/// A sample of two tests, chosen by the seed; all tests if there is a filter.
 fn some_of(tests: &'static [Test], filter: &str) -> Vec<&'static Test> {
     let all = tests.len() as u64;
     let some = Sample::new(if filter.is_empty() { 2 } else { all }, all);
     some.numbers().map(|number| &tests[number as usize]).collect()
 }
 
-/// The place of one process of the suite.
+/// One process of the suite.
 struct Place {
     pe: usize,
     zero: String,
@@ -119,12 +119,12 @@ struct Place {
 }
 
 impl Place {
-    /// This process's place, from its environment.
+    /// This process, described by its environment.
     fn of(pe: usize) -> Place {
         Place { pe, zero: env::var(ENV_ZERO).unwrap(), worlds: Cell::new(0) }
     }
 
-    /// A new world of `n_pes`, if this process is one of its PEs.
+    /// A new world of `n_pes`; `None` if this process is not one of its PEs.
     fn join(&self, n_pes: usize) -> Option<TcpWorld> {
         // Processes that are not in this world may already join the next one, so each world has its own port.
         self.worlds.set(self.worlds.get() + 1);
@@ -153,9 +153,9 @@ impl World for Tcp {
 
 conformance_table!(CHECKS, Tcp);
 
-/// One PE of all checks. A panic ends it, and with it the others.
+/// Runs all checks as one PE. A panic ends it, and with it the other PEs.
 fn play(pe: usize) -> ExitCode {
-    // Some checks catch panics; this prints all of them, for those that end the program.
+    // Prints every panic, including those that a check catches, because one that ends the program needs a message.
     std::panic::set_hook(Box::new(move |info| {
         println!("PE {pe}: {} at {:?}", info.payload_as_str().unwrap_or("(no message)"), info.location());
     }));
@@ -183,7 +183,7 @@ fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// The processes of a job of `n` PEs; `pe` makes each command of its arguments.
+/// The processes of a job of `n` PEs; `pe` makes each command from its arguments.
 fn commands(n: usize, zero: &str, args: &str, pe: impl Fn(usize, Vec<String>) -> Command) -> Vec<Command> {
     let rendezvous = format!("{zero}:{}", free_port());
     let place = |rank: usize| {
@@ -203,20 +203,20 @@ fn with_transport(transport: &str, args: Vec<String>) -> Vec<String> {
     args.into_iter().map(|arg| if arg == "tcp" { transport.to_string() } else { arg }).collect()
 }
 
-/// A job of one PE a host.
+/// A job with one PE per host.
 fn over(hosts: &Hosts, n: usize, transport: &str, args: &str) -> Vec<Command> {
     let program = env!("CARGO_BIN_EXE_aristos");
     commands(n, hosts.address(0), args, |rank, args| hosts.command(rank, program, with_transport(transport, args)))
 }
 
-/// A job of two PEs on each of two hosts: 0 and 2 on the first, 1 and 3 on the second.
+/// A job with two PEs on each of two hosts: 0 and 2 on the first, 1 and 3 on the second.
 fn two_a_host(hosts: &Hosts, transport: &str, args: &str) -> Vec<Command> {
     commands(4, hosts.address(0), args, |rank, args| {
         hosts.command(rank % 2, env!("CARGO_BIN_EXE_aristos"), with_transport(transport, args))
     })
 }
 
-/// Starts all, PE 0 last: PEs may start in any order.
+/// Starts all commands, PE 0 last: PEs may start in any order.
 fn start_all(commands: Vec<Command>) -> Vec<Running> {
     let mut running: Vec<Running> = commands.into_iter().rev().map(start).collect();
     running.reverse();
@@ -238,7 +238,7 @@ fn wait_until_joined(pe: &Running) -> Duration {
     begun.elapsed()
 }
 
-/// Starts all, and waits until they are at work.
+/// Starts all commands, and waits until the PEs run steps.
 fn start_at_work(commands: Vec<Command>) -> Vec<Running> {
     let running = start_all(commands);
     running.iter().for_each(|pe| _ = wait_until_joined(pe));
@@ -251,7 +251,7 @@ fn run_all(commands: Vec<Command>) -> Vec<Outcome> {
     start_all(commands).into_iter().map(Running::end).collect()
 }
 
-/// Runs a job that must succeed; returns the output of PE 0. The other PEs must have none.
+/// Runs a job that must succeed; returns PE 0's output. The other PEs must print no output.
 #[track_caller]
 fn report(commands: Vec<Command>) -> String {
     let mut outcomes = run_all(commands).into_iter();
@@ -265,8 +265,8 @@ fn json(commands: Vec<Command>) -> serde_json::Value {
     serde_json::from_str(&report(commands)).unwrap()
 }
 
-/// Starts a job that is too long to end by itself, lets `act` disturb it, and returns how its PEs ended. All except those of `gone` must end within
-/// `limit`, and name `culprit` in one line each.
+/// Starts a job that does not end by itself, lets `act` disturb it, and returns the outcomes of its PEs. Every PE except those in `gone`
+/// must end within `limit` and name `culprit` in one line.
 #[track_caller]
 fn disturbed(
     commands: Vec<Command>,
@@ -281,7 +281,7 @@ fn disturbed(
     let mut outcomes = Vec::new();
     for (pe, running) in running.into_iter().enumerate() {
         if gone.contains(&pe) {
-            // It may have ended already; a stopped process cannot end by itself.
+            // A stopped process cannot end by itself; any other may have ended already.
             running.signal(Signal::KILL);
         }
         let outcome = running.end();
@@ -294,7 +294,7 @@ fn disturbed(
     outcomes
 }
 
-/// Fails the test unless all are refused, and only the `speakers` print a line, with all of `parts`.
+/// Fails the test unless all processes are refused, and only the `speakers` print a line, with all of `parts`.
 #[track_caller]
 fn refused(commands: Vec<Command>, speakers: &[usize], parts: &[&str]) {
     for (pe, outcome) in run_all(commands).into_iter().enumerate() {
@@ -319,7 +319,7 @@ fn same(one: &Path, other: &Path) {
     }
 }
 
-/// Fails the test unless the suite passes on PEs that are spread over the hosts.
+/// Fails the test unless the suite passes with PEs spread over the hosts.
 #[track_caller]
 fn conform(hosts: &Hosts, transport: &str) {
     let before = hosts.sent_bytes();
@@ -337,8 +337,8 @@ fn conform(hosts: &Hosts, transport: &str) {
     assert!(crossed > 200_000, "{crossed} bytes crossed the network");
 }
 
-/// Fails the test unless a layer of one PE a host, whose job `start` starts, is checked, gives what it gives over shared memory, and
-/// moves at least the bytes of its report over the network.
+/// Runs a layer with one PE per host; `start` starts the job. Fails the test unless its check passes, its results equal those over shared
+/// memory, and at least the reported bytes crossed the network.
 #[track_caller]
 fn rows_cross(hosts: &Hosts, transport: &str, steps: usize, start: impl FnOnce(Vec<Command>) -> Vec<Running>) {
     let n = hosts.len();
@@ -385,7 +385,7 @@ const TESTS: &[(&str, fn())] = &[
         assert_eq!(names_in(dir.path()).len(), 8, "nothing else is left");
     }),
     ("here::groups_by_a_plan_of_the_pes_probed", || {
-        // Eight experts of 64 x 96: 0.147 MB each with its gradient. Two PEs must share, two can hold all.
+        // Eight experts of 64 x 96 take 0.147 MB each with gradients: PEs 0 and 3 have room for all, PEs 1 and 2 must share them.
         let report = json(here(4, &format!("run {SMALL} --plan auto --memory-mb 10,0.6,0.7,10 --check --json")));
         assert_eq!(report["plan"]["source"], "auto", "{report}");
         assert_eq!(report["check"]["passed"], true, "{report}");
@@ -536,7 +536,7 @@ const TESTS: &[(&str, fn())] = &[
     ("here::stopped_pe_is_named", || {
         let stop = |pes: &[Running]| {
             pes[1].signal(Signal::STOP);
-            // It is killed when the others have ended; here it must be seen that they do before.
+            // The stopped PE is killed once `act` returns. The others must end before that.
             thread::sleep(Duration::from_secs(4));
         };
         let outcomes = disturbed(here(3, &format!("run {LONG} --timeout 1")), SILENT_LIMIT, 1, &[1], stop);
@@ -562,10 +562,11 @@ const TESTS: &[(&str, fn())] = &[
             let after = ["eth0", "lo"].map(|interface| hosts.sent_bytes_by(interface));
             assert_eq!((&report["check"]["passed"], &report["config"]["transport"]), (&true.into(), &transport.into()));
             let remote = 12.0 * report["remote_bytes_per_step"].as_f64().unwrap();
-            // Of three peers two are on the other host.
+            // Two of a PE's three peers are on the other host.
             let crossed = (after[0] - before[0]) as f64;
             assert!(crossed >= 0.6 * remote && remote > 500_000.0, "{transport}: {crossed} bytes of {remote}");
-            // Over `tcp` the network takes all; with `hybrid` what it takes is what crossed, less headers and acknowledgements.
+            // Over `tcp` all bytes count as network bytes; with `hybrid` only those that crossed, which excludes frame headers and
+            // acknowledgements.
             let network = report["traffic"]["network_bytes"].as_f64().unwrap();
             let is_what_crossed = network < crossed && crossed < 1.5 * network;
             assert!(
@@ -580,10 +581,10 @@ const TESTS: &[(&str, fn())] = &[
     ("hosts::killed_or_stopped_hybrid_pe_is_named", || {
         let Some(hosts) = Hosts::make(2) else { return };
         let start = |args: &str| two_a_host(&hosts, "hybrid", args);
-        // The home of rows from the other host, too.
+        // PE 3 is also the relay of rows from the other host.
         let once = start(&format!("run {LONG} --rows-per host"));
         disturbed(once, NAMED_LIMIT, 3, &[3], |pes| pes[3].signal(Signal::KILL));
-        // Whether from its own host or from the other.
+        // PEs of the same host and of the other host must name it.
         let kill = |pes: &[Running]| pes[2].signal(Signal::KILL);
         disturbed(start(&format!("run {LONG}")), NAMED_LIMIT, 2, &[2], kill);
         let stop = |pes: &[Running]| {

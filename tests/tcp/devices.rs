@@ -1,10 +1,10 @@
-//! Emulated devices of several hosts: their rows cross the network, and plans are made for them by what joins them.
+//! Emulated devices on several hosts: rows cross the network, and plans take the links between devices into account.
 
 use super::binary::{self, read_tensors, relative_error, run};
 use super::hosts::Hosts;
 use super::{here, json, over, refused, same, two_a_host};
 
-/// An expert and its gradient are 0.111 MB: so a device has room for five of the eight, and no PE is a group of its own.
+/// An expert with its gradient takes 0.111 MB, so a device has room for five of the eight, and no PE can be a group alone.
 const PLANNED: &str = "run --device emulated --tokens 96 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --plan auto \
     --memory-mb 0.6 --check --json";
 
@@ -38,7 +38,7 @@ pub const TESTS: &[(&str, fn())] = &[
         };
         for (transport, job) in [
             ("tcp", over(&hosts, 2, "tcp", &devices("tcp"))),
-            // Loads and stores reach one of the three others.
+            // Loads and stores reach one of a PE's three peers.
             ("hybrid", two_a_host(&hosts, "hybrid", &devices("hybrid"))),
         ] {
             let before = hosts.sent_bytes();
@@ -58,14 +58,14 @@ pub const TESTS: &[(&str, fn())] = &[
     ("hosts::devices_are_planned_for_by_what_joins_them", || {
         const DELAY_MS: f64 = 10.0;
         let Some(hosts) = Hosts::with_link(2, &format!("delay_ms={DELAY_MS}")) else { return };
-        // Over the network alone, there and back in each pass.
+        // One group whose rows cross only the network, twice in each pass.
         let report = json(over(&hosts, 2, "tcp", PLANNED));
         let plan = &report["plan"];
         assert_eq!((&report["check"]["passed"], &plan["source"]), (&true.into(), &"auto".into()), "{report}");
         assert_eq!(plan["groups"].as_array().unwrap().len(), 1, "{plan:#}");
         let communication_ms = 1e3 * plan["predicted"]["communication_s"].as_f64().unwrap();
         assert!(communication_ms > 2.0 * DELAY_MS, "{communication_ms} ms, {plan:#}");
-        // The devices of a host reach each other by loads and stores: so its PEs are a group, and gradients alone cross.
+        // The devices of a host reach each other by loads and stores, so each host is a group, and only gradients cross.
         let report = json(two_a_host(&hosts, "hybrid", PLANNED));
         assert_eq!(report["check"]["passed"], true, "{report}");
         let groups = report["plan"]["groups"].as_array().unwrap();

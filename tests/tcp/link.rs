@@ -1,4 +1,4 @@
-//! Jobs over TCP across a link that delays, reorders and loses (`tests/hosts/link`), and whose hosts come and go.
+//! Jobs over TCP across a link that delays, reorders and drops packets (`tests/hosts/link`), with hosts that disconnect and reconnect.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,7 +9,8 @@ use super::binary::Running;
 use super::hosts::Hosts;
 use super::{LONG, SILENT_LIMIT, conform, json, over, rows_cross, start_all, start_at_work};
 
-/// A job of several seconds over a link with this delay: what `act` does to its hosts at work must change nothing.
+/// Runs a job of several seconds over a link with this delay. Fails the test if `act`, which disturbs its hosts meanwhile, changes the
+/// results.
 #[track_caller]
 pub fn undisturbed(hosts: &Hosts, transport: &str, act: impl FnOnce(&[Running])) {
     hosts.set("delay_ms=5");
@@ -25,8 +26,8 @@ pub fn undisturbed(hosts: &Hosts, transport: &str, act: impl FnOnce(&[Running]))
     hosts.assert_empty();
 }
 
-/// A job that cannot end well once `act` is done: every PE must name a lost one in time, and PE 1 where it is not PE 1's own host from
-/// which all others are gone.
+/// Starts a job that must fail after `act`, which disconnects PE 1's host. Every PE must name a lost PE in time, and all except PE 1 must
+/// name PE 1.
 #[track_caller]
 pub fn lost(hosts: &Hosts, transport: &str, act: impl FnOnce()) {
     let running = start_at_work(over(hosts, hosts.len(), transport, &format!("run {LONG}")));
@@ -84,7 +85,7 @@ pub const TESTS: &[(&str, fn())] = &[
             let is_latency = |row: &&serde_json::Value| row["op"] == op && row["measure"] == "latency";
             let rows = report["rows"].as_array().unwrap().iter().filter(is_latency);
             let times: Vec<f64> = rows.map(|row| row["min_us"].as_f64().unwrap()).collect();
-            // Of a ping-pong it is half of a round trip.
+            // The latency of a ping-pong is half of its round trip.
             let least = if op == "put-signal" { DELAY_MS } else { 2.0 * DELAY_MS };
             assert!(!times.is_empty() && times.iter().all(|&us| us >= 1e3 * least), "{op}: {times:?} us");
         }

@@ -1,4 +1,4 @@
-//! Jobs over libfabric, whose provider is TCP's here: on this host and across several, whose interfaces count the bytes.
+//! Jobs over libfabric with its TCP provider: on this host, and across hosts that count the bytes sent.
 
 use aristos::shmem::Shmem;
 use aristos::shmem::ofi::OfiTransport;

@@ -1,4 +1,4 @@
-//! `--rows-per host`: rows cross to another host once, as interfaces count and reports say.
+//! `--rows-per host`: a row crosses to another host once, by the report and by the interfaces' counters.
 
 use std::fs;
 use std::process::Command;
@@ -9,14 +9,15 @@ use super::{commands, json, same, two_a_host, with_transport};
 #[cfg(feature = "emulate")]
 use super::{here, refused};
 
-/// Of three PEs on each: 0, 2 and 4 on the first.
+/// A job with three PEs on each of two hosts: 0, 2 and 4 on the first.
 fn three_a_host(hosts: &Hosts, transport: &str, args: &str) -> Vec<Command> {
     commands(6, hosts.address(0), args, |rank, args| {
         hosts.command(rank % 2, env!("CARGO_BIN_EXE_aristos"), with_transport(transport, args))
     })
 }
 
-/// Of a job that is checked: its configuration, the bytes that cross, and of its report those of the network and by way of homes.
+/// Runs a job, whose check must pass. Returns its configuration, the bytes that crossed between the hosts, and the reported network and
+/// relay bytes.
 #[track_caller]
 fn counted(hosts: &Hosts, job: Vec<Command>) -> (serde_json::Value, f64, [f64; 2]) {
     let before = hosts.sent_bytes();
@@ -31,7 +32,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("hosts::a_row_crosses_once_for_all_pes_of_a_host", || {
         let Some(hosts) = Hosts::make(2) else { return };
         let dir = tempfile::tempdir().unwrap();
-        // Of 8 experts of 32 nearly every row has some on every PE.
+        // With top-8 of 32 experts, nearly every row has experts on every PE.
         let layer = "--tokens 400 --hidden 128 --intermediate 64 --experts 32 --top-k 8 --seed 7 --steps 6 --bias --aux-loss-coef 0.01";
         for transport in ["tcp", "hybrid"] {
             let cross = |rows_per: &str| {
@@ -44,7 +45,7 @@ pub const TESTS: &[(&str, fn())] = &[
             };
             let ((pe, each, of_each), (host, once, of_once)) = (cross("pe"), cross("host"));
             same(&pe, &host);
-            // What the report says crossed, and what the homes' hosts see of it.
+            // Reported network bytes are below the interfaces' counts, and relays reduce them.
             if transport == "hybrid" {
                 assert!(
                     of_once[0] < once && of_once[0] < 0.8 * of_each[0] && of_each[0] < each,
@@ -52,7 +53,8 @@ pub const TESTS: &[(&str, fn())] = &[
                 );
             }
             assert!(of_once[1] > 0.0 && of_each[1] == 0.0, "{of_once:?}, {of_each:?}");
-            // Each token's row there and back, forward and backward, in each step; besides, slots, headers, acknowledgements.
+            // Each token's row crosses once in each direction, in forward and backward of each step. Slots, headers and acknowledgements
+            // come on top.
             let rows = 6.0 * 400.0 * 4.0 * (128.0 * 4.0);
             assert!(once > rows && once < 0.8 * each, "{once} bytes, {each} without, {rows} of rows");
         }
@@ -62,7 +64,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("hosts::a_row_of_devices_crosses_once_for_all_pes_of_a_host", || {
         let Some(hosts) = Hosts::make(2) else { return };
         let dir = tempfile::tempdir().unwrap();
-        // Of 8 experts of 16 nearly every row has some on every PE.
+        // With top-8 of 16 experts, nearly every row has experts on every PE.
         let layer =
             "--device emulated --tokens 160 --hidden 256 --intermediate 32 --experts 16 --top-k 8 --seed 7 --steps 3";
         let cross = |rows_per: &str| {
@@ -71,7 +73,7 @@ pub const TESTS: &[(&str, fn())] = &[
             let job = two_a_host(&hosts, "hybrid", &format!("run {layer} {to} --check --json"));
             let (config, crossed, [network, relayed]) = counted(&hosts, job);
             assert_eq!(config["rows_per"], rows_per);
-            // Besides, half of the results come to PE 0, and there are headers and acknowledgements.
+            // Half of the results are sent to PE 0, too. Headers and acknowledgements come on top.
             let results = fs::metadata(output).unwrap().len() as f64 / 2.0;
             assert!(
                 network + results < crossed && crossed < 1.2 * (network + results),
@@ -81,7 +83,8 @@ pub const TESTS: &[(&str, fn())] = &[
             crossed
         };
         let (each, once) = (cross("pe"), cross("host"));
-        // Each token's row of bf16 there and back, forward and backward, in each step; besides, slots, headers, acknowledgements.
+        // Each token's bf16 row crosses once in each direction, in forward and backward of each step. Slots, headers and acknowledgements
+        // come on top.
         let rows = 3.0 * 160.0 * 4.0 * (256.0 * 2.0);
         assert!(once > rows && once < 0.8 * each, "{once} bytes, {each} without, {rows} of rows");
         let refused_on = format!("run {layer} --rows-per host");
@@ -92,7 +95,8 @@ pub const TESTS: &[(&str, fn())] = &[
         );
         hosts.assert_empty();
     }),
-    // Two groups, of four PEs of both hosts and of two: rows cross once in each, with and without barriers, as the report says and the interfaces count.
+    // Two groups, one of four PEs on both hosts and one of two PEs. In each, with and without barriers, rows cross once by report and
+    // interfaces.
     ("hosts::rows_of_groups_cross_once", || {
         let Some(hosts) = Hosts::make(2) else { return };
         let dir = tempfile::tempdir().unwrap();
@@ -113,7 +117,8 @@ pub const TESTS: &[(&str, fn())] = &[
             let (each, [each_counted, none]) = cross("pe");
             for more in ["", " --mode bulk"] {
                 let (once, [counted, relayed]) = cross(&format!("host{more}"));
-                // Of the four PEs' 80 tokens one of nearly two rows that cross, there and back, forward and backward, in three steps.
+                // Relays save about one of two crossing rows for each of the four PEs' 80 tokens, in each direction, in forward and
+                // backward of three steps.
                 let rows = 3.0 * 80.0 * 4.0 * (256.0 * 2.0);
                 assert!(relayed > 0.0 && none == 0.0, "{engine}{more}: {relayed}, {none} by way of homes");
                 assert!(

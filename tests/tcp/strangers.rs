@@ -1,4 +1,4 @@
-//! Other processes at the place where PEs meet: before PE 0, in its place, and many at once.
+//! Processes outside the job at its rendezvous: before PE 0, in its place, and many at once.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -32,7 +32,7 @@ fn with_open_files(command: &Command, files: usize) -> Command {
     limited
 }
 
-/// Processes of another user that connect as fast as they can, until it is dropped.
+/// Processes of another user that connect in a loop until this value is dropped.
 struct Storm(Vec<Child>);
 
 impl Storm {
@@ -138,7 +138,7 @@ pub const TESTS: &[Test] = &[
     }),
     ("here::another_user_with_many_processes_neither_joins_nor_delays_nor_ends_a_job", || {
         const PROCESSES: usize = 12;
-        // A job whose last process starts while strangers storm the rendezvous: how long that process takes to join.
+        // A job whose last process starts while strangers flood the rendezvous; returns the time that this process takes to join.
         let time = |kind: Option<&str>| -> Option<Duration> {
             let mut commands = with_token(here(2, &format!("run {SMALL} --check")));
             let place = rendezvous(&commands);
@@ -151,7 +151,7 @@ pub const TESTS: &[Test] = &[
             thread::sleep(Duration::from_secs(1));
             let one = start(late);
             let took = wait_until_joined(&one);
-            // The processes of the storm would only take processor time from the rest of the job.
+            // From here on the flood would only take CPU time from the job.
             drop(storm);
             let outcome = zero.end();
             one.end().success();
