@@ -600,7 +600,7 @@ fn traffic_equals_the_cpu_layers() {
             assert_eq!(got.combine_slot_bytes, want.combine_slot_bytes, "PE {pe}");
             // One word per row, and two per slot.
             assert_eq!(got.dispatch_slot_bytes, want.dispatch_slot_bytes, "PE {pe}");
-            // The same rows are sent forward and backward.
+            // Forward and backward send the same rows.
             let chunks = (got.dispatch_rows / 2).div_ceil(chunk_rows);
             // Forward has one header per peer: 8 words, plus one per expert of the PE with most experts, rounded up to
             // 16 bytes. Backward needs no header, because all activations are kept.
@@ -626,9 +626,9 @@ fn traffic_equals_the_cpu_layers() {
     }
 }
 
-/// Maximum fences of a step (forward and backward) with `inter_node` PEs that only the network reaches: one for the headers;
-/// in each pass, one per such PE for the rows and one for the results; two for the sum of the router's gradient (values and
-/// sums), whose parts have one piece each.
+/// Maximum fences of a step (forward and backward) with `inter_node` PEs reachable only over the network: one for the headers; per pass
+/// and such PE, one for the rows and one for the results; two for the sum of the router's gradient (values and sums), which has one piece
+/// per part.
 fn max_fences(inter_node: u64) -> u64 {
     inter_node.min(1) * (1 + 2) + 2 * 2 * inter_node
 }

@@ -230,7 +230,7 @@ mod devices {
 
     #[test]
     fn a_slow_device_and_its_slow_links_are_seen() {
-        // The other devices are slowed by whatever else the machine runs, so the delays grow until they exceed that.
+        // Other load on the machine slows the other devices too, so the delays grow until they exceed that.
         let (launch, put) = (Duration::from_millis(100), Duration::from_millis(20));
         assert!([1, 2, 4, 8, 16].iter().any(|&factor| slow_device_is_slowest(launch * factor, put * factor)));
     }

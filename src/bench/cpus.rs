@@ -71,7 +71,7 @@ impl CpuSpan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nearness {
-    /// The same CPU: the scheduler alternates between the PEs.
+    /// Both PEs were on one CPU, where the scheduler alternates between them.
     SameCpu,
     /// Two threads of one core.
     SameCore,

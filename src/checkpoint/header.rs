@@ -41,7 +41,7 @@ pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Tensors, HeaderErr
 /// A fault of a header.
 #[derive(Debug)]
 pub(super) enum HeaderError {
-    /// It is malformed, or does not match its file.
+    /// The header is malformed, or does not match its file.
     Whole(String),
     /// An entry cannot be parsed: tensor and reason.
     Entry(String, String),

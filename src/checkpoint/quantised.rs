@@ -98,7 +98,7 @@ pub(super) struct BlockScales {
 }
 
 impl BlockScales {
-    /// For a tensor of this shape, whose last two dimensions form matrices; `None` if it has fewer than two.
+    /// The scales of a tensor of this shape, with matrices in its last two dimensions; `None` if it has fewer than two.
     pub(super) fn new(shape: &[usize], block: [usize; 2]) -> Option<BlockScales> {
         let [.., rows, columns] = *shape else { return None };
         Some(BlockScales { rows, columns, block })

@@ -255,7 +255,7 @@ impl OutputFile {
         Ok(OutputFile { file, target: Some(target) })
     }
 
-    /// The same image in memory, for a run without an output file.
+    /// Like [`OutputFile::create`], in memory, for a run without an output file.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! `--check`: what the PEs wrote against the dense float64 reference.
+//! `--check`: compares the results of the PEs with the dense float64 reference.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,8 @@ const ANY_CHOICE: f64 = 1e6;
 /// Compares every tensor of the results with the reference.
 ///
 /// # Errors
-/// Results that cannot be read back; a token whose experts the reference would not choose, with its scores.
+///
+/// Results cannot be read back, or the reference would not choose the experts of a token; the error gives their scores.
 pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &File) -> Result<CheckReport> {
     let round = |mut values: Vec<f32>| {
         match job.request.dtype {
@@ -40,11 +41,11 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
 
     let mut config = job.config.clone();
     if let Some(routing) = &job.routing {
-        // The choices are given: their scores do not matter.
+        // The file gives the choices, so the scores do not matter.
         routing.check(job.request.steps - 1, &choice)?;
         config.router.groups = None;
     }
-    // Rows that travel in a coarser type have its rounding error.
+    // Rows sent in a coarser type have the rounding error of that type.
     let coarsest = job.request.options.wire(job.request.dtype);
     let mut tensors = Vec::new();
     let problem = Problem {
@@ -74,7 +75,7 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         if place.is_whole() {
             return test(&name, &results.read(file, &name)?, &grad.values, &grad.bounds);
         }
-        // Only a part of the tensor belongs to this weight: the name says which part.
+        // If only a part of the tensor belongs to this weight, the name includes that part.
         let span = place.span();
         let got = place.gather(&results.read_elements(file, &name, span.clone())?, span.start);
         let part = match id {

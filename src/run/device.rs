@@ -78,11 +78,12 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
 
 #[cfg(feature = "cuda")]
 impl PreparedRun {
-    /// The environment variable with the size of a heap that does not grow, for this job's PEs. If the plan is not made yet, the size covers the
-    /// probe and every plan.
+    /// The environment variable that sets the size of a heap that cannot grow, for this job's PEs. If the plan is not made yet, the size
+    /// covers the probe and every plan.
     ///
     /// # Errors
-    /// As [`heap::variable`].
+    ///
+    /// As for [`heap::variable`].
     pub fn heap_variable(&self) -> Result<Option<(String, String)>> {
         let probed = self.probe_request()?;
         let symmetric = |limits: &DeviceLimits, all_reachable| {

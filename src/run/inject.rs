@@ -1,5 +1,5 @@
-//! `--emulate-cluster`: slows PEs and links down to those of a cluster file, device `i` being PE `i`, so that the planner can be checked against
-//! clusters that are not available. A PE or link that is slower anyway is not sped up.
+//! `--emulate-cluster`: slows PEs and links down to the speeds in a cluster file, where device `i` is PE `i`. This checks the planner
+//! against clusters that are not available. A PE or link that is slower than in the file stays as it is.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -25,7 +25,7 @@ pub(super) fn read(path: &Path, request: &RunRequest) -> Result<Cluster> {
     Ok(cluster)
 }
 
-/// The maximum rate of a PE's experts. The PE sleeps after a product that was faster.
+/// The maximum compute rate of a PE. The PE sleeps after a GEMM that was faster.
 pub(super) struct Rate {
     flop_per_s: f64,
     since: Cell<Instant>,
@@ -38,12 +38,12 @@ impl Rate {
         Rate { flop_per_s, since: Cell::new(Instant::now()), hold: Hold::new(most) }
     }
 
-    /// A phase begins that may contain matrix products.
+    /// Marks the start of a phase that may contain GEMMs.
     pub(super) fn begin(&self) {
         self.since.set(Instant::now());
     }
 
-    /// Products of `flop` FLOP have been computed since the last call of `begin` or `end`.
+    /// Accounts for GEMMs of `flop` FLOP since the last call of `begin` or `end`.
     pub(super) fn end(&self, flop: f64) {
         self.hold.owe(flop / self.flop_per_s - self.since.get().elapsed().as_secs_f64());
         self.hold.pay();

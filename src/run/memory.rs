@@ -47,7 +47,7 @@ impl LayerSize<'_> {
     }
 }
 
-/// Returns an error if `need` bytes exceed the available memory: the kernel would kill the job later.
+/// Returns an error if `need` bytes exceed the available memory, because the kernel would kill the job later.
 fn check_fits(need: f64, cure: &str) -> Result<()> {
     let Some(available) = available_bytes() else { return Ok(()) };
     let available = available as f64;

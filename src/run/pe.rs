@@ -155,7 +155,7 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
         gathered.map_err(|timeout| MoeError::wait(world, timeout.index, "its loads", Phase::Idle, timeout))?;
         Ok(all)
     };
-    // A step that some PE has not completed may be repeated, so no PE continues before all have completed it.
+    // A step that is incomplete on some PE may be repeated, so every PE waits until all have completed it.
     let settle = || match job.request.on_failure {
         OnFailure::Stop => Ok(()),
         OnFailure::Continue => world.sync_all(Instant::now() + job.wait_limit()).map_err(|timeout| {

@@ -40,7 +40,7 @@ pub fn run<W: World>(
     if pes.agree(same, START_LIMIT).is_none() {
         return false;
     }
-    // All PEs are probed here; they get the same cluster, and make the same plan of it.
+    // All PEs are probed here, get the same cluster, and make the same plan from it.
     let cluster = probe(pes, &mut job).unwrap_or_else(|error| pes.fail(&failure(&error)));
     let prepared = prepare(pes, &mut job, cluster);
     let Some((outputs, files)) = pes.agree(prepared, limit.max(START_LIMIT)) else { return false };
@@ -71,7 +71,7 @@ pub fn run<W: World>(
     pes.conclude(report, limit.max(START_LIMIT))
 }
 
-/// The PEs as a cluster, where the plan is to be made for them. Collective.
+/// Probes the PEs as a cluster if the run needs a plan for them. Collective.
 fn probe<W: World>(pes: &Peers<W>, job: &mut PreparedRun) -> Result<Option<Cluster>> {
     let Some(request) = job.probe_request()? else { return Ok(None) };
     let cluster = match request.device {
@@ -103,7 +103,7 @@ fn probe_devices<W: World>(_: &Peers<W>, _: &ProbeRequest, _: &mut PreparedRun) 
     anyhow::bail!("this build probes CPUs only")
 }
 
-/// Reports a host's missing features once, before all its PEs fail for them.
+/// Reports missing features of a host once, before each of its PEs fails.
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))]
 fn check_host(job: &PreparedRun, here: usize, probed: bool) -> Result<()> {
     #[cfg(feature = "cuda")]
@@ -126,7 +126,7 @@ fn prepare<W: World>(
     job.make_plan(|_| cluster.ok_or_else(|| anyhow!("`plan` auto: nothing was probed")))?;
     let here = pes.world().pes_on_host();
     job.check_memory(here)?;
-    // An unset size has been set before this process had threads; this checks one that the user has set.
+    // This process set the size earlier if it was unset. Here a size set by the user is checked.
     #[cfg(feature = "cuda")]
     if job.request.device == DeviceKind::Cuda {
         job.heap_variable()?;

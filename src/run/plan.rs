@@ -184,7 +184,7 @@ impl PreparedRun {
 }
 
 impl PreparedRun {
-    /// The reason why the plan's objective is not a prediction of this run, if there is one.
+    /// The reason why the plan's objective does not predict this run's time, if there is one.
     fn not_predicted(&self, plan: &Plan) -> Option<String> {
         if plan.objective != Objective::Placed {
             return Some("the plan minimises the published objective, which is no time of a step".into());

@@ -233,7 +233,7 @@ fn us(start: Instant, operations: usize) -> f64 {
 }
 
 impl<T: Transport> PairMember<'_, T> {
-    /// Measures one figure. Its rows are returned on the PE whose clock is used.
+    /// Measures one figure. Returns its rows on the PE that measures the time.
     fn figure(&mut self, plan: HostSampling, op: Op, measure: Measure, bytes: usize) -> Result<Vec<Row>> {
         let of = Figure { pair: self.pair, measure, op, scope: None, bytes, batch: plan.batch };
         let counts_here = (measure == Measure::Consume) != self.first;
@@ -397,7 +397,7 @@ impl<T: Transport> PairMember<'_, T> {
         Ok(samples)
     }
 
-    /// Put with signal, and one back.
+    /// A round trip of puts with signal.
     fn ping_pong(&mut self, plan: HostSampling, bytes: usize, path: CodePath) -> Result<Vec<f64>> {
         let place = PING;
         let base = self.counted(place, ((plan.warmup + plan.samples) * plan.batch) as u64);
@@ -547,7 +547,7 @@ impl<T: Transport> PairMember<'_, T> {
         self.two_sided.context("`op` send-recv: the transport has no matched messages")
     }
 
-    /// Send and receive, and the same back.
+    /// Sends a message and receives one of the same size.
     fn send_recv(&self, plan: HostSampling, bytes: usize) -> Result<Vec<f64>> {
         let (messages, deadline) = (self.messages()?, self.deadline(plan));
         let mut received = vec![0; bytes];

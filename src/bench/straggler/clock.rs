@@ -36,7 +36,7 @@ fn read(clock: ClockId) -> i64 {
 pub struct Offset {
     /// PE 0's time of the measurement, nanoseconds.
     pub at: i64,
-    /// The other PE's time minus PE 0's, nanoseconds.
+    /// The other PE's clock minus PE 0's, nanoseconds.
     pub offset_ns: i64,
     /// Uncertainty, nanoseconds: half the shortest round trip.
     pub error_ns: i64,
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn drift_is_corrected() {
-        // Theirs reads 1000 more at 0, and 1100 more at 1000000: 100 millionths faster.
+        // Their clock is ahead by 1000 at 0, and by 1100 at 1000000: it is 100 ppm faster.
         let at = |at, offset_ns| Offset { at, offset_ns, error_ns: 5 };
         let common = Common::new(at(0, 1000), at(1_000_000, 1100));
         for (theirs, ours) in [(1000, 0), (501_050, 500_000), (1_001_100, 1_000_000)] {

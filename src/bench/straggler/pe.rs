@@ -54,7 +54,7 @@ fn slot_bytes(bench: &StragglerBench) -> usize {
 struct StragglerMemory {
     /// Slot `sender * SLOTS + k % SLOTS`.
     slots: Sym<u8>,
-    /// Number of messages of each slot so far.
+    /// Number of messages that each slot has received.
     signals: Sym<u64>,
 }
 

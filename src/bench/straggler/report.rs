@@ -432,7 +432,7 @@ mod tests {
         };
         let first = Some(Cause::LatePe { pe: 0 });
         assert_eq!([of(&[1.0]), of(&[0.7, 0.3]), of(&[0.51, 0.2, 0.2])], [first; 3]);
-        // Two PEs that are late in turn; many causes; none.
+        // Two PEs with similar shares; many causes; no cause.
         assert_eq!([of(&[0.52, 0.48]), of(&[0.45, 0.1, 0.1]), of(&[])], [None; 3]);
     }
 

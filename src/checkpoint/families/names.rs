@@ -24,7 +24,7 @@ pub(in crate::checkpoint) struct Layout {
 /// The tensors of an MLP, or of all experts' MLPs.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::checkpoint) struct Mlps {
-    /// The same tensor as `up` if both are in one.
+    /// Name of gate's tensor; equal to `up` if one tensor contains both.
     pub gate: &'static str,
     pub up: &'static str,
     pub down: &'static str,

@@ -1,4 +1,4 @@
-//! `--hot-shift-every`: other experts become hot.
+//! `--hot-shift-every`: changes the hot experts.
 
 use anyhow::Result;
 

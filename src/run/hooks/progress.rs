@@ -1,4 +1,4 @@
-//! Which steps are final when a PE may be lost.
+//! A PE's record of final and pending steps, which survives the loss of another PE.
 
 use crate::moe::WeightId;
 use crate::moe::metrics::Traffic;
@@ -9,11 +9,11 @@ use crate::report::{StepReport, StepSample, TraceSpan};
 pub(in crate::run) struct Progress {
     /// Number of final steps: every PE has their results.
     pub(super) settled: usize,
-    /// The step after these, if this PE has its results and does not know yet whether every other PE has them.
+    /// The next step, if this PE has its results but cannot tell yet whether every other PE has them.
     pub(super) pending: Option<StepReport>,
     /// With SGD, the weights that this PE holds after the pending step.
     pub(super) weights: Vec<(WeightId, Vec<f32>)>,
-    /// The weights before the pending step, if that may have to be repeated.
+    /// The weights before the pending step, kept if the step may have to be repeated.
     pub(super) weights_before: Vec<(WeightId, Vec<f32>)>,
     /// Spans that are not sent yet.
     pub(super) spans: Vec<TraceSpan>,

@@ -1,7 +1,7 @@
-//! `--replan-every`: plans again for the measured loads while the steps run, and moves the experts.
+//! `--replan-every`: makes new plans from the measured loads while the steps run, and moves the experts.
 //!
-//! Every PE computes the same plan from the same loads. If the plans differ after all, because a mathematical function rounds differently on one
-//! of the machines, the plan in use stays.
+//! Every PE computes the same plan from the same loads. If the plans differ, because a mathematical function rounds differently on one of
+//! the machines, the current plan stays.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Instant;
@@ -17,14 +17,13 @@ use crate::plan::{self, Options, Outcome, Plan, Workload};
 use crate::report::{PeReport, Replanned};
 use crate::run::PreparedRun;
 
-/// An all-gather: takes this PE's words and returns those of all PEs, in their order. Every PE gives equally many.
+/// An all-gather: takes this PE's words, and returns those of all PEs in order. Every PE passes the same number of words.
 pub(in crate::run) type Gather<'g> = dyn Fn(&[u64]) -> Result<Vec<u64>> + 'g;
 
-/// Minimum gain of a new plan, as a share of the step: loads differ by as much from one batch to the next.
+/// Minimum gain of a new plan as a share of the step. Loads vary by as much between batches.
 const MIN_GAIN: f64 = 0.01;
 
-/// How well measured loads predict the next ones: the mean share of a predicted gain that the loads of the next steps confirm. 1 before the first
-/// observation.
+/// How well measured loads predict later ones: the mean confirmed share of predicted gains. 1 before the first observation.
 #[derive(Clone, Copy, Debug)]
 struct LoadPersistence(f64);
 
@@ -34,8 +33,8 @@ impl LoadPersistence {
         self.0 = 0.5 * (self.0 + (gained / promised).clamp(0.0, 1.0));
     }
 
-    /// The number of steps at the full gain that the `left` remaining steps are worth. The gain decays by a factor r every `every` steps, which
-    /// sums to `every` (r + r^2 + ...).
+    /// The remaining `left` steps, converted to steps at the full gain. The gain decays by a factor r every `every` steps, which sums to
+    /// `every` (r + r^2 + ...).
     fn steps(self, every: usize, left: usize) -> f64 {
         (every as f64 * self.0 / (1.0 - self.0)).min(left as f64)
     }
@@ -74,7 +73,7 @@ impl<'g> Replanner<'g> {
             return Ok(None);
         };
         let mut cluster = Cluster::from_json(&replan.cluster).context("the probed cluster")?;
-        // The layer's slots are what limits the number of experts now, not the memory.
+        // The layer's slots now limit the number of experts, not the memory.
         let slots = job.slots().unwrap_or(0) as u64;
         for device in &mut cluster.devices {
             device.memory_mb = None;
@@ -203,7 +202,7 @@ impl<L: MoeLayer> StepHook<L> for Replanner<'_> {
     }
 }
 
-/// The f32 weights of SGD, empty without it: those of an expert move with the expert.
+/// The f32 weights of SGD; empty without it. When an expert moves, its weights here move with it.
 struct MasterWeights<'m> {
     config: &'m LayerConfig,
     weights: &'m mut Vec<(WeightId, Vec<f32>)>,
@@ -244,7 +243,7 @@ mod tests {
         assert_eq!(persistence.steps(5, 1000), 1000.0);
         persistence.observe(2.0, 2.0);
         assert_eq!(persistence.steps(5, 1000), 1000.0);
-        // Half of the promised gain leaves 0.75, a loss after that 0.375.
+        // The first plan gains half of its promise, which leaves 0.75; the second loses, which leaves 0.375.
         persistence.observe(2.0, 1.0);
         assert_eq!(persistence.steps(5, 1000), 15.0);
         assert_eq!(persistence.steps(5, 10), 10.0);

@@ -6,14 +6,14 @@ use super::{StepContext, StepHook};
 use crate::job::request::OnFailure;
 use crate::moe::{MoeLayer, WeightId};
 
-/// Changes the weights by their gradients after each step. [`Progress::weights`](super::Progress) has them in f32, whatever the layer's
-/// element type, so that small changes add up.
+/// Updates the weights from their gradients after each step. [`Progress::weights`](super::Progress) has them in f32, whatever the layer's
+/// element type, so that small updates accumulate.
 pub(super) struct Sgd {
     rate: f32,
 }
 
 impl Sgd {
-    /// Starts from the layer's weights. A layer that was rebuilt after a loss gets the weights that were trained before.
+    /// Starts from the layer's weights, or, if the layer was rebuilt after a loss, from the trained weights before it.
     pub(super) fn new<L: MoeLayer>(run: &mut StepContext<'_, L>, rate: f32) -> Result<Sgd> {
         let weights = &mut run.progress.weights;
         if weights.is_empty() {

@@ -252,7 +252,7 @@ impl<'g> DeviceProber<'g> {
         std::iter::once(0).chain(self.options.sizes.iter().copied()).collect()
     }
 
-    /// All PEs send to the PEs at distances `begin..end` at the same time: the median time until all are answered, ms.
+    /// All PEs send to the PEs at distances `begin..end` at the same time. Returns the median time until all are answered, ms.
     fn together(&mut self, begin: usize, end: usize) -> Result<f64, GpuError> {
         if begin >= end {
             return Ok(MIN_MS);
