@@ -118,7 +118,8 @@ DEVICE u32* relay_starts(const Layer& l, u32 source, u32 index) {
 DEVICE u8* relay_members(const Layer& l, u32 source, u32 index) {
     return l.received.relay_member + (u64(source) * l.shape.round_chunks + index) * l.shape.chunk_rows * l.sizes.max_slots;
 }
-// Reads the slots of a chunk from an inter-node source, of which this PE uses its own. The row words are already validated.
+// Reads the slots of a chunk from an inter-node source, which are for all PEs of the host, and assigns positions to this PE's own. The
+// row words are already validated.
 DEVICE bool arrive_relayed_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, const u32* words, const ChunkTables& t) {
     const Layer& l = b.l;
     const u32 row_bytes = l.sizes.row_bytes, first = l.received.first_chunk[source];

@@ -425,7 +425,8 @@ template <class Work> DEVICE void each_row_segment(const Planner& p, Work work) 
     }
 }
 
-// A row's slots are in the order of experts; numbers that cover several PEs are not (expert_member).
+// The largest expert number in slots [begin, end). Slots are in expert order, which differs from the order of the numbers if these cover
+// several PEs (expert_member).
 DEVICE u32 last_expert(const u32* words, u32 begin, u32 end) {
     u32 last = 0;
     for (u32 i = begin; i < end; i++) last = slot_expert(words[i]) > last ? slot_expert(words[i]) : last;

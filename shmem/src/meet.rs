@@ -24,14 +24,15 @@ const GRACE: Duration = Duration::from_secs(1);
 /// The program name in every PE's hello. Its number is increased with every change to the PEs' messages.
 const PROGRAM: &str = "aristos meet 2";
 
-/// Makes a world with the `n_pes - 1` other processes of this host that call this with the same `key`, `n_pes` and `heap_bytes` (as for
-/// [`crate::threads`]), each with another `my_pe`. Collective; returns when all have joined.
+/// Makes a world of `n_pes` processes of this host, which call this with the same `key`, `n_pes` and `heap_bytes` (as for
+/// [`crate::threads`]), and different `my_pe`. Collective; returns when all have joined.
 ///
-/// `key` is shared by these processes and by no others of the user: for instance a random number that one of them has drawn.
+/// Only these processes of the user may have `key`; it can be a random number that one of them has drawn.
 ///
 /// # Errors
-/// One line: another process has this key; a PE that has not joined by the `deadline`, or expects another world; a heap that is too
-/// small, or larger than the host's memory.
+///
+/// One line: another process has this key; a PE has not joined by the `deadline`, or expects another world; the heap is too small, or
+/// larger than the host's memory.
 pub fn meet(
     key: &str,
     my_pe: usize,

@@ -103,9 +103,10 @@ impl Bounds {
         Bounds { rows: vec![0.0; shape[0]], columns: vec![0.0; columns] }
     }
 
-    /// Bounds of `coefficients^T vectors`, a sum over rows `t` of outer products, with coefficient errors of up to `errors`. A coefficient error moves
-    /// a row of the result along the vectors, so the bounds of rows are sharp; the bound of a column is the sum over all `t`. `kappa` is the coherence
-    /// of the vectors, or their [`repetition`] if the errors are bounds of scalars (see [`scalar`]).
+    /// Bounds of `coefficients^T vectors`, a sum over rows `t` of outer products, if the coefficients have errors of up to `errors`. A
+    /// coefficient's error changes a row of the result only along that coefficient's vector, so the bounds of rows are sharp; the bound
+    /// of a column is the sum over all `t`. `kappa` is the coherence of the vectors, or their [`repetition`] if the errors are bounds of
+    /// scalars (see [`scalar`]).
     pub(super) fn of_outer_products(coefficients: &Matrix, errors: &Matrix, vectors: &Matrix, kappa: f64) -> Bounds {
         let norms = vectors.row_norms(None);
         let (coefficient_norms, vector_norms) = (coefficients.column_norms(None), vectors.column_norms(None));

@@ -8,10 +8,10 @@ use rustix::process::{Signal, kill_process};
 
 use crate::binary::{Running, aristos_run, names_in, start};
 
-/// How soon everything must be over after its cause.
+/// Maximum time from the cause of a job's end until all its processes have ended.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// A run that lasts for hours, its results to come in `out`.
+/// Starts a run of several hours that writes its results to `out`.
 fn long_run(pes: usize, more: &str, out: &std::path::Path) -> Running {
     let mut command = aristos_run(&format!("--pes {pes} --tokens 64 --hidden 32 --intermediate 32 --steps 100000000"));
     command.args(more.split_whitespace()).arg("--output").arg(out.join("out.safetensors"));

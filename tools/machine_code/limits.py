@@ -15,7 +15,8 @@ def check(kernel):
     """Returns (errors, the highest register count used under each limit). The initial limit is the launch's number of registers."""
     errors = list(flow.unclear(kernel))
     used, beyond, reached = {}, {}, set()
-    # State: the instruction, the limit, and, while the outcome of an attempt is unknown, its predicate and the limit if it failed.
+    # A state is an instruction, the register limit, and, while the outcome of an attempt to change the limit is unknown, the attempt's
+    # predicate and the limit if it fails.
     states = {(0, kernel.resources["registers"], None)}
     work = list(states)
     while work:

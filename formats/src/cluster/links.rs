@@ -531,7 +531,7 @@ impl LinkTable for Tiers {
         let receive = |((alpha, beta), mb): (&(f64, f64), &Option<f64>)| mb.map_or(0.0, |mb| alpha + beta * mb);
         let received: Vec<f64> = sums.iter().zip(mb).map(receive).collect();
         let mut sent = vec![0.0; members.len()];
-        // The receivers in a member's block of the inner tier, itself included, and their MB.
+        // By member: number and MB of the receivers in its block of the inner tier, itself included.
         let own = |mb: &Option<f64>| (usize::from(mb.is_some()), mb.unwrap_or(0.0));
         let mut inside: Vec<(usize, f64)> = mb.iter().map(own).collect();
         for tier in &self.tiers {

@@ -92,7 +92,7 @@ impl Round {
         }
     }
 
-    /// Does at once all sweeps in which each pair has a whole turn of whole packets on one link.
+    /// Runs all sweeps at once in which every pair sends a full turn of full packets over a single link.
     fn repeated_sweeps(&mut self, load: &mut [u64], pairs: &[Pair]) {
         let Some(turn_bytes) = self.turn_packets.checked_mul(self.packet_bytes) else { return };
         let mut at_node = vec![0u64; self.nodes];

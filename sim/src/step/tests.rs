@@ -339,8 +339,9 @@ fn blocking_puts_wait_for_their_targets() {
     near(times.pes[1].combine_s[0], 11.0);
     near(times.pes[1].expert_s[0], 300.0);
     near(times.step_s[0], 200.0 + 10.4 + 100.0 + 11.0);
-    // Both PEs put at once, and neither waits for the other. The senders are told two fifths of the latency after the rows have arrived: a
-    // phase of all PEs ends with the arrival, while a PE that continues after its own puts waits to be told.
+    // Both PEs put at once, and neither waits for the other. The senders get their acknowledgements two fifths of the latency after the
+    // rows have arrived: a phase of all PEs ends with the arrival, while a PE that continues after its own puts waits for the
+    // acknowledgement.
     let both = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[0]), rows(&[])]], &[1, 1], 4, 4);
     let both = Case::one_group(both, &[1, 1]);
     for (schedule, sooner) in [(Schedule::Pipelined, 0.0), (Schedule::Bulk, 0.8)] {
@@ -350,8 +351,9 @@ fn blocking_puts_wait_for_their_targets() {
         near(blocking.pes[0].dispatch_s[0], 11.0);
         near(without.pes[0].dispatch_s[0], 0.0);
     }
-    // PE 0 puts two rows to PE 1 from 0.4 to 20.4. PE 1, which has put one to PE 2 until 11, announces one for PE 0: the grant queues
-    // behind the two rows and leaves at 20.6. The rows have then arrived, which PE 0 is told when PE 1's row has left, at 30.6.
+    // PE 0 puts two rows to PE 1 from 0.4 to 20.4. PE 1 has put a row to PE 2 until 11, and announces one for PE 0. The grant queues
+    // behind the two rows and leaves at 20.6. The rows have arrived by then, but PE 0 gets the acknowledgement only after PE 1's row has
+    // left, at 30.6.
     let none = || rows(&[]);
     let from =
         [vec![none(), rows(&[0, 0]), none()], vec![rows(&[0]), none(), rows(&[0])], vec![none(), none(), none()]];

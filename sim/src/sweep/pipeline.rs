@@ -30,7 +30,7 @@ pub fn timesteps(stages: usize, microbatches: usize, at_once: bool) -> Vec<Vec<S
     let mut ready = vec![[VecDeque::new(), VecDeque::new()]; stages];
     let mut last = vec![Direction::Backward; stages];
     ready[0][0].extend(0..microbatches);
-    // Stages that have had ready work: the published program skips the others in the timestep in which they first have some.
+    // Number of stages that have had work. The published program skips a stage in the timestep in which it first has work.
     let mut known = 1;
     let mut steps = Vec::new();
     let mut left = 2 * stages * microbatches;

@@ -189,7 +189,7 @@ mod tests {
                 for bytes in [1, 4096, 1 << 20, 1 << 30] {
                     let plan = StreamSampling::new(measure, op, bytes);
                     assert!(plan.batch >= 1 && (1..MARKS).contains(&plan.together), "{plan:?}");
-                    // Including the warm-up batch and the events.
+                    // `together + 1` includes the warm-up batch, `each + 1` the event after each batch.
                     let each = if op == Op::SendRecv && measure == Measure::Bandwidth { 2 } else { 2 * plan.batch };
                     assert!((plan.together + 1) * (each + 1) <= 1000, "{measure:?} {op:?} {bytes} {plan:?}");
                 }

@@ -117,7 +117,8 @@ pub(super) fn launched_process(
     let tasks = if slurm.has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
     let slurm_step = step.filter(|_| slurm.has("SLURM_PROCID") && slurm.has(tasks));
     let pmi = env("PMI_RANK");
-    // Slurm sets these for its own tasks too; with other values they come from an mpiexec whose proxies Slurm started.
+    // Slurm sets PMI variables for its own tasks too. If their values differ from Slurm's, they come from an mpiexec with proxies that
+    // Slurm started.
     let of_slurm = slurm_step.is_some() && pmi.text("PMI_SIZE") == slurm.text(tasks);
     if pmi.has("PMI_RANK") && pmi.has("PMI_SIZE") && !of_slurm {
         let process = pmi.process("MPICH", "PMI_SIZE", format!("mpich-child-of-{parent}"))?;
@@ -142,7 +143,7 @@ pub(super) fn launched_process(
     Ok(None)
 }
 
-/// The process, with `one_host` according to `local_size_name`, if that is set.
+/// `process` with `one_host` set according to `local_size_name`, if that variable is set.
 fn with_hosts(
     process: Option<LaunchedProcess>,
     env: &Env<'_>,

@@ -39,7 +39,7 @@ impl Engine<'_> {
         self.at(there_s, to, pass, What::Announced { at: at as u32, chunk, kind });
     }
 
-    /// The target grants it in its next call, or at once if it is in one.
+    /// Handles an announcement: the target grants the message in its next call, or at once if it is in one.
     pub(super) fn announced(&mut self, message: Message) {
         match self.is_in_call(message.to) {
             true => self.grant(message),
@@ -56,7 +56,7 @@ impl Engine<'_> {
         self.leave(message, WAY);
     }
 
-    /// A message has arrived; its receiver takes it in its next call, or at once if it is in one.
+    /// Handles an arrived message: its receiver takes it in its next call, or at once if it is in one.
     pub(super) fn arrived_at_call(&mut self, message: Message) {
         match self.is_in_call(message.to) {
             true => self.take(message),
@@ -71,7 +71,7 @@ impl Engine<'_> {
         self.arrived(to, at as u32, chunk, kind, pass);
     }
 
-    /// A PE that has received a message is asked for its acknowledgement.
+    /// Handles the request for an acknowledgement of a received message.
     pub(super) fn asked(&mut self, to: usize, from: usize, pass: u32) {
         let there_s = self.answer_s(to, from);
         self.at(there_s, from, pass, What::Taken);

@@ -17,7 +17,7 @@ impl Kind {
     }
 }
 
-/// A message with the rows of chunk `chunk` of `at`, or of the crossing of that number that `at` forwards, in a pass.
+/// A message of a pass: rows or results of chunk `chunk` of PE `at`, or of the crossing of that number, which `at` forwards.
 #[derive(Clone, Copy)]
 pub struct Message {
     pub from: usize,

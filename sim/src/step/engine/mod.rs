@@ -51,10 +51,10 @@ struct Pe {
     early: Vec<(u32, u32)>,
     /// Crossings that it forwards.
     relaying: Vec<Relaying>,
-    /// Blocking puts: messages announced to this PE, and arrived messages, which wait until it is in a call.
+    /// Blocking puts: messages announced to this PE, and messages that have arrived and wait until it is in a call.
     announced: Vec<Message>,
     untaken: Vec<Message>,
-    /// Whether it is receiving messages; no other work starts until it has them all.
+    /// Whether the PE is receiving messages. No other work starts until it has received all of them.
     taking: bool,
     headers: u32,
     headers_s: f64,

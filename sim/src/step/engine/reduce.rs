@@ -4,8 +4,8 @@ use super::Engine;
 use crate::step::{PeTime, Schedule};
 
 impl Engine<'_> {
-    /// Adds each PE's delay relative to the first PE of its group; in the bulk schedule, where barriers align the ends, the delay of its
-    /// experts' work.
+    /// Adds each PE's delay at the end of the passes relative to the first PE of its group. In the bulk schedule, where barriers align
+    /// these ends, adds the delay of its experts' work instead.
     pub(super) fn stragglers(&self, all: &mut Vec<f64>) {
         for group in self.step.groups {
             let end_s = |&pe: &usize| match self.step.schedule {

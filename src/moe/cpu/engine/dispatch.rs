@@ -249,7 +249,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 self.rec.enter(Phase::Dispatch);
                 self.gather_chunk(pe, chunk)?;
                 if chunk + self.memory.layout.window_chunks < self.chunks(rows) {
-                    // The sender has another chunk for this window slot.
+                    // The credit tells the sender that it may reuse this window slot for its next chunk.
                     let (credit, sender) = self.credit_of(pe);
                     self.shmem.signal_op(credit, 1, SignalOp::Add, sender);
                     self.rec.traffic.signals += 1;
