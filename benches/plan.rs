@@ -1,16 +1,16 @@
 //! Time to plan, by number of devices.
 //!
-//! `cargo bench --bench plan -- [--csv] [--quick]`: medians and spread of wall time and of processor time. (Processor time alone means
-//! something on a busy machine.) Full matrices have 10% of noise on three tiers, so that no two links are equal; tiers are tiers.
+//! `cargo bench --bench plan -- [--csv] [--quick]`: medians and spread of wall time and of processor time. (Only processor time is
+//! meaningful on a busy machine.) Full matrices have 10% of noise on three tiers, so that no two links are equal; tiers have no noise.
 //!
-//! Both take `--published` for the published objective; otherwise it is the placed one.
+//! Both modes use the placed objective, or with `--published` the published one.
 //!
-//! `cargo bench --bench plan -- --quality [EFFORT] [--cases N] [--best FILE] [--tight]`: on N (120) random clusters of 17 to 64 devices (8 to 64, with 0.25 to 4 experts for each device, by the placed
-//! objective), how far the answer
-//! is above the best known: of a search of EFFORT times the usual effort (16 when not said; 1 for none), and of FILE, where the best ever
-//! found are kept. A third of the clusters have two or three tiers, with noise and asymmetry, a third links without any structure, a third
-//! is as the tests draw them. `--tight`: other clusters, with a FILE of their own, whose groups have
-//! hardly more room for experts than they need.
+//! `cargo bench --bench plan -- --quality [EFFORT] [--cases N] [--best FILE] [--tight]`: how far the answers are above the best known
+//! ones, on N (default 120) random clusters. These have 17 to 64 devices; with the placed objective 8 to 64, and 0.25 to 4 experts per
+//! device. The best known answer comes from a search with EFFORT times the usual effort (default 16; 1 for none) and from FILE, which
+//! keeps the best answers ever found. A third of the clusters have two or three tiers with noise and asymmetry, a third unstructured
+//! links, and a third are drawn as in the tests. `--tight` uses other clusters, with a FILE of their own, whose groups have hardly more
+//! room for experts than they need.
 
 #[path = "../plan/tests/plan_brute/mod.rs"]
 #[allow(dead_code)]
@@ -64,8 +64,8 @@ fn main() {
     }
 }
 
-/// Prints the answers that are over 0.1% above the best known, and summaries. `best` holds what is known from earlier runs, and is
-/// brought up to date.
+/// Prints the answers that exceed the best known ones by over 0.1%, and summaries. `best` is a file of the best answers of earlier runs,
+/// which this updates.
 fn quality(objective: Objective, effort: u32, (cases, tight): (usize, bool), best: Option<&Path>) {
     let mut random = plan_brute::Random::new(if tight { 21 } else { 7 });
     let cpu_s = || {
@@ -212,7 +212,7 @@ fn cluster(n: usize, matrix: bool, mixed: bool) -> Cluster {
     Cluster::new((0..n).map(device).collect(), links)
 }
 
-/// The notebook's, with a smaller all-reduce, so that there is something to decide.
+/// The workload of the notebook, with a smaller all-reduce, so that the choice of groups matters.
 fn workload() -> Workload {
     let mut workload = Workload::new(vec![137_438_953_472.0; 64]);
     workload.p2p_buffer_mb = 16.0;

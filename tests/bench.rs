@@ -73,7 +73,7 @@ fn invalid_arguments_are_one_line() {
 
 #[test]
 fn concurrent_measurements_use_different_cpus() {
-    // On a host of its own: other tests' measurements take CPUs too.
+    // Runs on a separate host, because measurements of other tests also claim CPUs.
     let Some(hosts) = hosts::Hosts::make(1) else { return };
     if thread::available_parallelism().map_or(1, |cpus| cpus.get()) < 2 {
         return skip::skip("there is one CPU");

@@ -1,4 +1,5 @@
-//! What `--check` sees: the bounds hold for the layer in every shape, and one lost, stale or swapped row of thousands breaks them.
+//! The sensitivity of `--check`: its bounds hold for layers of every shape, and a single lost, stale or swapped row among thousands
+//! violates them.
 
 #[macro_use]
 mod common;
@@ -19,7 +20,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sample::Sample;
 
-/// A layer and tokens, all numbers at hand, rounded to the element type.
+/// A layer and its tokens, in memory, rounded to the element type.
 struct Case {
     config: LayerConfig,
     dtype: Dtype,
@@ -42,11 +43,11 @@ impl WeightSource for Case {
     }
 }
 
-/// How the numbers of a case are made.
+/// The distribution of a case's values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Numbers {
     Even,
-    /// Tokens all alike, and weights of one value.
+    /// Equal tokens, and weights of a single value.
     Constant,
     /// A few tokens, repeated many times.
     Repeated,
@@ -126,7 +127,7 @@ impl Case {
                     let sign = if proj == Proj::Down { -1.0 } else { 1.0 };
                     data = other.1.iter().map(|v| sign * v).collect();
                 }
-                // Tied scores: with a near tie the weights of two such experts are nearly equal.
+                // Nearly tied scores, so that the two experts of a pair have nearly equal weights and their results cancel.
                 (Numbers::Cancelling, WeightId::Router) => data.iter_mut().for_each(|v| *v *= 1e-3),
                 _ => {}
             }
@@ -191,7 +192,7 @@ impl Case {
         judge(name, got, want, bounds, self.dtype)
     }
 
-    /// Every tensor that the check says is wrong.
+    /// Runs the check; returns every tensor that fails it.
     fn wrong(&self, step: &Step, want: &Reference) -> Vec<Comparison> {
         let mut all = vec![
             self.judge("output", &step.output, &want.output, &want.output_bounds),
@@ -230,7 +231,7 @@ fn random_case(seed: u64) -> (Case, usize, String) {
     let mut config = LayerConfig::new(hidden, n_experts, kind.config(n_experts, top_k), expert);
     config.shared = shared.map(|sigmoid_gate| SharedConfig::new(mlp, sigmoid_gate));
     config.capacity_factor = [None, Some(0.4), Some(1.5)][pick(&[0, 0, 0, 1, 2])];
-    // Where all of a token's sigmoid scores vanish, the share of each in the balance loss is not a number in f32.
+    // If all sigmoid scores of a token underflow to 0, each expert's share in the balance loss is NaN in f32.
     config.aux_loss_coef = if numbers == Numbers::Large { 0.0 } else { [0.0, 0.01, 1000.0][pick(&[0, 0, 1, 2])] };
     config.z_loss_coef = [0.0, 0.001, 1000.0][pick(&[0, 0, 1, 2])];
     let dtype = [Dtype::F32, Dtype::Bf16][pick(&[0, 1])];
@@ -329,7 +330,7 @@ fn injected_faults_are_detected() {
                         set(&mut other, a, proj, of_b);
                         set(&mut other, b, proj, of_a);
                     } else if proj == Proj::Down {
-                        // A step of the optimizer is missing: a tenth of each weight, in some direction.
+                        // Stale weights, as if an optimizer step were missing: each weight differs by a tenth, up or down.
                         let moved = of_a.iter().map(|w| w * if rng.random() { 1.1 } else { 0.9 }).collect();
                         set(&mut other, a, proj, moved);
                     } else {
@@ -344,7 +345,7 @@ fn injected_faults_are_detected() {
     }
 }
 
-/// Tokens of the cases below: at bf16's tolerance the norm of all does not see one of them.
+/// Number of tokens below, so large that at bf16's tolerance the norm over all tokens does not detect one wrong token.
 const TOKENS: usize = 2600;
 const HIDDEN: usize = 64;
 
@@ -352,7 +353,7 @@ fn plain_config(n_experts: usize) -> LayerConfig {
     LayerConfig::new(HIDDEN, n_experts, RouterConfig::softmax(2), MlpConfig::gated(96, Activation::Silu))
 }
 
-/// One of them at a time, or all.
+/// The element types to test: one of them per run, or all.
 fn dtypes() -> Vec<Dtype> {
     let all = [Dtype::F32, Dtype::Bf16, Dtype::F16];
     Sample::new(1, all.len() as u64).numbers().map(|number| all[number as usize]).collect()
@@ -390,7 +391,7 @@ impl Rows<'_> {
         &self.got[t * HIDDEN..(t + 1) * HIDDEN]
     }
 
-    /// Puts `row` in the place of token `t`'s, and sees that the check says so and names it.
+    /// Replaces token `t`'s row by `row`; asserts that the check fails and names the token.
     fn caught(&self, case: &Case, fault: &str, t: usize, row: &[f32]) -> Comparison {
         let mut got = self.got.to_vec();
         got[t * HIDDEN..(t + 1) * HIDDEN].copy_from_slice(row);
@@ -443,7 +444,7 @@ fn wrong_row_among_thousands_is_detected() {
             let size = |t: usize| rows.row(t).iter().map(|v| v * v).sum::<f32>();
             let smallest = (0..TOKENS).min_by(|&a, &b| size(a).total_cmp(&size(b))).unwrap();
             let unseen = rows.caught(&case, "lost", smallest, &[0.0; HIDDEN]);
-            // What the norm of the whole tensor says of it.
+            // The norm of the whole tensor alone would pass.
             assert!(dtype != Dtype::Bf16 || unseen.deviation.relative <= unseen.tolerance, "{unseen:?}");
             let mut contributions = 0;
             for t in [0, 1, 17, 866, 867, 1300, TOKENS - 1] {
@@ -498,7 +499,7 @@ fn wrong_row_or_column_of_a_gradient_is_detected() {
     }
 }
 
-/// A token's share of an expert's gradient: seen where the expert has few rows, in f32 where it has hundreds.
+/// A missing contribution of one token to an expert's gradient is detected if the expert has few rows, and in f32 even with hundreds.
 #[test]
 fn token_missing_from_a_gradient_is_detected_above_rounding() {
     for dtype in dtypes() {

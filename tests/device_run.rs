@@ -155,7 +155,7 @@ fn outputs_are_those_of_the_cpu_but_for_rounding() {
     }
 }
 
-/// Groups of several PEs, unequal placements, replicas: the step, its report and the weights that it trains are those of the CPU.
+/// With groups of several PEs, uneven placements and replicas, the step, its report and the trained weights equal those of the CPU.
 #[test]
 fn a_plan_is_run_as_on_the_cpu() {
     let dir = tempfile::tempdir().unwrap();
@@ -201,8 +201,8 @@ fn a_plan_is_run_as_on_the_cpu() {
     }
 }
 
-/// The plan is made for the devices: two experts in bf16, each once and with its gradient in f32, are in 0.037 MB of theirs. On a CPU, which has the
-/// weights twice, they are not, and five experts on three PEs would be refused.
+/// The plan uses the memory of devices: 0.037 MB hold two experts, each with one copy of its bf16 weights and an f32 gradient. A CPU
+/// stores the weights twice, so the memory would be too small there, and five experts on three PEs would be refused.
 #[test]
 fn a_plan_is_made_for_the_devices() {
     for more in ["", "--gemm hopper --graph --steps 2", "--forward-only", "--dtype f16 --replicas 1 --memory-mb 1"] {
@@ -255,7 +255,7 @@ fn what_cannot_be_is_one_line() {
     }
 }
 
-/// A run that lasts for hours, its results to come in `out`.
+/// Starts a run of several hours that writes its results to `out`.
 fn long_run(pes: usize, more: &str, out: &std::path::Path) -> Running {
     let mut command = aristos_run(&format!("--device emulated --pes {pes} {SMALL} --steps 100000000"));
     command.args(more.split_whitespace()).arg("--output").arg(out.join("out.safetensors"));

@@ -277,7 +277,7 @@ fn inference_layer_has_no_backward() {
     });
 }
 
-/// Another thread may use a layer than the one that made it.
+/// A thread other than the one that made a layer may use it.
 #[test]
 fn layer_is_send() {
     fn is_send<T: Send>() {}

@@ -216,7 +216,7 @@ fn moved_layer_equals_a_layer_made_with_the_new_placement() {
         let at = |weights: Snapshot| At { source: &source, weights };
         let (mut weights, mut momentum) = (Snapshot::new(), BTreeMap::new());
         for end in 1..=placements.len() {
-            // Moved step by step, and made at the last placement from the state before it.
+            // Compares a layer whose experts moved step by step with one made at the last placement from the state before it.
             let moved = run(shm(PES, bytes), &at(Snapshot::new()), &BTreeMap::new(), &placements[..end], &options);
             let fresh = run(shm(PES, bytes), &at(weights), &momentum, &placements[end - 1..end], &options);
             same(&moved, &fresh, &format!("placements {k}, {end} of them"));

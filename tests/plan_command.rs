@@ -132,7 +132,7 @@ fn a_measured_load_is_replanned_with_the_cost_of_moving() {
     assert!(number("gain_ms") > 0.0 && number("moved_experts") > 0.0 && number("move_ms") > 0.0, "{replan}");
     assert_eq!(number("moved_mb"), 100.0 * number("moved_experts"));
     assert!((number("repaid_after_iterations") - number("move_ms") / number("gain_ms")).abs() < 1e-9);
-    // Device 0 holds the four hot experts: 4/10 of the load.
+    // Device 0 holds the four hot experts, which have 4/10 of the load.
     let kept = parsed(&aristos(folder.path(), &["--current", "old.json", "--json"]))["replan"].clone();
     assert_eq!((kept["moved_experts"].clone(), kept["repaid_after_iterations"].clone()), (json!(0), json!(null)));
 }

@@ -103,7 +103,7 @@ fn an_unwritable_result_is_refused_before_the_work() {
     let file = dir.path().join("file");
     fs::write(&file, "").unwrap();
     refused(&file.join("out"), &["Not a directory"]);
-    // Not even root may make a file here.
+    // Even root cannot create a file here.
     refused(Path::new("/proc/out.safetensors"), &[]);
     assert_eq!(names_in(dir.path()), ["file"]);
 }

@@ -8,7 +8,7 @@ use aristos_shmem::{Cmp, ShmTransport, Shmem, ShmemError, SignalOp, Wait, meet};
 
 const HEAP_BYTES: usize = 1 << 18;
 
-/// A key of this test's own.
+/// A key that only this test uses.
 fn key() -> String {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     format!("test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
@@ -16,7 +16,7 @@ fn key() -> String {
 
 type Met = Result<Shmem<ShmTransport>, ShmemError>;
 
-/// One thread for each of these: PE, number of PEs, heap, and how long it waits.
+/// Starts a thread for each (PE, number of PEs, heap bytes, time limit); returns the results.
 fn all(asked: &[(usize, usize, usize, Duration)]) -> Vec<Met> {
     let key = key();
     thread::scope(|scope| {

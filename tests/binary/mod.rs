@@ -16,7 +16,7 @@ use half::bf16;
 use rustix::process::{Pid, Signal, kill_process};
 use safetensors::{Dtype, SafeTensors};
 
-/// Longer than any run of these tests; a run that exceeds it hangs.
+/// Limit for a run of these tests; a run that exceeds it hangs.
 const HANG: Duration = Duration::from_secs(120);
 
 /// `aristos` with these arguments, in the repository's root.

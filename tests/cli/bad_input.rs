@@ -193,7 +193,7 @@ fn invalid_synthetic_layers_are_errors() {
         ("--tokens 18446744073709551615 --pes 1", ["memory", "available"]),
         ("--hidden 4294967296 --intermediate 4294967296", ["hidden is", "1 to 1048576"]),
         ("--hidden 1000000 --intermediate 1000000", ["memory", "available"]),
-        // Mostly the routers of all PEs; mostly the receive windows of all PEs.
+        // The first needs most memory for the PEs' routers, the second for their receive windows.
         ("--experts 16384 --hidden 16384 --intermediate 1 --tokens 0 --pes 1024", ["memory", "available"]),
         ("--tokens 1048576 --hidden 1024 --intermediate 1 --pes 1024 --budget-factor 1e9", ["memory", "available"]),
         ("--intermediate 18446744073709551615", ["intermediate is 18446744073709551615", "1 to 1048576"]),
@@ -268,7 +268,7 @@ fn unwritable_output_fails_before_the_run() {
     to(&out.join("none/out"), &["No such file"]);
     to(&out, &["a folder"]);
     to(&files.path("in.safetensors").join("out"), &["Not a directory"]);
-    // Not even root may make a file here.
+    // Even root cannot create a file here.
     to(Path::new("/proc/out"), &[]);
     for flag in ["--output=", "--trace="] {
         run(aristos_run(&format!("--tokens 4 {flag}"))).misused(&["a value is required"]);

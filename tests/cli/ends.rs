@@ -1,4 +1,4 @@
-//! How a run ends that something ends: a process killed, stopped or interrupted.
+//! How a run ends after a process is killed, stopped or interrupted.
 
 use std::time::{Duration, Instant};
 
@@ -51,7 +51,7 @@ fn pes_end_when_the_supervisor_is_killed() {
             std::thread::sleep(Duration::from_micros(random.random_range(0..200_000)));
         }
         running.signal(Signal::KILL);
-        // Which checks that the PEs are gone within 2 s.
+        // Also checks that the PEs are gone within 2 s.
         running.end();
         assert_eq!(names_in(out.path()), [""; 0], "round {round}");
     }
@@ -60,7 +60,7 @@ fn pes_end_when_the_supervisor_is_killed() {
 #[test]
 fn stopped_pe_is_reported_by_its_waiters() {
     let out = tempfile::tempdir().unwrap();
-    // Of more than two PEs some wait for others that wait for the stopped one: it is the one to be named.
+    // With more than two PEs, some wait for PEs that wait for the stopped one; the error must name the stopped one.
     for (pes, victim, mode) in [(2, 0, "pipelined"), (2, 1, "bulk"), (4, 1, "pipelined"), (4, 3, "bulk")] {
         let mut running = long_run(pes, &format!("--timeout 2 --mode {mode}"), out.path());
         let pid = running.pe(victim);
@@ -75,7 +75,7 @@ fn stopped_pe_is_reported_by_its_waiters() {
     }
 }
 
-/// How long a PE is given before its supervisor finds that it shows no sign of life, with `--timeout 1`, and some time to end.
+/// With `--timeout 1`: the supervisor's limit for a PE without a heartbeat, plus time to end the job.
 const STALL_LIMIT: Duration = Duration::from_secs(3 + 2);
 
 #[test]
@@ -86,7 +86,7 @@ fn pe_stalled_in_a_write_is_reported_without_a_waiter() {
     command.args(["--forward-only", "--output"]).arg(out.path().join("out.safetensors"));
     let mut running = start(command);
     let pid = running.pe(0);
-    // 128 MB of results; before them only a few messages.
+    // The results have 128 MB; the PE writes only a few messages before them.
     let written = || -> u64 {
         let io = std::fs::read_to_string(format!("/proc/{}/io", pid.as_raw_pid())).unwrap();
         io.lines().find_map(|line| line.strip_prefix("wchar: ")).unwrap().parse().unwrap()
@@ -103,7 +103,7 @@ fn pe_stalled_in_a_write_is_reported_without_a_waiter() {
 #[test]
 fn pe_stopped_at_its_start_is_reported_within_the_limit() {
     let out = tempfile::tempdir().unwrap();
-    // The PEs that are probed before the layer's, too.
+    // Includes the PEs of the probe that precedes the layer.
     for (victim, more) in [(0, ""), (1, ""), (2, ""), (0, "--plan auto"), (1, "--plan auto")] {
         let mut running = long_run(3, &format!("--timeout 1 {more}"), out.path());
         kill_process(running.pe(victim), Signal::STOP).unwrap();
@@ -115,7 +115,7 @@ fn pe_stopped_at_its_start_is_reported_within_the_limit() {
     }
 }
 
-/// A stop of the whole job, by a terminal or a scheduler, is no stall of a PE.
+/// If a terminal or a scheduler stops the whole job, no PE counts as stalled.
 #[test]
 fn job_stopped_as_a_whole_continues() {
     let out = tempfile::tempdir().unwrap();

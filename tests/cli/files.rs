@@ -1,4 +1,4 @@
-//! A checkpoint and an input to run, and to spoil.
+//! A checkpoint and an input that tests can run and damage.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -42,7 +42,7 @@ impl Files {
         self.dir.path().join(name)
     }
 
-    /// Writes the input anew, with the first `tokens` tokens.
+    /// Rewrites the input with its first `tokens` tokens.
     pub fn write_input(&self, tokens: usize) {
         let (shape, len) = ([tokens, HIDDEN], tokens * HIDDEN);
         let tensors: [(&str, &[usize], &[f32]); 2] =
@@ -58,7 +58,7 @@ impl Files {
         fs::write(path, config.to_string()).unwrap();
     }
 
-    /// Makes a sharded checkpoint of the model: one shard, and the index that names it.
+    /// Converts the model to a sharded checkpoint with one shard and an index; returns the index.
     pub fn shard(&self) -> PathBuf {
         let (whole, shard) =
             (self.path("model/model.safetensors"), self.path("model/model-00001-of-00001.safetensors"));

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::binary::{aristos, aristos_run, names_in, read_tensors, relative_error, run, write_tensors};
 use crate::files::{Files, HIDDEN};
 
-/// Runs it with `--json`, from arguments separated by spaces; the report.
+/// Runs the layer with `--json`, with arguments separated by spaces; returns the report.
 #[track_caller]
 fn report(args: &str) -> Value {
     serde_json::from_str(&run(aristos_run(&format!("{args} --json"))).success().stdout).unwrap()
@@ -51,7 +51,7 @@ fn bundled_example_runs_without_flags() {
 #[test]
 fn json_has_exactly_the_documented_keys() {
     let page = include_str!("../../docs/report.md");
-    // The tables: under each heading, the keys of one object.
+    // The keys in each table, by the heading above it: one object each.
     let mut documented: Vec<(&str, BTreeSet<&str>)> = Vec::new();
     for line in page.lines() {
         if let Some(heading) = line.strip_prefix('#') {
@@ -105,7 +105,7 @@ fn single_pe_has_no_traffic() {
         report["remote_bytes_per_step"].as_f64().unwrap()
     };
     assert_eq!(bytes(1), 0.0);
-    // At the least, some token's row there and its result back.
+    // At least one token's row must cross, and its result.
     assert!(bytes(2) >= 2.0 * 16.0 * 4.0);
 }
 
@@ -122,7 +122,7 @@ fn trace_has_every_pe_and_phase() {
     let trace: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
     let spans: Vec<&Value> = events.iter().filter(|event| event["ph"] == "X").collect();
-    // Each PE's in their order.
+    // The spans of each PE are in order of time.
     let mut last = [0.0; 3];
     for span in &spans {
         let (start, duration) = (span["ts"].as_f64().unwrap(), span["dur"].as_f64().unwrap());
@@ -154,7 +154,7 @@ fn modes_budgets_chunks_and_steps_keep_the_results() {
     assert_eq!(results(&["--steps", "3"]), want);
     assert_eq!(results(&["--trace", files.path("trace.json").to_str().unwrap()]), want);
     for more in [["--mode", "bulk"], ["--budget-factor", "0.3"], ["--chunk-rows", "1"], ["--pes", "5"]] {
-        // clap takes the last of a repeated flag only where it is told to, so --pes needs a run of its own.
+        // clap takes the last of a repeated flag only if configured to, so --pes needs a separate run.
         let got = if more[0] == "--pes" { on_pes(&files, more[1]) } else { results(&more) };
         assert_eq!(got.keys().collect::<Vec<_>>(), want.keys().collect::<Vec<_>>(), "{more:?}");
         for (name, (_, want)) in &want {
@@ -224,7 +224,7 @@ fn synthetic_layers_of_every_kind_pass_the_check() {
         (3, "--experts 8 --mode bulk --hot-ratio 0.5 --hot-weight 0.9 --seed 7", 1 + 3 * 8),
         (2, "--experts 8 --aux-loss-coef 0.01 --z-loss-coef 0.001", 1 + 3 * 8),
         (2, "--experts 8 --capacity-factor 0.5", 1 + 3 * 8),
-        // More PEs than tokens, than experts.
+        // More PEs than tokens, and more PEs than experts.
         (8, "--experts 3", 1 + 3 * 3),
         (5, "--experts 2 --top-k 1 --steps 3", 1 + 3 * 2),
     ];
@@ -297,13 +297,13 @@ fn final_weights_are_saved() {
     let files = Files::new();
     let (out, weights) = (files.path("out/out.safetensors"), files.path("out/weights.safetensors"));
     let path = weights.display().to_string();
-    // Without training: the checkpoint's weights, under its names.
+    // Without training, the saved weights equal the checkpoint's, with the same names.
     files.run(&["--save-weights", &path]).success();
     let (model, saved) = (read_tensors(&files.path("model/model.safetensors")), read_tensors(&weights));
     assert!(saved.len() > 3 * 8, "{}", saved.len());
     saved.iter().for_each(|(name, tensor)| assert_eq!(Some(tensor), model.get(name), "{name}"));
     let gradients = read_tensors(&out);
-    // A step of gradient descent, on any number of PEs.
+    // A gradient descent step has the same result with any number of PEs.
     for pes in ["1", "2", "3"] {
         let mut command = aristos(["run", "--pes", pes, "--sgd", "0.5", "--layer", "1", "--save-weights", &path]);
         command.arg("--model").arg(files.path("model")).arg("--input").arg(files.path("in.safetensors"));
@@ -317,7 +317,7 @@ fn final_weights_are_saved() {
             assert!(relative_error(values, &want) < 1e-6, "{name}");
         }
     }
-    // A changed layer as a checkpoint: the second step from there is the second of two.
+    // One step, saved as a checkpoint, and a step from there must equal two steps.
     let mut two =
         aristos(["run", "--pes", "2", "--sgd", "0.5", "--steps", "2", "--layer", "1", "--save-weights", &path]);
     two.arg("--model").arg(files.path("model")).arg("--input").arg(files.path("in.safetensors"));
@@ -335,7 +335,7 @@ fn final_weights_are_saved() {
     for (name, (_, values)) in step(&files.path("model")) {
         assert!(relative_error(&values, &twice[&name].1) < 1e-6, "{name}");
     }
-    // Refused where it makes no sense.
+    // Invalid combinations and values are refused.
     files.run(&["--sgd", "0.1", "--check"]).misused(&["--sgd", "--check"]);
     files.run(&["--sgd", "inf"]).refused(&["--sgd is inf"]);
     run(aristos_run("--forward-only --sgd 0.1")).refused(&["--sgd without a backward pass"]);

@@ -1,4 +1,4 @@
-//! The command as a user meets it: the jobs it does, the input it refuses, and how it ends when something dies.
+//! The command line: valid jobs, refused input, and how a job ends after a failure.
 
 #[path = "../binary/mod.rs"]
 mod binary;

@@ -1,5 +1,4 @@
-//! What a command writes, where it cannot be written: standard output and standard error that are full or closed, and files that are
-//! in the way.
+//! Output that cannot be written: standard output and standard error are full or closed, or files are in the way.
 
 use std::ffi::CString;
 use std::fs;
@@ -12,7 +11,7 @@ use crate::binary::{Outcome, Tensor, aristos, aristos_run, names_in, read_tensor
 use crate::files::Files;
 use crate::skip::skip;
 
-/// Commands that print something, each in its own way.
+/// Commands that print, each in a different way.
 fn printing() -> Vec<Command> {
     let mut all = vec![aristos_run("--tokens 16 --hidden 16 --intermediate 16 --pes 1")];
     for args in [
@@ -44,7 +43,7 @@ fn printing() -> Vec<Command> {
     all
 }
 
-/// A folder for the commands to run in, next to the files that some of them read.
+/// A working folder for the commands, with the files that some of them read next to it.
 fn folder() -> (tempfile::TempDir, std::path::PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("loads.json"), r#"{"weight": [[4, 3, 2, 1]]}"#).unwrap();
@@ -58,7 +57,7 @@ fn folder() -> (tempfile::TempDir, std::path::PathBuf) {
     (dir, inner)
 }
 
-/// The exit code, and what it said on standard error.
+/// Runs a command; returns its exit code and standard error.
 fn ended(mut command: Command, stdout: Stdio) -> (Option<i32>, String) {
     let output = command.stdin(Stdio::null()).stdout(stdout).stderr(Stdio::piped()).output().unwrap();
     (output.status.code(), String::from_utf8(output.stderr).unwrap())
@@ -86,7 +85,7 @@ fn closed_pipe_ends_a_command_silently() {
         let what = format!("{:?}", command.get_args().collect::<Vec<_>>());
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
-        // As a shell has it of a process that SIGPIPE ended.
+        // The exit code that shells report for a process killed by SIGPIPE.
         assert_eq!(ended(command, writer.into()), (Some(141), String::new()), "{what}");
     }
 }
@@ -113,7 +112,7 @@ fn unwritable_standard_error_is_ignored() {
     assert_eq!(status.code(), Some(1));
 }
 
-/// A small file system, where one can be mounted; calls `work` with its folder.
+/// Calls `work` with a folder on a small file system, if one can be mounted.
 fn on_small_disk(work: impl FnOnce(&Path)) {
     let dir = tempfile::tempdir().unwrap();
     let name = CString::new(dir.path().to_str().unwrap()).unwrap();
@@ -215,7 +214,7 @@ fn input_files_are_never_overwritten() {
     refused(files.run_to(&files.path("plan.json"), &["--plan", &path("plan.json")]), "is the plan");
     assert_eq!(fs::read(files.path("plan.json")).unwrap(), plan_before);
     refused(plan(&["--out".into(), path("x"), "--draw".into(), path("x")]), "is --out too");
-    // What a command reads, as its result.
+    // An output with the path of an input is refused.
     run(aristos(["workload", "--model", "mixtral-8x7b", "--tokens-per-device", "512", "--out", &path("w.json")]))
         .success();
     run(aristos(["probe", "--quick", "--pes", "2", "--out", &path("c.json")]));
@@ -230,7 +229,7 @@ fn input_files_are_never_overwritten() {
     assert_eq!(fs::read(files.path("plan.json")).unwrap(), plan_before);
 }
 
-/// Files without an end: a pipe without a writer, the kernel's log, a device.
+/// Files that never end: a pipe without a writer, the kernel's log, a device.
 #[test]
 fn endless_files_are_errors() {
     let files = Files::new();
@@ -261,7 +260,7 @@ fn endless_files_are_errors() {
     }
 }
 
-/// Rows that travel as bf16 are right by bf16's rounding, and half the bytes of f32's.
+/// Rows sent as bf16 pass the check with bf16's rounding bound, and take half as many bytes as f32 rows.
 #[test]
 fn bf16_rows_halve_the_traffic() {
     let layer = "--pes 3 --tokens 100 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --check --json";
@@ -277,7 +276,7 @@ fn bf16_rows_halve_the_traffic() {
     assert_eq!(sent("--wire bf16"), ("bf16".into(), [out / 2, back / 2, slots]));
 }
 
-/// A thread that cannot be started only costs time.
+/// If threads cannot be started, a command only takes longer.
 #[test]
 fn run_continues_without_threads_that_cannot_start() {
     let plan = "plan --cluster preset:perlmutter-a100-40gb:64 --model qwen3-30b-a3b --tokens-per-device 512 --json";
@@ -287,7 +286,7 @@ fn run_continues_without_threads_that_cannot_start() {
     {
         let command = || aristos(args.split_whitespace());
         let mut without = command();
-        // A stack that no machine can allocate.
+        // No machine can allocate a stack of this size.
         without.env("RUST_MIN_STACK", (1_u64 << 60).to_string());
         let outcome = run(without).success();
         if args == plan || args == simulate {
@@ -322,7 +321,7 @@ fn low_limit_on_open_files_is_one_error() {
 #[test]
 fn warning_is_printed_once() {
     let files = Files::new();
-    // Mixtral, of the families that have such a field, by its names.
+    // The model becomes a Mixtral, a family with such a field, so its tensors get Mixtral's names.
     let model = files.path("model/model.safetensors");
     let renamed: Vec<(String, Tensor)> = read_tensors(&model)
         .into_iter()

@@ -1,4 +1,4 @@
-//! The request of a PE: its process gets no flag of the user, and refuses requests of another version.
+//! The request of a PE: a PE's process gets no user flags, and refuses requests of another version.
 
 use std::fs::{self, File};
 use std::io::{IoSlice, Read};

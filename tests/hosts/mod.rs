@@ -28,7 +28,7 @@ impl Hosts {
         Self::create(&[], n)
     }
 
-    /// Like [`Hosts::make`], with a link that delays, reorders and drops packets as `settings` say (`tests/hosts/link`).
+    /// Like [`Hosts::make`], with a link that delays, reorders and drops packets according to `settings` (`tests/hosts/link`).
     pub fn with_link(n: usize, settings: &str) -> Option<Hosts> {
         Self::create(&["--link", settings], n)
     }
@@ -92,8 +92,7 @@ impl Hosts {
         command
     }
 
-    /// Total bytes sent by all hosts since their creation as counted by their network interfaces, including headers and
-    /// acknowledgements.
+    /// Total bytes that the hosts' network interfaces have sent since their creation, including headers and acknowledgements.
     pub fn sent_bytes(&self) -> u64 {
         self.sent_bytes_by("eth0")
     }

@@ -1,4 +1,4 @@
-//! Nearly valid inputs: files and messages after random damage, or modified by someone who knows the format.
+//! Mutations of valid inputs: random damage, and changes that respect the format.
 
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;

@@ -407,7 +407,7 @@ mod fault_detection {
 
     #[test]
     fn a_pe_can_run_far_ahead() {
-        // Maximum number of rounds that PE 1 has done before PE 0 does anything.
+        // Maximum rounds that PE 1 completes before PE 0's first operation.
         let ahead = AtomicUsize::new(0);
         Reorder(0..64).run(2, |shmem| {
             let word = shmem.alloc::<u64>(1).unwrap();

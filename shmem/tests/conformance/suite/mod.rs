@@ -55,7 +55,7 @@ pub fn puts_are_complete_after_a_barrier(world: &impl World) {
                 shmem.barrier_all(soon()).unwrap();
                 let expected: Vec<u64> = (0..n * 9).map(|i| (i / 9 * 100 + i % 9 + round * 1000) as u64).collect();
                 assert_eq!(read(shmem, table), expected);
-                // Keeps a PE from overwriting rows that another one still reads.
+                // No PE may overwrite rows that another one still reads.
                 shmem.sync_all(soon()).unwrap();
             }
         });
