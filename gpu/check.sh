@@ -355,7 +355,7 @@ layer_on() {
     try "$pes PEs, $gemm, $what" "${run[@]}" --pes "$pes" --gemm "$gemm" "${with[@]}"
 }
 
-# One layer per feature, on as few PEs as it needs; `correct-all` has all combinations.
+# One layer per feature, with the minimum number of PEs; `correct-all` has all combinations.
 stage_correct() {
     local gemm what
     for gemm in hopper ampere; do

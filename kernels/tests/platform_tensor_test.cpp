@@ -302,7 +302,7 @@ u32 run_counted(u32 mode, u64 seed, std::string& error) {
     float* out = world.heap<float>(0, 1 << 19);
     TensorMap* map = world.heap<TensorMap>(0, 1 << 18);
     CHECK(aristos_host_tensor_map(map, u64(in), 64, 64, 128, 64, 64, 2) == 0);
-    // All elements of a iteration are equal, so that their positions do not matter.
+    // All elements of an iteration are equal, so that their positions do not matter.
     double want = 0;
     for (u32 iteration = 0; iteration < ITERATIONS; ++iteration) {
         const u32 bits = from_float<Bf16>(float(iteration + 1)).bits;

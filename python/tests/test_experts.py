@@ -84,7 +84,7 @@ def operators_pass_opcheck():
     group = aristos.init()
     arguments = (problem.x, problem.ids, *problem.leaves()[1:], None, None, group.number, -1, "silu", True, 0.0, False, False)
     torch.library.opcheck(torch.ops.aristos.experts.default, arguments)
-    # AOT dispatch runs the backward operator above. It cannot be checked by itself, because the checks copy its ticket.
+    # opcheck's AOT dispatch also runs the backward operator. It has no check of its own, because the checks would copy its ticket.
 
 
 def compile_has_no_graph_break():
@@ -180,7 +180,7 @@ def weights_are_never_stale():
 
 
 def finite_differences():
-    # In a random direction, in f32: the error of the central difference is about 1e-3 at this step.
+    # The derivative in a random direction, in f32; at this step the central difference has an error of about 1e-3.
     problem = Problem()
     output = problem.experts()
     output.backward(problem.grad)

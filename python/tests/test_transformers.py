@@ -23,7 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests" / "parity"))
 from make_families import configure
 
 EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8)
-# Fields that only one family has; the others are those of the parity tests.
+# Fields that only one family has; all other fields are those of the parity tests.
 FIELDS = {
     "deepseek_v3": dict(n_group=2, topk_group=1),
     "dots1": dict(n_shared_experts=1),

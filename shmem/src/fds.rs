@@ -17,7 +17,6 @@ const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FILES));
 /// Sends `files` and as much of `parts` as the socket accepts; returns the number of bytes. Does not raise SIGPIPE.
 ///
 /// # Errors
-///
 /// The system's error; `INVAL` for more than [`MAX_FILES`] files.
 pub fn send(
     socket: BorrowedFd<'_>,

@@ -30,7 +30,6 @@ const PROGRAM: &str = "aristos meet 2";
 /// Only these processes of the user may have `key`; it can be a random number that one of them has drawn.
 ///
 /// # Errors
-///
 /// One line: another process has this key; a PE has not joined by the `deadline`, or expects another world; the heap is too small, or
 /// larger than the host's memory.
 pub fn meet(

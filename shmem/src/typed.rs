@@ -35,7 +35,6 @@ impl<T: Transport> Shmem<T> {
     /// Reserves [`Shmem::<T>::reserved_bytes`] at the heap's start for synchronisation and collectives.
     ///
     /// # Panics
-    ///
     /// If the heap is smaller than that.
     pub fn new(transport: T) -> Self {
         let (n_pes, heap_bytes) = (transport.n_pes(), transport.heap_bytes());

@@ -59,7 +59,6 @@ pub struct WantedDevice {
 /// every PE from every other.
 ///
 /// # Errors
-///
 /// As for [`with_device`].
 pub fn with_symmetric<R, E: From<JobError>>(
     wanted: WantedDevice,
@@ -73,7 +72,6 @@ pub fn with_symmetric<R, E: From<JobError>>(
 /// Like [`with_symmetric`], for work that precedes a part on the same device; returns the device if it stays open.
 ///
 /// # Errors
-///
 /// As for [`with_device`].
 pub fn before_part<R, E: From<JobError>>(
     wanted: WantedDevice,

@@ -52,7 +52,6 @@ pub trait Host {
     /// Sends a message, which is JSON, to the process that reports the job.
     ///
     /// # Errors
-    ///
     /// That process has ended.
     fn send(&self, body: &[u8]) -> Result<(), JobError>;
 
@@ -135,7 +134,6 @@ pub trait PePart {
     /// Size of the symmetric heap, bytes; the same on every PE.
     ///
     /// # Errors
-    ///
     /// The size does not fit into `usize`.
     fn heap_bytes<T: Transport>(&self) -> Result<usize, Self::Error>;
 

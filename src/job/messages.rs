@@ -46,7 +46,6 @@ impl<M: DeserializeOwned> Default for Messages<M> {
 /// about ten times a second; `on_loss` receives the cause when the job continues without lost PEs.
 ///
 /// # Errors
-///
 /// As for [`Processes::run`]; an unreadable message.
 pub fn collect<M: DeserializeOwned>(
     processes: Processes<'_>,

@@ -166,7 +166,6 @@ impl<W: World> Peers<W> {
     /// Checks that all PEs make the same request, because users may start PEs by hand. Collective.
     ///
     /// # Errors
-    ///
     /// This PE's request differs from PE 0's.
     pub fn check_same(&self, request: &Request, limit: Duration) -> Result<(), JobError> {
         let mut hasher = DefaultHasher::new();
@@ -182,7 +181,6 @@ impl<W: World> Peers<W> {
     /// Runs `work` over a symmetric heap of `heap_bytes` per PE. Operations without a deadline wait at most for `limit`. Collective.
     ///
     /// # Errors
-    ///
     /// An error of the memory or of `work`.
     pub fn over_memory<R, E: From<JobError>>(
         &self,
@@ -207,7 +205,6 @@ impl<W: World> Peers<W> {
     /// 0, `None` at the others. A PE waits for another at most for `limit`.
     ///
     /// # Errors
-    ///
     /// The failure of this PE's part. Pass it to [`Peers::fail`] after dropping the job's outputs, because that function drops no values.
     pub fn run<M: DeserializeOwned>(
         &self,

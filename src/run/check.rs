@@ -18,7 +18,6 @@ const ANY_CHOICE: f64 = 1e6;
 /// Compares every tensor of the results with the reference.
 ///
 /// # Errors
-///
 /// Results cannot be read back, or the reference would not choose the experts of a token; the error gives their scores.
 pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &File) -> Result<CheckReport> {
     let round = |mut values: Vec<f32>| {

@@ -82,7 +82,6 @@ impl PreparedRun {
     /// covers the probe and every plan.
     ///
     /// # Errors
-    ///
     /// As for [`heap::variable`].
     pub fn heap_variable(&self) -> Result<Option<(String, String)>> {
         let probed = self.probe_request()?;

@@ -11,18 +11,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The file that gets a line, the line, and the lines that the report then has.
+# A file, the code injected into it, and the expected parts of the report.
 INJECTED = [
     # Against the order.
     ("src/moe/parallel.rs", "use crate::job::request::Request;", ["src/moe uses src/job", "src/moe/parallel.rs -> src/job/request/mod.rs"]),
     ("sim/src/network.rs", "use crate::step::Step as Other;", ["a circle of", "sim/src/network.rs -> sim/src/step/mod.rs"]),
     ("formats/src/model.rs", "fn wrong() { aristos_plan::plan(); }", ["formats uses plan", "formats/src/model.rs -> plan/src/lib.rs"]),
     ("src/gpu/params.rs", "use crate::moe::Dtype as Other;", ["src/gpu uses src/moe", "src/gpu and src/moe use each other"]),
-    # Circles: between neighbours, through a glob, and between a module and one below it.
+    # Cycles: between sibling modules, through a glob, and between a module and its submodule.
     ("src/run/inject.rs", "use super::pe;\nfn wrong() { pe::run(); }", ["a circle of", "src/run/inject.rs -> src/run/pe.rs"]),
     ("src/run/inject.rs", "use super::pe::*;\nfn wrong() { run(); }", ["a circle of", "src/run/inject.rs -> src/run/pe.rs"]),
     ("src/check/error.rs", "type Wrong<'a> = super::Problem<'a>;", ["a circle of", "src/check/error.rs -> src/check/mod.rs"]),
-    # Not wrong: in tests, comments and strings, and a module line.
+    # Valid: uses in tests, comments and strings, and a `mod` line.
     ("src/moe/parallel.rs", "#[cfg(test)]\nmod more {\n    use crate::job::request::Request;\n}", []),
     ("src/moe/parallel.rs", '// crate::job::request::Request\nconst TEXT: &str = "crate::job::request::Request";', []),
 ]

@@ -68,7 +68,7 @@ def follow(kernel, index, limit, attempt):
 
 
 def settled(limit, attempt, outcome):
-    """The limit and the open attempt after this outcome; None means that it is still unknown."""
+    """Returns the limit and the pending attempt after an outcome, which is None while it is unknown."""
     if outcome is None:
         return limit, attempt
     return (limit if outcome else attempt[1]), None

@@ -2,7 +2,7 @@
 
 from .flow import Blocks
 
-# Instructions that make a loop a main loop; a loop is named after the instruction and its index. Loops that only copy count on Hopper,
+# Instructions that make a loop a main loop; a loop is named after the instruction and its index. Loops that only copy count as main loops on Hopper,
 # where other warps compute; elsewhere copies outside of the GEMM loops fill the pipeline.
 TENSOR = ("HGMMA", "HMMA")
 KEYS = {"HGMMA": ("HGMMA", "LDGSTS"), "HMMA": ("HMMA",)}

@@ -33,10 +33,10 @@ def written(rows, kind):
 
 
 def merged(old, now, here):
-    """The old rows with these modules' and architectures' rows replaced by those of now."""
+    """The old rows, with those of these modules and architectures replaced by the new ones."""
     return {name: row for name, row in old.items() if name[:2] not in here} | now
 
 
 def missing(old, now, here):
-    """Names of the rows of these modules and architectures that are in the old table alone."""
+    """Names of the rows of these modules and architectures that only the old table has."""
     return [name for name in old if name[:2] in here and name not in now]

@@ -126,7 +126,6 @@ fn header(kind: Kind, n_files: usize, body_bytes: usize) -> [u8; HEADER_BYTES] {
 /// Sends one frame on a blocking socket.
 ///
 /// # Errors
-///
 /// The system's error.
 pub fn send(socket: BorrowedFd<'_>, kind: Kind, body: &[u8], files: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let header = header(kind, files.len(), body.len());
@@ -240,7 +239,6 @@ impl Outbox {
     /// receive their files, so it is treated as a full socket.
     ///
     /// # Errors
-    ///
     /// The system's error.
     pub fn flush(&mut self, socket: BorrowedFd<'_>) -> Result<(), Errno> {
         while let Some(Outgoing { bytes, sent, files, range }) = self.queue.front_mut() {

@@ -17,7 +17,6 @@ impl Nonce {
     /// Draws a nonce.
     ///
     /// # Errors
-    ///
     /// The system's error.
     pub fn draw() -> io::Result<Nonce> {
         let mut nonce = Nonce::default();

@@ -100,7 +100,6 @@ impl TcpTransport {
     }
 
     /// # Panics
-    ///
     /// If the bytes are not in the heap, which has the same size on every PE.
     fn check(&self, at: usize, bytes: usize) {
         self.heap.address(at, bytes);

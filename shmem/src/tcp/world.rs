@@ -118,7 +118,6 @@ impl TcpWorld {
     /// The minimum of all PEs' numbers. Collective.
     ///
     /// # Errors
-    ///
     /// A PE is lost, or has not taken part within `limit`.
     pub fn min(&self, value: u64, limit: Duration) -> Result<u64, TcpError> {
         self.running.min(value, limit)

@@ -128,7 +128,6 @@ impl Survivors {
     /// Once all remaining PEs have stopped: returns how they continue, and the cause of the loss.
     ///
     /// # Errors
-    ///
     /// The cause, if the PEs cannot continue.
     pub(super) fn decide(&mut self) -> Result<Option<(GoOn, LaunchError)>, LaunchError> {
         if self.cause.is_none() {

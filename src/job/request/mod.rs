@@ -78,7 +78,6 @@ impl Request {
     /// Encodes the request.
     ///
     /// # Errors
-    ///
     /// A value that JSON cannot represent.
     pub fn to_bytes(&self) -> Result<Vec<u8>, RequestError> {
         let envelope = Envelope { version: VERSION, program: env!("CARGO_PKG_VERSION"), request: self };
