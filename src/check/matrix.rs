@@ -5,11 +5,11 @@ use std::ops::Range;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::thread;
 
-/// Below this many multiply-adds a thread costs more than it saves.
+/// With fewer multiply-adds a thread costs more time than it saves.
 const MIN_WORK_PER_THREAD: usize = 1 << 20;
-/// Columns of a block of the product: two operands' rows of 2 KiB stay in the first-level cache.
+/// Columns of a block of the product, such that two operands' rows of 2 KiB stay in the L1 cache.
 const BLOCK_COLS: usize = 256;
-/// Left rows of a block of the product: with [`BLOCK_COLS`], 128 KiB that stay in the second-level cache.
+/// Left rows of a block of the product: with [`BLOCK_COLS`], 128 KiB that stay in the L2 cache.
 const BLOCK_ROWS: usize = 64;
 /// Partial sums per dot product, so that the compiler may use vector registers.
 const LANES: usize = 2;

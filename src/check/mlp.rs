@@ -54,7 +54,7 @@ impl Linear {
         y
     }
 
-    /// Error of the f32 sum in element `i` of the result, for an exact input of this norm.
+    /// Error of the f32 sum in element `i` of the result, for an exact input with norm `x_norm`.
     fn sum_bound(&self, x_norm: f64, i: usize) -> f64 {
         SUM * (x_norm * self.row_norms[i] + self.bias.as_ref().map_or(0.0, |b| b[i].abs()))
     }
@@ -192,8 +192,8 @@ impl Mlp {
         Trace { x_norms, input_error, gate, up, inner, output, output_bounds }
     }
 
-    /// The gradients of the input and of the rows' factors for the gradient `dy` of `factors[t] * output[t]`; the weights'
-    /// gradients go to `grads`.
+    /// Computes the gradients of the input and of the rows' factors from `dy`, the gradient of `factors[t] * output[t]`. Weight gradients
+    /// go to `grads`.
     pub fn backward(
         &self,
         x: &Matrix,
@@ -263,12 +263,12 @@ impl Mlp {
             }
         });
 
-        // Where the input is off, so is each product with it.
+        // An error of the input adds to the error of each product with it.
         for (d, errors) in [(&d_up, &mut up_errors), (&d_gate, &mut gate_errors)] {
             errors.data.iter_mut().zip(&d.data).for_each(|(error, d)| *error += trace.input_error * d.abs());
         }
 
-        // The down projection's: the sum of `factor * inner`, which are stored, times dy.
+        // Gradient of the down projection: the sum of dy times `factor * inner`, which the layer stores.
         let (down_id, down_bias_id) = self.id.ids(Proj::Down);
         let (mut weighted, mut weighted_errors) = (trace.inner.clone(), inner_errors.clone());
         for (t, factor) in factors.iter().enumerate() {
@@ -341,8 +341,8 @@ impl Mlp {
         InputGradient { x: dx, x_bounds: dx_bounds, factors: (0..x.rows).map(factor_gradient).collect() }
     }
 
-    /// The factors of an inner value, and their derivatives by gate and up, where these are off by their bounds. A derivative jumps where
-    /// its argument is cut off: both sides are allowed where the argument may be on both.
+    /// The factors of an inner value and their derivatives with respect to gate and up, if these have errors up to their bounds. A
+    /// derivative jumps at the clamp's limit: if the argument may be on either side, either derivative is allowed.
     fn spread_glu(&self, gate: (f64, f64), up: (f64, f64)) -> (Bounded, Bounded, Bounded, Bounded) {
         let at = |gate, up| glu_factors(self.config.activation, self.config.glu, gate, up);
         let [value, factor] = at(gate.0, up.0);

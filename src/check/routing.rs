@@ -6,19 +6,19 @@ use super::matrix::Matrix;
 use super::special::{sigmoid, softplus};
 use crate::moe::{GroupScore, LayerConfig, RouterConfig, Scoring};
 
-/// The least a score can be off by: f32 scores below its smallest normal number vanish.
+/// Minimum error of a score: f32 scores below the smallest normal number become 0.
 const SCORE_FLOOR: f64 = 2.0 * f32::MIN_POSITIVE as f64;
 
-/// Every token's scores, choice and weights.
+/// The scores, choice and weights of every token.
 pub struct Routing<'a> {
     config: &'a LayerConfig,
     logits: Matrix,
     scores: Matrix,
-    /// How far each token's logits may be off, `[tokens]`.
+    /// Maximum error of each token's logits, `[tokens]`.
     logit_bounds: Vec<f64>,
     /// `[tokens, top_k]`.
     pub chosen: Vec<usize>,
-    /// The factor on the chosen experts' outputs, `[tokens, top_k]`; a dropped pair's too.
+    /// Factors on the chosen experts' outputs, `[tokens, top_k]`, including those of dropped pairs.
     pub weights: Vec<Bounded>,
     /// Whether the pair is within its expert's capacity, `[tokens, top_k]`.
     pub kept: Vec<bool>,
@@ -26,15 +26,15 @@ pub struct Routing<'a> {
     pub tokens_per_expert: Vec<u64>,
 }
 
-/// The selection scores of one token, each with how far f32 rounding may move it.
+/// The selection scores of one token, each with its maximum f32 rounding error.
 struct Selection {
     score: Vec<f64>,
     slack: Vec<f64>,
 }
 
 impl<'a> Routing<'a> {
-    /// Routes the rows of `x`. With `given`, `[tokens, top_k]`, that choice is verified within
-    /// `tolerance` and used; otherwise the reference chooses.
+    /// Routes the rows of `x`. If `given`, `[tokens, top_k]`, is set, that choice is verified within `tolerance` and used; otherwise the
+    /// reference chooses.
     pub fn new(
         config: &'a LayerConfig,
         x: &Matrix,
@@ -46,7 +46,7 @@ impl<'a> Routing<'a> {
     ) -> Result<Self, CheckError> {
         let (tokens, n_experts, k) = (x.rows, config.choices(), config.router.top_k);
         let mut logits = x.times_transpose(router);
-        // The sum of the terms' magnitudes is what the rounding of a logit is relative to.
+        // The rounding error of a logit is relative to the sum of its terms' magnitudes.
         let mut magnitudes = x.map(f64::abs).times_transpose(&router.map(f64::abs));
         if let Some(bias) = logit_bias {
             for t in 0..tokens {
@@ -56,7 +56,7 @@ impl<'a> Routing<'a> {
         }
         let cap = f64::from(config.router.softcap);
         if cap > 0.0 {
-            // No steeper than the logit itself.
+            // The slope of the softcap is at most 1, so the error bound remains valid.
             logits = logits.map(|l| cap * (l / cap).tanh());
         }
         if let Some(i) = logits.data.iter().position(|l| !l.is_finite()) {
@@ -188,8 +188,8 @@ impl<'a> Routing<'a> {
         (0..tokens).map(|t| logsumexp(self.logits.row(t)).powi(2)).sum::<f64>() / tokens as f64
     }
 
-    /// The gradient of the logits, `[tokens, n_experts]`, for that of the weights, `[tokens, top_k]`,
-    /// with both losses' shares; and bounds on its errors.
+    /// The gradient of the logits, `[tokens, n_experts]`, from that of the weights, `[tokens, top_k]`, and from both losses; and bounds
+    /// on its errors.
     pub fn backward(&self, d_weights: &[Bounded]) -> (Matrix, Matrix) {
         let router = &self.config.router;
         let (tokens, n_experts, k) = (self.logits.rows, self.config.choices(), router.top_k);
@@ -278,7 +278,7 @@ impl<'a> Routing<'a> {
                     Scoring::SqrtSoftplus => {
                         let l = self.logits.row(t)[e];
                         let slope = if s.value > 0.0 { sigmoid(l) / (2.0 * s.value) } else { 0.0 };
-                        // The relative change per unit of the logit is at most a half.
+                        // The relative change per unit of the logit is at most 1/2.
                         let slope = Bounded { value: slope, bound: slope * (logit_bound + SUM) };
                         let product = slope.times(d_score);
                         (*d, *error) = (product.value, product.bound);
@@ -305,8 +305,8 @@ impl<'a> Routing<'a> {
     }
 }
 
-/// How far a score (a softmax probability or a sigmoid) may be off where logits are off by `logit_bound`: its slope is
-/// `s (1 - s)`, for softmax twice that over all logits together, and changes by as much again.
+/// Maximum error of a score (a softmax probability or a sigmoid) if logits have errors of up to `logit_bound`. Its slope is `s (1 - s)`,
+/// for softmax twice that over all logits together; the slope itself may change by as much again.
 pub fn score_bound(score: f64, logit_bound: f64) -> f64 {
     let moved = score * (1.0 - score) * (2.0 * logit_bound).exp_m1();
     moved.min(1.0) + SUM * score + SCORE_FLOOR
@@ -316,7 +316,7 @@ pub fn score_bound(score: f64, logit_bound: f64) -> f64 {
 fn scored(router: &RouterConfig, value: f64, logit_bound: f64) -> Bounded {
     let bound = match router.scoring {
         Scoring::Softmax | Scoring::Sigmoid => score_bound(value, logit_bound),
-        // The slope is below a half.
+        // The slope is below 1/2.
         Scoring::SqrtSoftplus => 0.5 * logit_bound + SUM * value + SCORE_FLOOR,
     };
     Bounded { value, bound }
@@ -342,7 +342,7 @@ fn normaliser(router: &RouterConfig, chosen: &[Bounded]) -> Bounded {
     Bounded { value: value.max(f64::from(router.norm.floor)), ..norm }
 }
 
-/// The norm of the chosen scores; no score moves it by more than itself moves, for an order of 1 or more.
+/// The norm of the chosen scores. For an order of at least 1, a change of a score changes the norm by at most as much.
 fn p_norm(router: &RouterConfig, chosen: &[Bounded]) -> Bounded {
     let sum = chosen.iter().copied().fold(Bounded::ZERO, Bounded::plus);
     let order = f64::from(router.norm.order);
@@ -350,12 +350,12 @@ fn p_norm(router: &RouterConfig, chosen: &[Bounded]) -> Bounded {
         return sum;
     }
     let value = chosen.iter().map(|s| s.value.powf(order)).sum::<f64>().powf(1.0 / order);
-    // Below 1 the norm is steeper: by the ratio of the norm to the score, to the power 1 - p.
+    // For an order p below 1 the slope is larger: (norm / score)^(1 - p).
     let steepness = |s: &Bounded| if order < 1.0 { (value / s.value).powf(1.0 - order) } else { 1.0 };
     Bounded { value, bound: chosen.iter().map(|s| s.bound * steepness(s)).sum::<f64>() + SUM * value }
 }
 
-/// The derivatives of [`normaliser`] by the chosen scores.
+/// The derivatives of [`normaliser`] with respect to the chosen scores.
 fn norm_slopes(router: &RouterConfig, chosen: &[Bounded]) -> Vec<Bounded> {
     let norm = p_norm(router, chosen);
     let order = f64::from(router.norm.order);
@@ -373,7 +373,7 @@ fn norm_slopes(router: &RouterConfig, chosen: &[Bounded]) -> Vec<Bounded> {
     chosen.iter().map(slope).collect()
 }
 
-/// SparseMixer's choice: the best logit, and the best of the others; or `given`, in its order of logits, where it is that within `slack`.
+/// SparseMixer's choice: the best logit, then the best of the others. If `given` is the same choice within `slack`, returns `given`.
 fn mixed_choice(token: usize, logits: &[f64], given: Option<&[u32]>, slack: f64) -> Result<Vec<usize>, CheckError> {
     let own = largest(logits, 0..logits.len(), 2);
     let Some(given) = given else { return Ok(own) };
@@ -386,8 +386,8 @@ fn mixed_choice(token: usize, logits: &[f64], given: Option<&[u32]>, slack: f64)
     Ok(given)
 }
 
-/// For each of two chosen experts, the shares of all in the softmax that its weight is of. The chosen ones are in any order; the better
-/// goes first, and is not among the second's.
+/// For each of the two chosen experts: the shares of all experts in the softmax from which its weight is taken. `chosen` may have either
+/// order; the expert with the better logit counts as first and is excluded from the softmax of the second.
 fn mixed_shares(jitter: f64, logits: &[f64], chosen: &[usize]) -> Vec<Vec<f64>> {
     let first = if (logits[chosen[1]], chosen[0]) > (logits[chosen[0]], chosen[1]) { chosen[1] } else { chosen[0] };
     let shares = |&e: &usize| {
@@ -401,8 +401,8 @@ fn mixed_shares(jitter: f64, logits: &[f64], chosen: &[usize]) -> Vec<Vec<f64>> 
     chosen.iter().map(shares).collect()
 }
 
-/// The maximum number of pairs of an expert, if there is a limit. The factors are multiplied in the layer's order: another order may round a whole number
-/// to the one above.
+/// The maximum number of pairs of an expert, if there is a limit. Multiplies in the layer's order, because another order may round a
+/// whole number up to the next one.
 fn capacity(config: &LayerConfig, tokens: usize) -> Option<u64> {
     let top_k = config.router.top_k as f64;
     config.capacity_factor.map(|c| (c * top_k * tokens as f64 / config.n_experts as f64).ceil() as u64)
@@ -420,7 +420,7 @@ fn logsumexp(logits: &[f64]) -> f64 {
     max + logits.iter().map(|l| (l - max).exp()).sum::<f64>().ln()
 }
 
-/// The indices of the `n` largest of `values` among `among`, ties to the smaller index.
+/// The indices of the `n` largest `values` with indices in `among`; ties go to the smaller index.
 fn largest(values: &[f64], among: impl Iterator<Item = usize>, n: usize) -> Vec<usize> {
     let mut order: Vec<usize> = among.collect();
     order.sort_by(|&a, &b| values[b].total_cmp(&values[a]).then(a.cmp(&b)));
@@ -428,7 +428,7 @@ fn largest(values: &[f64], among: impl Iterator<Item = usize>, n: usize) -> Vec<
     order
 }
 
-/// The sum of the two best scores of each group, or the only one's; or the best one.
+/// The score of each group: the sum of its two best scores (the only score in groups of one expert), or the best score.
 fn group_scores(router: &RouterConfig, score: &[f64], n_groups: usize) -> Vec<f64> {
     let size = score.len() / n_groups;
     let best = if router.group_score == GroupScore::Best { 1 } else { 2 };
@@ -446,8 +446,8 @@ fn select(router: &RouterConfig, score: &[f64]) -> Vec<usize> {
     largest(score, all.filter(|e| eligible.contains(&(e / size))), router.top_k)
 }
 
-/// Checks that `own` is a choice the rules allow when every selection score may be off by its slack:
-/// no expert left out is better than one chosen by more than the two scores' slacks.
+/// Checks that the rules allow the choice `own` if every selection score may have an error of its slack: no excluded expert is better
+/// than a chosen one by more than both slacks.
 fn verify(router: &RouterConfig, token: usize, own: &[usize], sel: &Selection) -> Result<(), CheckError> {
     let n_experts = sel.score.len();
     for (i, &e) in own.iter().enumerate() {
@@ -475,8 +475,8 @@ fn verify(router: &RouterConfig, token: usize, own: &[usize], sel: &Selection) -
     Ok(())
 }
 
-/// The experts `own` may have been chosen among: all, or those of the eligible groups. Where groups are
-/// nearly tied, the ties are resolved in favour of `own`.
+/// The experts from which `own` may have been chosen: all, or those of the eligible groups. Near ties between groups are resolved in
+/// favour of `own`.
 fn eligible_experts(
     router: &RouterConfig,
     token: usize,
@@ -491,7 +491,7 @@ fn eligible_experts(
     let score = group_scores(router, &sel.score, groups.n_groups);
     let slack: Vec<f64> = sel.slack.chunks(size).map(|group| 2.0 * group.iter().copied().fold(0.0, f64::max)).collect();
     let others = |g: usize| (0..groups.n_groups).filter(move |&o| o != g);
-    // Eligible whatever the rounding; perhaps eligible.
+    // `surely`: eligible with any rounding. `perhaps`: eligible with some rounding.
     let surely =
         |&g: &usize| others(g).filter(|&o| score[o] + slack[o] >= score[g] - slack[g]).count() < groups.top_groups;
     let perhaps =
@@ -517,7 +517,7 @@ fn eligible_experts(
             groups.top_groups
         )));
     }
-    // The rest of the places, to the nearly tied groups whose best expert is the worst.
+    // Fills the remaining places with those nearly tied groups whose best expert is the worst.
     let best = |g: usize| sel.score[g * size..(g + 1) * size].iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let mut tied: Vec<usize> = (0..groups.n_groups).filter(|g| perhaps(g) && !eligible.contains(g)).collect();
     tied.sort_by(|&a, &b| best(a).total_cmp(&best(b)));
@@ -547,9 +547,9 @@ mod tests {
     #[test]
     fn selection_breaks_ties_to_the_smaller_index() {
         assert_eq!(select(&router(3, None), &[0.5, 0.7, 0.5, 0.7, 0.5]), [1, 3, 0]);
-        // Groups {0,1} {2,3} {4,5} score 0.9, 1.0, 0.9: the first of the tied two goes with the second.
+        // Groups {0,1} {2,3} {4,5} score 0.9, 1.0, 0.9: the second group and the first of the tied groups are eligible.
         assert_eq!(select(&router(2, Some((3, 2))), &[0.8, 0.1, 0.5, 0.5, 0.6, 0.3]), [0, 2]);
-        // Groups of one expert count that one alone.
+        // The score of a group of one expert is that expert's score.
         assert_eq!(select(&router(2, Some((3, 2))), &[0.1, 0.3, 0.2]), [1, 2]);
     }
 
@@ -562,7 +562,7 @@ mod tests {
         let text = error(&r, &score, &[0, 3]);
         assert!(text.contains("token 7") && text.contains("expert 3 with selection score 0.1"), "{text}");
         assert!(text.contains("expert 2 with 0.5005"), "{text}");
-        // Both near the second best, but the best is left out.
+        // Both chosen experts are near the second best, but the best is missing.
         assert!(error(&r, &score, &[1, 2]).contains("expected expert 0"));
         assert!(error(&r, &score, &[0, 0]).contains("expert 0 twice"));
         assert!(error(&r, &score, &[0, 4]).contains("expert 4, but there are 4"));
@@ -570,7 +570,7 @@ mod tests {
 
     #[test]
     fn groups_are_ranked_by_their_best_or_their_best_two() {
-        // Groups score 0.8 and 1.0 by two, 0.7 and 0.5 by their best.
+        // By the sum of two the groups score 0.8 and 1.0, by the best expert 0.7 and 0.5.
         let score = [0.7, 0.1, 0.5, 0.5];
         let two = router(1, Some((2, 1)));
         let best = RouterConfig { group_score: GroupScore::Best, ..two.clone() };
@@ -606,7 +606,7 @@ mod tests {
         let three = router(3, Some((4, 2)));
         check(&three, &score, &[0, 1, 2]).unwrap();
         check(&three, &score, &[0, 1, 4]).unwrap();
-        // Either tied group may be eligible, not both.
+        // Only one of the tied groups may be eligible.
         assert!(error(&three, &score, &[0, 2, 4]).contains("too many groups"));
     }
 }

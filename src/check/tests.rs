@@ -78,8 +78,9 @@ impl Data {
         (above - below) / (2.0 * f64::from(STEP))
     }
 
-    /// Compares every gradient with finite differences of each tensor along some directions in which every element moves, so that each direction detects
-    /// an error in any element. The quotients are off by STEP^2/6 times a third derivative, some 1e-8, and by 2^-52 / STEP, 1e-12.
+    /// Compares every gradient with finite differences along some directions. In each direction all elements of a tensor change, so that
+    /// each direction detects an error in any element. The quotients have an error of STEP^2/6 times a third derivative, about 1e-8, and
+    /// of 2^-52 / STEP, 1e-12.
     fn check_gradients(mut self) -> Reference {
         let result = self.run(None, CHOICE_TOLERANCE).unwrap();
         let chosen = &result.chosen;
@@ -107,7 +108,7 @@ impl Data {
     }
 }
 
-/// A gradient that is wrong in one element is off along every direction by twice that element's error.
+/// An error in one element changes the derivative along every direction by twice that error.
 const DIRECTIONS: usize = 3;
 
 #[test]
@@ -201,7 +202,7 @@ fn gradients_with_dropped_tokens() {
     }
 }
 
-/// Two experts of width 1, hidden width 2, top-1, ReLU: small enough to do on paper.
+/// Two experts of width 1, hidden width 2, top-1, ReLU: small enough to compute by hand.
 fn by_hand() -> Data {
     let router = RouterConfig { top_k: 1, ..base().router };
     let expert = MlpConfig { intermediate: 1, ..mlp(Activation::Relu, false, false) };
@@ -257,7 +258,7 @@ fn gated_sigmoid_layer_with_biases_and_shared_expert_matches_its_formula() {
     let shared = Some(SharedConfig::new(expert, true));
     let mut data = Data::new(LayerConfig { hidden: 1, n_experts: 3, router, expert, shared, ..base() }, 1, 70);
     data.hidden_states = vec![0.5];
-    // Expert 0 scores best, but the bias puts it last.
+    // Expert 0 has the best score, but the bias makes it last.
     data.weights.insert(WeightId::Router, vec![2.0, 1.0, -1.0]);
     data.weights.insert(WeightId::RouterBias, vec![-5.0, 0.0, 0.0]);
     data.weights.insert(WeightId::SharedGate, vec![-3.0]);
@@ -285,7 +286,7 @@ fn gated_sigmoid_layer_with_biases_and_shared_expert_matches_its_formula() {
 fn pairs_with_the_smallest_token_index_are_kept() {
     let mut data = by_hand();
     data.config.capacity_factor = Some(1.0);
-    // Both tokens to expert 1, which may keep ceil(1 * 1 * 2 / 2) = 1.
+    // Both tokens choose expert 1, which may keep ceil(1 * 1 * 2 / 2) = 1.
     data.hidden_states[2] = 3.0_f32.ln();
     let r = data.run(None, CHOICE_TOLERANCE).unwrap();
     assert_eq!((r.chosen, r.tokens_per_expert, r.dropped), (vec![1, 1], vec![0, 2], 1));
