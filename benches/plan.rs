@@ -3,21 +3,8 @@
 //! `cargo bench --bench plan -- [--csv] [--quick]`: medians and spread of wall time and of processor time. (Only processor time is
 //! meaningful on a busy machine.) Full matrices have 10% of noise on three tiers, so that no two links are equal; tiers have no noise.
 //!
-//! Both modes use the placed objective, or with `--published` the published one.
-//!
-//! `cargo bench --bench plan -- --quality [EFFORT] [--cases N] [--best FILE] [--tight]`: how far the answers are above the best known
-//! ones, on N (default 120) random clusters. These have 17 to 64 devices; with the placed objective 8 to 64, and 0.25 to 4 experts per
-//! device. The best known answer comes from a search with EFFORT times the usual effort (default 16; 1 for none) and from FILE, which
-//! keeps the best answers ever found. A third of the clusters have two or three tiers with noise and asymmetry, a third unstructured
-//! links, and a third are drawn as in the tests. `--tight` uses other clusters, with a FILE of their own, whose groups have hardly more
-//! room for experts than they need.
+//! The objective is the placed one, or with `--published` the published one.
 
-#[path = "../plan/tests/plan_brute/mod.rs"]
-#[allow(dead_code)]
-mod plan_brute;
-
-use std::collections::BTreeMap;
-use std::path::Path;
 use std::time::Instant;
 
 use aristos::cluster::{Cluster, Device, Link, LinkTable, Links, Matrix, Tier, Tiers};
@@ -32,13 +19,6 @@ fn main() {
         true => Objective::Published,
         false => Objective::Placed,
     };
-    if let Some(place) = args.iter().position(|a| a == "--quality") {
-        let value = |flag: &str| args.iter().position(|a| a == flag).and_then(|place| args.get(place + 1));
-        let effort = args.get(place + 1).and_then(|effort| effort.parse().ok()).unwrap_or(16);
-        let cases = value("--cases").and_then(|cases| cases.parse().ok()).unwrap_or(120);
-        let tight = args.iter().any(|a| a == "--tight");
-        return quality(objective, effort, (cases, tight), value("--best").map(Path::new));
-    }
     if csv {
         println!("links,devices,mixed,groups,gap_bound,repetition,wall_ms,cpu_ms");
     } else {
@@ -61,87 +41,6 @@ fn main() {
                 measure(objective, &cluster(n, matrix, mixed), mixed, repetitions, csv);
             }
         }
-    }
-}
-
-/// Prints the answers that exceed the best known ones by over 0.1%, and summaries. `best` is a file of the best answers of earlier runs,
-/// which this updates.
-fn quality(objective: Objective, effort: u32, (cases, tight): (usize, bool), best: Option<&Path>) {
-    let mut random = plan_brute::Random::new(if tight { 21 } else { 7 });
-    let cpu_s = || {
-        let time = clock_gettime(ClockId::ProcessCPUTime);
-        time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-    };
-    let mut known: BTreeMap<usize, f64> =
-        best.and_then(|path| serde_json::from_slice(&std::fs::read(path).ok()?).ok()).unwrap_or_default();
-    let mut kinds = [("structureless", Vec::new()), ("tiers", Vec::new()), ("as tested", Vec::new())];
-    let (mut done, mut slowest) = (0, (0.0f64, 0.0f64));
-    println!(
-        "{:>7} {:>7} {:>6} {:>14} {:>14} {:>9} {:>8} {:>8}",
-        "case", "devices", "groups", "usual, ms", "best, ms", "above", "gap", "cpu s"
-    );
-    while done < cases {
-        let placed = objective == Objective::Placed;
-        let n = if placed { 8 + random.below(57) } else { 17 + random.below(48) };
-        let mut case = plan_brute::random_case(&mut random, n);
-        if placed {
-            case.experts_per_device(&mut random);
-        }
-        match done % kinds.len() {
-            0 => case.structureless(&mut random),
-            1 => case.layered(&mut random),
-            _ => {}
-        }
-        if tight {
-            case.tight(&mut random);
-        }
-        let cluster = Cluster::from_json(&case.cluster_json()).expect("a cluster");
-        let workload = Workload::from_json(&case.workload_json()).expect("a workload");
-        let found = |effort| match plan(&cluster, &workload, Options::default().objective(objective).effort(effort)) {
-            Ok(Outcome::Plan(plan)) => Some(plan),
-            _ => None,
-        };
-        let start = (cpu_s(), Instant::now());
-        let Some(usual) = found(1) else { continue };
-        let seconds = (cpu_s() - start.0, start.1.elapsed().as_secs_f64());
-        let best = known.entry(done).or_insert(f64::INFINITY);
-        *best = best.min(usual.objective_ms);
-        if effort > 1
-            && let Some(longer) = found(effort)
-        {
-            *best = best.min(longer.objective_ms);
-        }
-        let share = usual.objective_ms / *best - 1.0;
-        if share > 1e-3 {
-            println!(
-                "{done:7} {n:7} {:6} {:14.6} {best:14.6} {:8.3}% {:7.1}% {:8.3}",
-                usual.groups.len(),
-                usual.objective_ms,
-                100.0 * share,
-                100.0 * usual.gap_bound,
-                seconds.0
-            );
-        }
-        slowest = (slowest.0.max(seconds.0), slowest.1.max(seconds.1));
-        let kind = done % kinds.len();
-        kinds[kind].1.push(share);
-        done += 1;
-    }
-    for (kind, above) in &kinds {
-        let over = |limit: f64| above.iter().filter(|share| **share > limit).count();
-        println!(
-            "{kind}: {} clusters: mean {:.3}%, largest {:.3}%, {} over 0.1%, {} over 1%",
-            above.len(),
-            100.0 * above.iter().sum::<f64>() / above.len() as f64,
-            100.0 * above.iter().fold(0.0f64, |a, b| a.max(*b)),
-            over(1e-3),
-            over(1e-2),
-        );
-    }
-    println!("slowest: {:.3} s of processor time, {:.3} s", slowest.0, slowest.1);
-    if let Some(path) = best {
-        let text = serde_json::to_string_pretty(&known).expect("numbers");
-        std::fs::write(path, text).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     }
 }
 

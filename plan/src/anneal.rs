@@ -1,6 +1,6 @@
 //! Simulated annealing (Kirkpatrick, Gelatt and Vecchi 1983), for either objective.
 //!
-//! By the maximum over groups most changes are equal. So a chain sets a target below the best objective so far and anneals the excess over it, summed
+//! Most changes leave the maximum over groups unchanged. A chain therefore sets a target below the best objective so far and minimises the excess over it, summed
 //! over the devices (as graphs are coloured with a given number of colours by annealing the conflicts: Johnson, Aragon, McGeoch and Schevon 1991).
 //!
 //! Effort is counted in links examined, not in time, and seeds are fixed: the same input gives the same plan on every machine.
@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::random::Random;
 
-/// Temperature and target are set every this many steps.
+/// Number of steps between updates of temperature and target.
 const SET_EVERY: u64 = 64;
 /// A forgetful chain records no answer before this share of its budget.
 const FORGOTTEN: u64 = 10;
@@ -24,7 +24,7 @@ pub(crate) trait Annealed {
     /// Number of links examined.
     fn ops(&self) -> u64;
 
-    /// Sets the target, given the share of the budget that is spent and the best objective so far. Returns the temperature, ms.
+    /// Sets the target for a spent share of the budget and a best objective. Returns the temperature, ms.
     fn set_target(&mut self, progress: f64, best_ms: f64) -> f64;
 
     /// Excess over the target, summed over all devices, ms.
@@ -47,7 +47,7 @@ pub(crate) trait Annealed {
 pub(crate) struct Chain<S: Annealed> {
     state: S,
     budget: u64,
-    /// Whether the start does not count as an answer.
+    /// Whether the start is excluded as an answer.
     forgetful: bool,
     best_ms: f64,
     answer: Option<S::Answer>,
@@ -82,7 +82,7 @@ impl<S: Annealed> Chain<S> {
             }
             self.steps += 1;
             self.state.count_proposal();
-            // Drawn first, so that a proposal can be dropped as soon as it is seen to exceed it.
+            // Drawn first, so that the evaluation of a proposal can stop early.
             let most_ms = self.state.excess_ms() + self.temperature * exponential[self.random.below(exponential.len())];
             if !self.state.change(&mut self.random, most_ms) {
                 continue;
@@ -100,7 +100,7 @@ impl<S: Annealed> Chain<S> {
     }
 }
 
-/// Returns a table of the exponential distribution, each value the middle of its share: logarithms take longer than many a proposal.
+/// Returns a table of the exponential distribution, the quantiles at interval midpoints. A logarithm costs more than most proposals.
 pub(crate) fn exponential() -> Vec<f64> {
     const VALUES: usize = 1024;
     (0..VALUES).map(|at| -((at as f64 + 0.5) / VALUES as f64).ln()).collect()
@@ -111,10 +111,10 @@ pub(crate) fn between((first, last): (f64, f64), progress: f64) -> f64 {
     first * (last / first).powf(progress)
 }
 
-/// Most threads that work at a time.
+/// Maximum number of threads.
 const MOST_THREADS: usize = 8;
 
-/// Maps in order, in several threads if that is `worth_it`.
+/// Maps in order, in several threads if `worth_it`.
 pub(crate) fn in_threads<T: Send, R: Send>(all: Vec<T>, worth_it: bool, work: impl Fn(T) -> R + Sync) -> Vec<R> {
     if !worth_it || all.len() < 2 {
         return all.into_iter().map(work).collect();

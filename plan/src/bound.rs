@@ -1,26 +1,24 @@
 //! Lower bounds on the objective, by number of groups. `docs/planner.md` proves them.
 //!
-//! Per size s of a group: c(s), a communication time that some member of any group of s devices has at least; and F(s), a
-//! rate that no s devices exceed. Per number of groups K of W workers: some group has at most floor(W / K) members, some
-//! has at least ceil(W / K), some has at most a K-th of the rate, every device is in some group.
+//! For a group of s devices, c(s) is a lower bound on its worst member's communication time and F(s) an upper bound on its rate. With W workers in K
+//! groups, some group has at most floor(W / K) members, some at least ceil(W / K), and some at most a K-th of the rate.
 
 use super::objective::Problem;
 use crate::cluster::{Link, LinkTable, Matrix, Tiers};
 
-/// Links as the bounds need them, for every size of a group.
+/// Least exchange times for every size of a group.
 pub(crate) trait LeastExchange: LinkTable {
-    /// Of each size s = 1..=n (index s - 1): the least that the worst member of a group of s devices exchanges with the others, ms, with buffers
-    /// of `mb` / s; and for each device the least that it exchanges in a group of s, through `each(i, s, ms)`.
+    /// Returns, for each size s = 1..=n (index s - 1), a lower bound on the worst member's exchange in a group of s devices, ms, with buffers of
+    /// `mb` / s. Calls `each(i, s, ms)` with the lower bound for each device i.
     fn least_exchange(&self, mb: f64, each: impl FnMut(usize, usize, f64)) -> Vec<f64>;
 
-    /// Of each size s = 1..=n (index s - 1): the least that any device receives from the other s - 1 of its group, ms, where each sends it
-    /// `mb(s)`.
+    /// Returns, for each size s = 1..=n (index s - 1), the least time in which any device receives `mb(s)` from each of s - 1 others, ms.
     fn least_received(&self, mb: impl Fn(usize) -> f64) -> Vec<f64>;
 
-    /// A link that no link is faster than.
+    /// The least alpha and the least beta of all links.
     fn fastest(&self) -> Link;
 
-    /// Whether every device has the same links to the others, in some order; then `each` is called for one only.
+    /// Whether every device has the same links to the others, in some order. `each` is then called for one device only.
     fn devices_alike(&self) -> bool;
 }
 
@@ -64,11 +62,11 @@ impl LeastExchange for Matrix {
     }
 }
 
-/// Of each size s = 1..=n, and in it of each device i (index (s - 1) n + i): the sum of the s - 1 smallest alphas of its links, `link(i, k)` with
-/// every other device k, and of `mb(s)` times the s - 1 smallest betas, whether or not they are the same links.
+/// Returns, for each size s = 1..=n and device i (index (s - 1) n + i), the s - 1 smallest alphas of its links `link(i, k)` plus `mb(s)` times the s - 1
+/// smallest betas. Alphas and betas may be of different links.
 fn smallest_sums(n: usize, link: impl Fn(usize, usize) -> Link, mb: impl Fn(usize) -> f64) -> Vec<f64> {
     let mut by_size = vec![0.0; n * n];
-    // Numbers from 0 on are in the order of their bits, which sort faster.
+    // Numbers that are not negative sort like their bits, and faster.
     let mut sorted: Vec<u64> = Vec::with_capacity(n);
     for i in 0..n {
         for of_alpha in [true, false] {
@@ -86,7 +84,7 @@ fn smallest_sums(n: usize, link: impl Fn(usize, usize) -> Link, mb: impl Fn(usiz
     by_size
 }
 
-/// Of each size s = 1..=n (index s - 1): the least that a device exchanges with s - 1 others, ms, `mb(s)` with each.
+/// Returns, for each size s = 1..=n (index s - 1), the least time in which a device exchanges `mb(s)` with each of s - 1 others, ms.
 fn least_by_size(tiers: &Tiers, mb: impl Fn(usize) -> f64) -> Vec<f64> {
     let n = tiers.len();
     let peers = tiers.peers();
@@ -111,7 +109,7 @@ fn least_by_size(tiers: &Tiers, mb: impl Fn(usize) -> f64) -> Vec<f64> {
 impl LeastExchange for Tiers {
     fn least_exchange(&self, mb: f64, mut each: impl FnMut(usize, usize, f64)) -> Vec<f64> {
         let least = least_by_size(self, |s| mb / s as f64);
-        // Every device sees the same tiers; one stands for all.
+        // Every device has the same tiers.
         least.iter().zip(1..).for_each(|(&ms, s)| each(0, s, ms));
         least
     }
@@ -136,18 +134,18 @@ impl LeastExchange for Tiers {
 
 /// Lower bounds by the number of groups.
 pub(crate) struct Bounds {
-    /// Of K = 1.. (index K - 1): no grouping into K groups has a lower objective, ms; infinite when there is none.
+    /// For K = 1.. (index K - 1), the lower bound of groupings into K groups, ms; infinite if there is none.
     pub by_groups: Vec<f64>,
 }
 
 impl Bounds {
-    /// No grouping has a lower objective, ms.
+    /// The lower bound of all groupings, ms.
     pub fn least(&self) -> f64 {
         self.by_groups.iter().copied().fold(f64::INFINITY, f64::min)
     }
 }
 
-/// A little less than 1: bounds are rounded down by more than their sums can round up.
+/// A factor slightly below 1 that outweighs the rounding of the bounds' sums.
 pub(crate) fn slack(n: usize) -> f64 {
     1.0 - 4.0 * (n as f64 + 8.0) * f64::EPSILON
 }
@@ -155,19 +153,19 @@ pub(crate) fn slack(n: usize) -> f64 {
 /// Maximum number of devices for which every number of idle devices is tried.
 const IDLE_COUNTED: usize = 1024;
 
-/// Maximum number of unlike devices for which the bound of each device is computed. It is rarely the largest bound and costs as much as the rest.
+/// Maximum number of unlike devices for which the bound of each device is computed. That bound is rarely the largest and costs as much as all others.
 const OWN_MOST: usize = 128;
 
 /// Values that the bounds of all numbers of groups share.
 struct Sizes<'p, 'a, L> {
     problem: &'p Problem<'a, L>,
-    /// F(s): the s fastest devices' rates, index s.
+    /// F(s), the sum of the s largest rates, at index s.
     rate: Vec<f64>,
-    /// c(s), index s - 1; it never falls as s grows.
+    /// c(s), at index s - 1; monotonic.
     exchange: Vec<f64>,
     /// The smallest size that memory allows.
     smallest: usize,
-    /// x(s) = cost / F(s) + eta c(s), index s - 1: no valid group of s devices takes less.
+    /// x(s) = cost / F(s) + eta c(s), at index s - 1: the lower bound for a valid group of s devices.
     least: RangeMin,
     /// A lower bound on the time of the slowest device in any group, if all devices are in groups.
     own: f64,
@@ -181,8 +179,8 @@ impl<L: LinkTable> Sizes<'_, '_, L> {
         // Some group has at most w / k members, some has at least that.
         let small = self.least.of(1, w / k);
         let large = self.least.of(w.div_ceil(k), largest);
-        // Some group has at most a k-th of the rate: either its size alone keeps it slower, or that share does, and
-        // then c is least at the smallest size.
+        // Some group has at most a k-th of the rate. A group too small to reach that share is bounded by its size; for the others c is least at the
+        // smallest such size.
         let share = self.rate[w] / k as f64;
         let enough = self.rate.partition_point(|&rate| rate < share).max(self.smallest);
         let mut slow = self.least.of(self.smallest, (enough - 1).min(largest));
@@ -198,13 +196,13 @@ pub(crate) fn bounds<L: LeastExchange>(problem: &Problem<L>, allow_idle: bool) -
     let n = problem.n();
     let (smallest, _) = by_memory(&problem.memory, problem.n_experts);
     let sizes = sizes(problem, smallest, allow_idle);
-    // gamma is least with all devices, and so are these two.
+    // gamma is least with all devices, and so are both terms.
     let idle = |k: usize| sizes.least.of(1, n / k).max(problem.compute(sizes.rate[n] / k as f64));
     bounds_by(problem, allow_idle, slack(n), |k, w| sizes.work(k, w), idle)
 }
 
-/// The same where the worst of `k` groups of `w` devices takes `work(k, w)` or longer, ms, and of `k` groups of any number of them, but with the gamma of
-/// all devices, `idle(k)`; scaled by `slack`.
+/// Bounds from lower bounds on the slowest group's time, ms: `work(k, w)` for `k` groups of `w` devices, and `idle(k)` for `k` groups of any number of
+/// devices. `idle(k)` is combined with the gamma of all devices. Results are scaled by `slack`.
 pub(crate) fn bounds_by<L: LeastExchange>(
     problem: &Problem<L>,
     allow_idle: bool,
@@ -263,7 +261,7 @@ fn sizes<'p, 'a, L: LeastExchange>(problem: &'p Problem<'a, L>, smallest: usize,
 
 /// Minima of ranges of a list.
 pub(crate) struct RangeMin {
-    /// Entry l: minima of 2^l numbers from each place on.
+    /// Entry l: minima of the 2^l numbers from each index.
     levels: Vec<Vec<f64>>,
 }
 
@@ -281,7 +279,7 @@ impl RangeMin {
         RangeMin { levels }
     }
 
-    /// The least of the numbers from the `first`-th (from 1) to the `last`-th; infinite when there are none.
+    /// The least of the numbers `first..=last`, counted from 1; infinite if there are none.
     pub fn of(&self, first: usize, last: usize) -> f64 {
         if first > last {
             return f64::INFINITY;
@@ -291,14 +289,13 @@ impl RangeMin {
     }
 }
 
-/// The rate of a device and the `s` - 1 fastest others. `flops` is descending, `fastest` its sums.
+/// The rate of a device and the `s` - 1 fastest others. `flops` is descending, `fastest` its prefix sums.
 fn with(own: f64, flops: &[f64], fastest: &[f64], s: usize) -> f64 {
-    // Among the s fastest it is counted already.
+    // The s fastest include it.
     if own >= flops[s - 1] { fastest[s] } else { own + fastest[s - 1] }
 }
 
-/// The smallest size of a group whose memory can hold all experts, and a number of groups that memory does not allow to
-/// exceed.
+/// The smallest size of a group whose memory can hold all experts, and the maximum number of groups by memory.
 pub(crate) fn by_memory(memory: &[u64], n_experts: u64) -> (usize, usize) {
     let mut memory = memory.to_vec();
     memory.sort_unstable_by(|a, b| b.cmp(a));
@@ -311,14 +308,14 @@ pub(crate) fn by_memory(memory: &[u64], n_experts: u64) -> (usize, usize) {
             break;
         }
     }
-    // A device adds at most all experts to its group.
+    // A device contributes at most one copy of all experts.
     let useful = memory.iter().fold(0u128, |sum, m| sum + u128::from(*m.min(&n_experts)));
     (smallest, usize::try_from(useful / u128::from(n_experts)).unwrap_or(usize::MAX))
 }
 
-/// The least that an all-reduce between k groups takes.
+/// Lower bound on the all-reduce between k groups.
 struct ReduceBound {
-    /// Links that are the slowest between some k groups, one of each kind, and how many groups at most each may be between.
+    /// Links that can be the slowest between groups, one of each kind, and the maximum number of groups for each.
     kinds: Vec<(Link, usize)>,
 }
 
@@ -331,7 +328,7 @@ impl ReduceBound {
         if allow_idle {
             return ReduceBound { kinds: vec![(problem.links.fastest(), n)] };
         }
-        // The t-th edge (from 0) is the slowest between groups when the t before it are inside: at most n - t groups.
+        // If edge t (from 0) is the slowest between groups, the t slower ones are inside groups: at most n - t groups.
         let mut kinds: Vec<(Link, usize)> = Vec::new();
         for (t, edge) in problem.edges.iter().enumerate() {
             if kinds.last().is_none_or(|(link, _)| *link != edge.link) {

@@ -1,4 +1,4 @@
-//! The choice of groups: the published objective's search and proof, and what the placed one's begins with.
+//! The choice of groups: search and proof by the published objective, whose result the placed search starts from.
 
 use std::collections::{HashMap, HashSet};
 use std::thread::Builder;
@@ -11,13 +11,13 @@ use super::objective::Problem;
 use super::options::placement_kind;
 use super::placed;
 use super::placement::{self, DeviceExperts, GroupDevices};
-use super::search::{Effort, Found, Search, THREAD_LEAST, TOGETHER_MOST, Views};
+use super::search::{Effort, Found, Search, THREAD_LEAST, Views};
 use super::{Algorithm, Objective, Options, PlacementKind, PlanError, Workload, exact, lysi};
 use crate::cluster::{Cluster, LinkTable, Links, Matrix};
 
-/// Maximum number of devices whose tiers are expanded to a matrix, which is faster to search.
+/// Maximum number of devices whose tiers are expanded to a matrix, which is faster to search, and of a matrix in which blocks are detected.
 const MATRIX_MOST: usize = 128;
-/// Maximum number of devices for which Lysi, O(n^2) in memory or time, also runs.
+/// Maximum number of devices for which Lysi, quadratic in memory or time, also runs.
 pub(crate) const LYSI_MOST: usize = 1024;
 /// Minimum number of devices for which Lysi runs in a thread of its own, while the bounds are computed.
 const BESIDE_LEAST: usize = 96;
@@ -82,13 +82,13 @@ fn choose_published<L: LeastExchange>(
     }
     let effort = effort(n, matrix.is_some(), options.effort);
     let search = std::thread::scope(|scope| {
-        // For few devices a thread would cost more than it saves.
+        // With few devices a thread costs more than it saves.
         let published = || if n <= LYSI_MOST { Some(lysi::groups(problem)) } else { None };
         let beside = (BESIDE_LEAST..=LYSI_MOST).contains(&n).then(|| Builder::new().spawn_scoped(scope, published));
         let bounds = bounds(problem, options.allow_idle);
-        let mut search = Search::new(problem, problem, bounds, views, options.allow_idle);
+        let mut search = Search::new(problem, problem, bounds, options.allow_idle);
         search.construct(views, effort.construct);
-        // Where a thread cannot start, too.
+        // Also runs if the thread could not start.
         let published = match beside.and_then(Result::ok).map(|thread| thread.join()) {
             Some(Ok(published)) => published,
             _ => published(),
@@ -149,8 +149,7 @@ fn finish<L: LinkTable>(
     Chosen { groups, placements: None, evaluation, algorithm, optimal, bound_ms, others, published: None }
 }
 
-/// Lysi's groups, and the devices that it would drop: they join the group that suffers least, unless they
-/// may be idle.
+/// Lysi's groups; the devices that it drops join the group that stays fastest with them, unless devices may be idle.
 fn complete<L: LinkTable>(
     problem: &Problem<L>,
     (mut groups, dropped): (Vec<Vec<u32>>, Vec<u32>),
@@ -174,12 +173,12 @@ fn complete<L: LinkTable>(
     groups
 }
 
-/// How hard to try. Up to [`THOROUGH_DEVICES`] an effort in proportion, a fraction of a second. Beyond, with a matrix, effort that falls with
-/// the sixth power, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
+/// Search effort. Up to [`THOROUGH_DEVICES`] it is proportional to the devices, a fraction of a second. Above, it falls with the sixth power for a matrix,
+/// so that 256 devices are planned in milliseconds. It is constant for tiers, whose cost is not quadratic.
 fn effort(n: usize, matrix: bool, times: u32) -> Effort {
     let sixth = (THOROUGH_DEVICES / n as f64).powi(6).min(1.0);
     let usual = match matrix {
-        // The proof covers the rest.
+        // The proof covers all groupings.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
         true if n <= exact::MOST_DEVICES => Effort { construct: 100_000, improve: 5_000_000 },
         true if n as f64 <= THOROUGH_DEVICES => {
@@ -207,7 +206,7 @@ fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
             let of = |size: usize| file.chunks(size).map(<[u32]>::to_vec).collect();
             blocks.extend(tiers.tiers().iter().map(|tier| of(tier.size)));
         }
-        Links::Matrix(_) if n <= TOGETHER_MOST => blocks.extend(blocks_by_links(&near)),
+        Links::Matrix(_) if n <= MATRIX_MOST => blocks.extend(blocks_by_links(&near)),
         Links::Matrix(_) => {}
     }
     let mut distinct: Vec<Vec<Vec<u32>>> = Vec::new();
@@ -219,7 +218,7 @@ fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
     Views { orders, blocks: distinct }
 }
 
-/// Blocks within which links are much faster than between them, of up to [`LEVELS`] sizes. `near` is a cluster's `near_order`.
+/// Blocks whose internal links are much faster than those between blocks, of up to [`LEVELS`] sizes. `near` is the cluster's `near_order`.
 fn blocks_by_links(near: &[(u32, f64)]) -> Vec<Vec<Vec<u32>>> {
     let mut times: Vec<f64> = near.iter().skip(1).map(|(_, ms)| *ms).collect();
     times.sort_by(f64::total_cmp);
@@ -241,7 +240,7 @@ fn blocks_by_links(near: &[(u32, f64)]) -> Vec<Vec<Vec<u32>>> {
     jumps.iter().take(LEVELS).map(within).collect()
 }
 
-/// The placement and makespan of each group; groups of like devices share one.
+/// The placement and makespan of each group; groups of equal devices share one.
 pub(crate) fn place(
     cluster: &Cluster,
     costs: &[f64],
@@ -249,7 +248,7 @@ pub(crate) fn place(
     kind: PlacementKind,
 ) -> Vec<(DeviceExperts, f64)> {
     let n = cluster.devices.len();
-    // Rates as bits, and memories, of a group's devices: groups with the same ones get the same placement.
+    // Rates as bits, and memories: groups with equal ones get the same placement.
     type Alike = (Vec<u64>, Vec<u64>);
     let devices_of = |members: &[u32]| -> Alike {
         let device = |i: &u32| &cluster.devices[*i as usize];

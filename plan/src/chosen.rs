@@ -14,15 +14,15 @@ pub(crate) const EQUAL: f64 = 1e-10;
 /// The groups that were chosen.
 pub(crate) struct Chosen {
     pub groups: Vec<Vec<u32>>,
-    /// Of each group; `None` where the objective does not depend on placements.
+    /// By group; `None` if the objective does not depend on placements.
     pub placements: Option<Vec<DeviceExperts>>,
     pub evaluation: Evaluation,
     pub algorithm: &'static str,
     pub optimal: bool,
-    /// No grouping has a lower objective, ms.
+    /// The lower bound of all groupings, ms.
     pub bound_ms: f64,
     /// The best of other numbers of groups, by objective.
     pub others: Vec<Found>,
-    /// The groups of the least published objective found, where that is another.
+    /// The groups of the least published objective found, under another objective.
     pub published: Option<Vec<Vec<u32>>>,
 }

@@ -1,23 +1,22 @@
 //! Proof of optimality on small clusters: dynamic programming over sets of devices.
 //!
-//! By level: the slowest links between devices, one edge of the tree of slowest links after the other, are put inside groups, by
-//! making their ends one. At a level the next edge (u, v) of the tree is the slowest link between groups, if u and v are kept
-//! apart; every grouping but the one of a single group appears at exactly one level. There the all-reduce depends on
-//! the number of groups K alone, and what is left is to split the devices into K sets that minimise the maximum of
-//! a function of each set: D(k, T) = min over S in T with T's first device of max(h(S), D(k - 1, T \ S)), O(3^m).
+//! Level t merges the ends of the t slowest edges of the tree of slowest links, so those edges are inside groups. If the ends u and v of the next edge
+//! are in different groups, that edge is the slowest link between groups; every grouping of several groups appears at exactly one level. At a level the
+//! all-reduce depends on the number of groups K alone. The remaining problem is to split the devices into K sets that minimise the maximum of a function
+//! of each set: D(k, T) = min over S in T with T's first device of max(h(S), D(k - 1, T \ S)), O(3^m).
 
 use super::bound::Bounds;
 use super::objective::Problem;
 use crate::cluster::{Edge, Link, LinkTable, Matrix};
 
-/// Most devices: a table has 2^n entries.
+/// Maximum number of devices: a table has 2^n entries.
 pub(crate) const MOST_DEVICES: usize = 16;
 
 /// The outcome.
 pub(crate) struct Improvement {
-    /// A better grouping than the one that was known, where there is one.
+    /// A better grouping than the known one, if one was found.
     pub better: Option<Vec<Vec<u32>>>,
-    /// Whether everything was looked at, and so the better or the known one is optimal.
+    /// Whether the search was complete, so that the better or else the known grouping is optimal.
     pub complete: bool,
 }
 
@@ -38,8 +37,8 @@ pub(crate) fn improve(
     improve_by(problem, work_of_sets(problem), &compute, bounds, known_ms, allow_idle, budget)
 }
 
-/// The same under an objective by which the set of devices `s` takes `work[s]`, ms, as a group, infinite where it cannot be one, and the worst of
-/// `k` groups computes for `compute(k)` or longer.
+/// Looks for a better grouping under an objective given by `work[s]`, the time of the set of devices `s` as a group (ms, infinite if invalid). At least one
+/// of `k` groups computes for `compute(k)` or longer.
 pub(crate) fn improve_by(
     problem: &Problem<Matrix>,
     work: Vec<f64>,
@@ -53,7 +52,7 @@ pub(crate) fn improve_by(
     let mut dp = Dp { problem, bounds, work, compute, best_ms: known_ms, best: None, left: budget };
     let all = (1u32 << n) - 1;
     let complete = if allow_idle {
-        // With more workers first: those are more often best.
+        // Sets with more workers first, as they are best more often.
         let mut sets: Vec<u32> = (1..=all).collect();
         sets.sort_by_key(|set| (std::cmp::Reverse(set.count_ones()), *set));
         sets.into_iter().all(|set| dp.workers(set, n))
@@ -69,7 +68,7 @@ pub(crate) fn devices(set: u32) -> Vec<u32> {
     (0..32).filter(|i| set >> i & 1 == 1).collect()
 }
 
-/// Compute and communication of every set of devices, ms; infinite where it is no valid group.
+/// Compute and communication of every set of devices, ms; infinite for invalid groups.
 fn work_of_sets(problem: &Problem<Matrix>) -> Vec<f64> {
     let n = problem.n();
     let work = |set: u32| {
@@ -94,7 +93,7 @@ struct Dp<'p, 'a> {
 }
 
 impl Dp<'_, '_> {
-    /// All groupings of exactly these devices. False when the budget ran out.
+    /// Searches all groupings of exactly these devices. Returns false if the budget ran out.
     fn workers(&mut self, set: u32, n: usize) -> bool {
         let members = devices(set);
         let w = members.len();
@@ -107,7 +106,7 @@ impl Dp<'_, '_> {
             true => self.problem.links.slowest_tree(self.problem.workload.all_reduce_buffer_mb / 2.0),
             false => self.tree(&members),
         };
-        // The devices that are one by now.
+        // The merged devices, as sets.
         let mut merged: Vec<u32> = members.iter().map(|&i| 1 << i).collect();
         for edge in edges {
             let part = |merged: &[u32], i: u32| merged.iter().position(|set| set >> i & 1 == 1);
@@ -154,7 +153,7 @@ impl Dp<'_, '_> {
         let m = merged.len();
         let sets = 1usize << m;
         let both = 1 << apart.0 | 1 << apart.1;
-        // A group that alone is no better than the best known is never looked at.
+        // Groups no better than the best objective on their own are excluded.
         let limit = (self.best_ms - self.problem.all_reduce(2, slowest)) / gamma;
         let mut union = vec![0u32; sets];
         let mut work = vec![f64::INFINITY; sets];
@@ -208,7 +207,6 @@ fn best_split(set: usize, work: &[f64], rest: &[f64]) -> (f64, usize) {
     let others = set ^ first;
     let mut best = (f64::INFINITY, set);
     let mut taken = others;
-    // From all others down to none.
     loop {
         let group = taken | first;
         let both = work[group].max(rest[set ^ group]);

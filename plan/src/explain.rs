@@ -11,22 +11,22 @@ use super::workload::Workload;
 use super::{Algorithm, Objective, Options, Plan, PlanError, Terms};
 use crate::cluster::{Cluster, LinkTable};
 
-/// Better groupings of other numbers of groups that are shown.
+/// Maximum number of alternatives with other numbers of groups.
 const OTHERS: usize = 3;
 
 /// One grouping, chosen or not.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Alternative {
-    /// What it is.
+    /// Its name.
     pub name: String,
     /// Number of groups.
     pub groups: usize,
-    /// Its objective, computed as if it were valid.
+    /// The objective of the grouping, computed as if memory sufficed.
     pub objective_ms: f64,
     /// The objective's parts.
     pub terms: Terms,
-    /// Why it cannot be chosen, where it cannot.
+    /// Why the grouping cannot be chosen; `None` if it is valid.
     pub invalid: Option<String>,
 }
 
@@ -36,7 +36,7 @@ pub struct Alternative {
 pub struct Explanation {
     /// The chosen groups first, then the others, best first.
     pub alternatives: Vec<Alternative>,
-    /// The parts of the objective and the constraints that keep it from being lower, a sentence each.
+    /// The parts of the objective and its binding constraints, a sentence each.
     pub binding: Vec<String>,
 }
 
@@ -57,7 +57,7 @@ pub fn explain(
     let searched = Options { algorithm: Algorithm::Search, ..options };
     let found = choose(cluster, workload, searched)?;
     let roomy = roomy(cluster, workload);
-    // What memory costs: what a search without its limits finds, where there are any.
+    // The cost of memory limits: a search without them.
     let free = match roomy.devices == cluster.devices {
         true => (found.groups.len(), found.evaluation.objective_ms),
         false => {
@@ -109,7 +109,7 @@ fn as_planned(
     }
 }
 
-/// The objective of any groups: where memory does not suffice, as if it did.
+/// The objective of any groups, as if memory sufficed.
 fn best_of(cluster: &Cluster, workload: &Workload, objective: Objective, groups: &[Vec<u32>]) -> Evaluation {
     let placed = || match evaluate_groups(cluster, workload, groups) {
         None => evaluate_groups(&roomy(cluster, workload), workload, groups),
@@ -224,7 +224,7 @@ fn binding(
             edge.link.beta_ms_per_mb
         ));
     }
-    // Memory binds where a search without its limits finds better groups.
+    // Memory binds if a search without its limits finds better groups.
     let needed = workload.n_experts();
     let groups = match free_groups {
         1 => "1 group".to_string(),
@@ -246,7 +246,7 @@ fn binding(
     lines
 }
 
-/// The first few devices by id, and how many more there are.
+/// The first few ids, and the number of the others.
 fn devices(ids: &[u64]) -> String {
     const SHOWN: usize = 16;
     let shown = ids.iter().take(SHOWN).map(u64::to_string).collect::<Vec<_>>().join(", ");

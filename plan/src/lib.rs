@@ -1,8 +1,8 @@
 //! The planner: expert-parallel groups and the placement of experts in them. Lysi, the published algorithm, is one of its algorithms.
 //!
-//! [`plan`] takes a [`Cluster`] and a [`Workload`] and gives an [`Outcome`]: a [`Plan`], or why there is none. What it minimises is
-//! in `placed/mod.rs`, and the published objective in `objective.rs`; `docs/planner.md` describes the algorithms and proves the bounds. A workload
-//! comes from a file, or from a [`Model`] and a [`Batch`]. [`Options::replicas`] lets devices share hot experts; [`rebalance_experts`] replicates
+//! [`plan`] takes a [`Cluster`] and a [`Workload`] and returns an [`Outcome`]: a [`Plan`], or the reason why there is none. `placed/mod.rs` defines the
+//! default objective, `objective.rs` the published one. `docs/planner.md` describes the algorithms and proves the bounds. A workload is read from a file or
+//! computed from a [`Model`] and a [`Batch`]. [`Options::replicas`] lets devices share hot experts; [`rebalance_experts`] replicates
 //! them as EPLB does.
 //!
 //! Units are those of the files: ms, MB of 10^6 bytes, FLOP per ms.
@@ -68,20 +68,19 @@ pub use outcome::{Infeasible, Outcome, Plan, PlannedGroup, PlannedReplicas, Term
 pub use rebalance::{Rebalanced, expert_weights, rebalance_experts};
 pub use replan::{Replan, check, loads_of_report, replan};
 
-/// Plans.
+/// Plans groups and placement.
 ///
 /// # Errors
-/// [`PlanError::Unproved`], with [`Algorithm::Exact`] only; [`PlanError::Input`], where memory in MB has no `expert_mb` to go with it, or
-/// replicas are asked for under the published objective.
+/// Returns [`PlanError::Unproved`] with [`Algorithm::Exact`] only, and [`PlanError::Input`] if memory in MB is given without `expert_mb` or replicas are
+/// requested under the published objective.
 pub fn plan(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Outcome, PlanError> {
     plan_from(cluster, workload, options, None)
 }
 
-/// The same beside a plan in use: where replicas are asked for, its groups stay, and its experts where they are, as far as that does not cost
-/// balance, so that little has to be moved.
+/// Plans while `current` is in use. With replicas, its groups stay and its experts move only for balance; without, `current` is ignored.
 ///
 /// # Errors
-/// As [`plan`]; a plan in use that is not one of this cluster and these experts.
+/// As [`plan`], and [`PlanError::Input`] if `current` does not match the cluster and the experts.
 pub fn plan_from(
     cluster: &Cluster,
     workload: &Workload,
@@ -117,7 +116,7 @@ pub fn plan_from(
     Ok(Outcome::Plan(plan))
 }
 
-/// Why there is no plan: every group holds all experts, so all devices together must.
+/// Why there is no plan: together the devices hold fewer experts than one group needs.
 fn shortage(cluster: &Cluster, workload: &Workload) -> Option<String> {
     let held = cluster.devices.iter().fold(0u64, |sum, device| sum.saturating_add(device.memory_experts));
     let needed = workload.n_experts() as u64;
@@ -125,7 +124,7 @@ fn shortage(cluster: &Cluster, workload: &Workload) -> Option<String> {
         1 => "the one device holds".to_string(),
         n => format!("all {n} devices together hold"),
     };
-    // The size of an expert, if known: often an expert of all layers is too large for one device.
+    // Often one expert of all layers is too large for a device.
     let size = workload.expert_mb.filter(|_| cluster.devices.iter().any(|device| device.memory_mb.is_some()));
     let size = size.map_or(String::new(), |mb| {
         let layers = workload.moe_layers();
@@ -135,8 +134,8 @@ fn shortage(cluster: &Cluster, workload: &Workload) -> Option<String> {
         .then(|| format!("memory: a group holds all {needed} experts, {devices} {held}: {} short{size}", needed - held))
 }
 
-/// The objective of groups of devices, each given by its index in the cluster, ms, with the best placement found where that counts; `None`
-/// where a group's memory does not hold all experts. Devices may be left out; no group is empty, and no device in two.
+/// The objective of groups, ms; devices are indices in the cluster. Under [`Objective::Placed`] with the best placement found. Returns `None` if a group's
+/// memory does not hold all experts. Devices may be left out; groups must be disjoint and not empty.
 pub fn objective_ms(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>], objective: Objective) -> Option<f64> {
     let cluster = &*workload.on(cluster).ok()?;
     let held = |members: &Vec<u32>| {

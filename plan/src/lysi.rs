@@ -1,8 +1,8 @@
 //! Lysi, the published grouping algorithm, for comparison (`--algorithm lysi`).
 //!
 //! One ascending pass over the pairs of devices, merging their groups when both gain on average; no merge is ever undone.
-//! It reads only the upper triangle of the links, and a merged group keeps an all-reduce time that is out of date: kept
-//! here, as they decide what it answers. The answer's objective is computed fresh, as every plan's.
+//! As published, the pass reads only the upper triangle of the links, and a merged group keeps a stale all-reduce time; both decide the result. The
+//! objective of the result is computed fresh.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ const KINDS_FEW: usize = 16;
 /// Maximum number of devices for which all pairs of groups are in a table. Sizes are then below 2^16.
 const EVALUATED_LISTED: usize = 1024;
 
-/// A group as the algorithm sees it.
+/// A group of the algorithm.
 struct Group {
     members: Vec<u32>,
     flops: f64,
@@ -32,8 +32,8 @@ struct Merged {
     sums: Vec<(f64, f64)>,
 }
 
-/// The groups it ends with, each ascending, by first device; and the devices whose group stayed short of memory (at most one
-/// group does, as two invalid groups always merge).
+/// The final groups, each ascending, by first device; and the devices of the group that stayed short of memory (at most one,
+/// as two invalid groups always merge).
 pub(crate) fn groups<L: LinkTable>(problem: &Problem<L>) -> (Vec<Vec<u32>>, Vec<u32>) {
     let mut pass = MergePass::new(problem);
     pairs_ascending(problem, |i, j| pass.pair(i, j));
@@ -155,7 +155,7 @@ impl<'p, 'a, L: LinkTable> MergePass<'p, 'a, L> {
 
         let merged = self.merged(ga, gb, valid.then_some(workers));
         let (one, two) = (ga.work_ms + all_reduce_ms, gb.work_ms + all_reduce_ms);
-        // The first group's all-reduce time is that of its last evaluation: out of date, as published.
+        // As published, the first group's all-reduce time is the stale one of its last evaluation.
         let both = merged.work_ms + ga.all_reduce_ms;
         let merge = (one.is_infinite() && two.is_infinite()) || both == 0.0 || both * (1.0 / one + 1.0 / two) <= 2.0;
         for g in [a, b] {
@@ -245,7 +245,7 @@ fn pairs_ascending<L: LinkTable>(problem: &Problem<L>, mut visit: impl FnMut(u32
     }
 }
 
-/// The different times of all pairs, ascending, when they are few: a pass over the pairs for each is cheaper then than a
+/// The distinct times of all pairs, ascending; `None` if there are more than [`KINDS_FEW`]. For few, one pass over the pairs per time is cheaper than a
 /// list of all pairs.
 fn few_kinds(n: usize, bits: impl Fn(usize, usize) -> u64) -> Option<Vec<u64>> {
     let mut kinds: Vec<u64> = Vec::new();

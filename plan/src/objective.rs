@@ -17,10 +17,10 @@ use crate::cluster::{Device, Edge, Link, LinkTable};
 /// Most devices whose pairs are all listed.
 pub(crate) const PAIRS_LISTED: usize = 256;
 
-/// Stands for no group: an idle device.
+/// The group of idle devices.
 pub(crate) const IDLE: u32 = u32::MAX;
 
-/// A cluster and a workload, ready to be evaluated.
+/// A cluster and a workload, prepared for evaluation.
 pub(crate) struct Problem<'a, L> {
     pub links: &'a L,
     pub flops: Vec<f64>,
@@ -29,10 +29,10 @@ pub(crate) struct Problem<'a, L> {
     pub cost: f64,
     pub n_experts: u64,
     pub workload: &'a Workload,
-    /// Holds the slowest link between any groups, slowest first: the tree of [`LinkTable::slowest_tree`], or all pairs
-    /// where devices may be idle, as a tree leads through those.
+    /// Edges that contain the slowest link between any groups, slowest first: the tree of [`LinkTable::slowest_tree`], or all pairs
+    /// if devices may be idle, because the tree may run through those.
     pub edges: Vec<Edge>,
-    /// For each device, the place of the first of these that ends at it.
+    /// For each device, the index of its first edge.
     first_edge: Vec<u32>,
 }
 
@@ -51,7 +51,7 @@ pub(crate) struct Evaluation {
 }
 
 impl Evaluation {
-    /// The group that the objective is the maximum of; the first, where several are.
+    /// The group with the largest objective; the first of several.
     pub fn worst(&self) -> usize {
         let cost = |g: usize| self.compute_ms[g] + self.communication_ms[g];
         (0..self.compute_ms.len()).fold(0, |worst, g| if cost(g) > cost(worst) { g } else { worst })
@@ -105,7 +105,7 @@ impl<'a, L: LinkTable> Problem<'a, L> {
         2.0 * (k as f64 - 1.0) * link.time_ms(self.workload.all_reduce_buffer_mb / k as f64)
     }
 
-    /// The same over the link at this place in `edges`; without one there is none.
+    /// The all-reduce between `k` groups over an edge, given by its index in `edges`; 0 without one.
     pub fn all_reduce_over(&self, k: usize, slowest: Option<usize>) -> f64 {
         slowest.map_or(0.0, |place| self.all_reduce(k, self.edges[place].link))
     }
@@ -151,7 +151,7 @@ impl<'a, L: LinkTable> Problem<'a, L> {
         })
     }
 
-    /// The same after these devices have changed groups, where it was `now` before.
+    /// The slowest link between groups after the `moved` devices have changed groups; `now` is the one before.
     #[inline]
     pub fn slowest_after<const N: usize>(
         &self,
@@ -169,7 +169,7 @@ impl<'a, L: LinkTable> Problem<'a, L> {
         self.evaluate_by(groups, |members| self.group(members))
     }
 
-    /// The same, with sums that do not depend on the order of the members.
+    /// [`Self::evaluate`] with sums that do not depend on the order of the members.
     pub fn evaluate_exactly(&self, groups: &[Vec<u32>]) -> Evaluation {
         self.evaluate_by(groups, |members| self.group_from(members, self.links.exact_sums(members)))
     }

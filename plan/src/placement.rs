@@ -1,12 +1,10 @@
-//! Which device of a group holds which experts.
-//!
-//! To minimise is the makespan, the time of the device that takes longest: the costs of its experts over its rate; no device
-//! holds more experts than its memory does. (Uniform machines with a limit on the number of jobs, Q | k_i | Cmax.)
+//! Placement of experts on the devices of a group by makespan, the longest time of a device: the costs of its experts over its rate. Memory limits the
+//! experts of a device. (Uniform machines with a limit on the number of jobs, Q | k_i | Cmax.)
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 
-/// One group's devices, as placement sees them.
+/// The devices of a group, and the experts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupDevices<'a> {
     /// Rates, FLOP per ms.
@@ -17,7 +15,7 @@ pub(crate) struct GroupDevices<'a> {
     pub costs: &'a [f64],
 }
 
-/// Most experts for branch and bound, which goes as deep as there are experts.
+/// Maximum number of experts for branch and bound, the depth of its recursion.
 const MOST_BRANCHED: usize = 256;
 
 /// The experts of each device, ascending.
@@ -30,7 +28,7 @@ impl GroupDevices<'_> {
         (0..placement.len()).map(time).fold(0.0, f64::max)
     }
 
-    /// No placement is faster, ms.
+    /// A lower bound on the makespan, ms.
     fn least(&self) -> f64 {
         let mut costs = self.costs.to_vec();
         costs.sort_unstable_by(|a, b| b.total_cmp(a));
@@ -311,7 +309,7 @@ impl<'s, 'a> Branch<'s, 'a> {
         if self.left == 0 {
             return;
         }
-        // Work that all devices together can still take before the limit.
+        // FLOP that all devices together can add within the limit.
         let largest = self.group.costs[self.order[place] as usize];
         let room: f64 = (0..self.load.len())
             .map(|d| (limit * self.group.flops[d] - self.load[d]).clamp(0.0, self.free[d] as f64 * largest))
@@ -319,7 +317,7 @@ impl<'s, 'a> Branch<'s, 'a> {
         if room < self.rest[place] * (1.0 - 1e-12) {
             return;
         }
-        // An expert that costs as much as the one before goes to no device before that one's.
+        // Symmetry: among experts of equal cost, devices ascend.
         let twin = place > 0 && self.group.costs[self.order[place - 1] as usize] == largest;
         let first = match twin {
             true => self.devices.iter().position(|d| Some(d) == self.owner.last()).unwrap_or(0),
@@ -330,7 +328,7 @@ impl<'s, 'a> Branch<'s, 'a> {
             if self.free[d] == 0 || (self.load[d] + largest) / self.group.flops[d] >= limit {
                 continue;
             }
-            // A device that is just like one before leads to the same placements.
+            // Symmetry: an equal device leads to the same placements.
             let alike = |o: u32| {
                 let o = o as usize;
                 self.group.flops[o] == self.group.flops[d]
@@ -355,7 +353,7 @@ impl<'s, 'a> Branch<'s, 'a> {
     }
 }
 
-/// The same placement with experts of one cost in order: the first device that has some gets the lowest ids.
+/// Renumbers experts of equal cost: earlier devices get the lower ids.
 fn in_order(group: &GroupDevices, placement: DeviceExperts) -> DeviceExperts {
     let mut ids: Vec<u32> = (0..group.costs.len() as u32).collect();
     let by_cost = |&a: &u32, &b: &u32| group.costs[a as usize].total_cmp(&group.costs[b as usize]).then(a.cmp(&b));

@@ -1,17 +1,17 @@
-//! Replicas of hot experts: how many of each, and on which ranks, so that no rank has much more to do than the mean.
+//! Balances experts over ranks by replicas of hot experts.
 //!
-//! The meaning of the arguments and of the result is that of EPLB (DeepSeek-AI 2025): the tokens of an expert are split evenly among its replicas, and every
-//! rank holds as many physical experts. What finds them is not: simulated annealing (Kirkpatrick, Gelatt and Vecchi 1983) of counts and places
-//! together, from the counts of EPLB's greedy rule and a packing by LPT (Graham 1969).
+//! The meaning of the arguments and of the result is that of EPLB (DeepSeek-AI 2025): the tokens of an expert are split evenly among its replicas, and all
+//! ranks hold the same number of physical experts. The algorithm is not EPLB's: simulated annealing (Kirkpatrick, Gelatt and Vecchi
+//! 1983) of counts and ranks together, starting from EPLB's greedy counts and a packing by LPT (Graham 1969).
 
 use crate::InputError;
 use crate::cluster::{Number, parse_json};
 use crate::random::Random;
 
-/// Steps of annealing for a layer or a node of it: for each physical expert, and at least and at most.
+/// Annealing steps of a layer or one of its nodes: per physical expert, and the minimum and maximum.
 const STEPS_EACH: u64 = 150;
 const STEPS: (u64, u64) = (30_000, 60_000);
-/// Up to `FEW` physical experts a layer gets `ROUNDS_FEW` rounds, beyond it one.
+/// Layers of at most `FEW` physical experts get `ROUNDS_FEW` rounds, larger ones one.
 const FEW: usize = 64;
 const ROUNDS_FEW: u64 = 6;
 /// The target for loads is the largest load of the best placement, less this share.
@@ -20,7 +20,7 @@ const UNDER: f64 = 0.004;
 const HOT: f64 = 0.3;
 const COLD: f64 = 0.001;
 
-/// Where the physical experts of some layers are.
+/// The placement of the physical experts of some layers.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Rebalanced {
@@ -37,10 +37,10 @@ pub struct Rebalanced {
 }
 
 /// Replicates and places the experts of each layer: `weight[layer][expert]` is an expert's load in any unit, `num_replicas` the physical experts of a layer,
-/// `num_groups` the groups that experts are routed in, of which those of one go to one node where `num_nodes` divides them, and `num_ranks` the devices.
+/// `num_groups` the groups that experts are routed in, each kept on one node if `num_nodes` divides them, and `num_ranks` the devices.
 ///
 /// # Errors
-/// One line: layers of different lengths, a load that is negative or no number, numbers that do not divide.
+/// Returns an error if layers differ in length, a load is negative or not a number, or a count does not divide as required.
 pub fn rebalance_experts(
     weight: &[Vec<f64>],
     num_replicas: usize,
@@ -50,7 +50,7 @@ pub fn rebalance_experts(
 ) -> Result<Rebalanced, InputError> {
     let experts = weight.first().map_or(0, Vec::len);
     check(weight, experts, num_replicas, num_groups, num_nodes, num_ranks)?;
-    // As EPLB: groups stay whole only where every node can have as many.
+    // As in EPLB, groups stay on one node only if every node gets the same number.
     let nodes = if num_groups.is_multiple_of(num_nodes) { num_nodes } else { 1 };
     let groups = if nodes > 1 { num_groups } else { 1 };
     let mut all = Rebalanced {
@@ -89,10 +89,10 @@ pub fn rebalance_experts(
     Ok(all)
 }
 
-/// The loads in a JSON text: `weight`, a list for each layer; or `tokens_per_expert`, a list for one, as in a report of `aristos run --json`.
+/// Reads loads from a JSON text: `weight`, a list per layer, or `tokens_per_expert`, one list, as in a report of `aristos run --json`.
 ///
 /// # Errors
-/// One line that names the path inside the text, what is there and what is right.
+/// Returns an error that names the path inside the text, the value found and the expected one.
 pub fn expert_weights(text: &str) -> Result<Vec<Vec<f64>>, InputError> {
     #[derive(serde::Deserialize)]
     struct Loads {
@@ -152,7 +152,7 @@ fn check(
     Ok(())
 }
 
-/// The experts of each node: groups of experts, as many on every node, the heaviest first, each to the lightest node with room.
+/// The experts of each node: the same number of groups on each, assigned the heaviest first, each to the lightest node with room.
 fn spread_groups(weight: &[f64], groups: usize, nodes: usize) -> Vec<Vec<usize>> {
     let size = weight.len() / groups;
     let load = |g: usize| weight[g * size..(g + 1) * size].iter().sum::<f64>();
@@ -170,14 +170,14 @@ fn spread_groups(weight: &[f64], groups: usize, nodes: usize) -> Vec<Vec<usize>>
     held.into_iter().map(|(_, groups)| experts(groups)).collect()
 }
 
-/// No placement gives every rank less: not less than the mean; and for replicas of at most T there must be slots enough, sum of ceil(w / T) of them.
+/// A lower bound on the largest load of a rank: the mean, and the least T for which replicas of load at most T, sum of ceil(w / T), fit into the slots.
 fn least_load(weight: &[f64], ranks: usize, slots: usize) -> f64 {
     let mean = weight.iter().sum::<f64>() / ranks as f64;
     let needed = |most: f64| weight.iter().map(|w| (w / most).ceil().max(1.0)).sum::<f64>();
     if mean <= 0.0 || needed(mean) <= slots as f64 {
         return mean;
     }
-    // Bisection keeps `low` too small.
+    // Invariant: `low` is too small.
     let (mut low, mut high) = (mean, weight.iter().copied().fold(mean, f64::max));
     for _ in 0..60 {
         let middle = (low + high) / 2.0;
@@ -186,19 +186,19 @@ fn least_load(weight: &[f64], ranks: usize, slots: usize) -> f64 {
     low
 }
 
-/// The physical experts of one node, under change.
+/// The annealing state: the physical experts of one node.
 struct Node<'w> {
     weight: &'w [f64],
     /// Physical experts of a rank.
     size: usize,
-    /// By physical expert, the expert; those of a rank follow each other.
+    /// The expert of each physical expert, rank by rank.
     slots: Vec<usize>,
-    /// By expert, where it is.
+    /// By expert, its slots.
     places: Vec<Vec<usize>>,
     load: Vec<f64>,
     /// The target for loads: a little below the largest load of the best placement.
     target: f64,
-    /// No placement has a smaller largest load.
+    /// The lower bound on the largest load.
     least: f64,
 }
 
@@ -238,7 +238,7 @@ impl<'w> Node<'w> {
         self.load.iter().copied().fold(0.0, f64::max)
     }
 
-    /// The experts by slot, those of a rank in order, of the best found.
+    /// Anneals, and returns the best slots found, sorted within each rank.
     fn anneal(mut self) -> Vec<usize> {
         let mean = self.weight.iter().sum::<f64>() / self.load.len() as f64;
         let mut random = Random(self.slots.len() as u64);
@@ -276,7 +276,7 @@ impl<'w> Node<'w> {
         best.1
     }
 
-    /// Two physical experts change places, unless that is worse by more than `allowed`.
+    /// Swaps two physical experts unless that is worse by more than `allowed`.
     fn swap(&mut self, a: usize, b: usize, allowed: f64) -> bool {
         let (r, s) = (a / self.size, b / self.size);
         let (e, f) = (self.slots[a], self.slots[b]);
@@ -297,7 +297,7 @@ impl<'w> Node<'w> {
         true
     }
 
-    /// A replica of `f` in the place of the one in `slot`, unless that was the last of its expert or it is worse by more than `allowed`.
+    /// Replaces the replica in `slot` by one of `f`, unless it is the last of its expert or the result is worse by more than `allowed`.
     fn replace(&mut self, slot: usize, f: usize, allowed: f64) -> bool {
         let e = self.slots[slot];
         let (fewer, more) = (self.places[e].len(), self.places[f].len());
@@ -331,7 +331,7 @@ impl<'w> Node<'w> {
     }
 }
 
-/// EPLB's rule: a further replica always for the expert whose replicas have most to do.
+/// EPLB's rule: each further replica goes to the expert with the most load per replica.
 fn greedy_counts(weight: &[f64], slots: usize) -> Vec<usize> {
     let mut counts = vec![1; weight.len()];
     for _ in weight.len()..slots {
@@ -346,7 +346,7 @@ fn greedy_counts(weight: &[f64], slots: usize) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    /// Everything that holds of every answer.
+    /// Checks the invariants of every result.
     fn check(weight: &[Vec<f64>], replicas: usize, ranks: usize, all: &Rebalanced) {
         for (layer, weight) in weight.iter().enumerate() {
             let (phy2log, logcnt) = (&all.phy2log[layer], &all.logcnt[layer]);
@@ -368,7 +368,7 @@ mod tests {
 
     #[test]
     fn hot_experts_are_replicated_as_well_as_can_be() {
-        // The optimum by trying everything: 560 / 3 + 10 on a rank.
+        // The optimum by brute force: 560 / 3 + 10 on a rank.
         let weight = vec![vec![600.0, 560.0, 120.0, 120.0, 20.0, 10.0, 10.0, 10.0]];
         let all = rebalance_experts(&weight, 16, 1, 1, 8).unwrap();
         check(&weight, 16, 8, &all);

@@ -10,7 +10,7 @@ use super::workload::Workload;
 use super::{InputError, Plan};
 use crate::cluster::{Cluster, LinkTable, Number, Range, parse_json};
 
-/// What a change of plans gains and costs.
+/// Gain and cost of a change of plans.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Replan {
@@ -18,22 +18,22 @@ pub struct Replan {
     pub current_ms: f64,
     /// Predicted time of an iteration with the new plan, under the new loads.
     pub planned_ms: f64,
-    /// What an iteration gains; negative where it loses.
+    /// Gain per iteration; negative for a loss.
     pub gain_ms: f64,
-    /// Experts that a device must get that it does not hold, over all devices.
+    /// Number of experts that devices must receive.
     pub moved_experts: u64,
     /// Their size.
     pub moved_mb: f64,
-    /// Time to move them: each from the nearest device that has it, a device one after the other in each direction.
+    /// Time to move them: each from the nearest holder, serially per device and direction.
     pub move_ms: f64,
-    /// Iterations after which the gain has repaid the move; none where it never does.
+    /// Iterations after which the gain has repaid the move; `None` without a gain.
     pub repaid_after_iterations: Option<f64>,
 }
 
-/// The tokens of each expert in a report of `aristos run --json`.
+/// Reads the tokens of each expert from a report of `aristos run --json`.
 ///
 /// # Errors
-/// One line that names the path inside the text, what is there and what is right.
+/// Returns an error that names the path inside the text, the value found and the expected one.
 pub fn loads_of_report(text: &str) -> Result<Vec<f64>, InputError> {
     #[derive(Deserialize)]
     struct Report {
@@ -47,7 +47,7 @@ pub fn loads_of_report(text: &str) -> Result<Vec<f64>, InputError> {
 /// Compares the plan in use with a new one, both under `workload`'s loads; an expert is `expert_mb` large.
 ///
 /// # Errors
-/// One line: the plan in use is not one of this cluster and these experts.
+/// Returns an error if the plan in use does not match the cluster and the experts.
 pub fn replan(
     cluster: &Cluster,
     workload: &Workload,
@@ -100,10 +100,10 @@ fn placed_ms(cluster: &Cluster, workload: &Workload, plan: &Plan) -> f64 {
     evaluate_spreads(cluster, workload, &groups, &spreads).objective_ms
 }
 
-/// Whether a plan, read from a file, is one of these devices and experts.
+/// Checks that a plan, read from a file, matches these devices and experts.
 ///
 /// # Errors
-/// One line that names the path inside the plan, what is there and what is right.
+/// Returns an error that names the path inside the plan, the value found and the expected one.
 pub fn check(cluster: &Cluster, workload: &Workload, plan: &Plan) -> Result<(), InputError> {
     let index: BTreeSet<u64> = cluster.devices.iter().map(|device| device.id).collect();
     let wrong = |field: String, found: String, expected: String| Err(InputError::Value { field, found, expected });

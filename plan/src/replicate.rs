@@ -1,7 +1,7 @@
-//! Replicas of experts in a group's placement: a device that has more to do than its part of the group's work gives some of the tokens of one of its
-//! experts to a device that has less, which then holds the expert too.
+//! Replicas of experts in a group's placement: an overloaded device gives some tokens of one of its experts to an underloaded one, which then holds the
+//! expert too. A device's part is the group's work in proportion to its rate.
 //!
-//! `docs/planner.md` proves what it comes to: where every device has room for what it is given, no device has more to do than its part.
+//! `docs/planner.md` proves that no device exceeds its part if every receiver has memory.
 
 use std::collections::BTreeMap;
 
@@ -15,9 +15,9 @@ use crate::spread::{Split, Spread, evaluate};
 use crate::workload::Workload;
 use crate::{Plan, PlannedGroup, Replication};
 
-/// Of larger groups only the last step is looked at.
+/// Maximum number of devices of a group for which every step is evaluated. For larger groups only the last one is.
 const STEPWISE_MOST: usize = 64;
-/// Work is even when no device is further off, as a share.
+/// Maximum relative deviation from even work.
 const EVEN: f64 = 1e-9;
 
 /// Groups with replicas, and their objective.
@@ -27,7 +27,7 @@ pub(crate) struct Replicated {
     pub evaluation: Evaluation,
 }
 
-/// Replicas for the groups chosen, or for others, from their best placements: those of the least objective, `None` where no replica helps.
+/// Replicas for the chosen or other groups, starting from their best placements. Returns the least objective, `None` if no replica helps.
 pub(crate) fn replicate(
     cluster: &Cluster,
     workload: &Workload,
@@ -62,7 +62,7 @@ pub(crate) fn replicate(
     best
 }
 
-/// Replicas for the groups of a plan in use, from what it has, so that few experts move.
+/// Replicas for the groups of a plan in use, starting from its placement, so that few experts move.
 pub(crate) fn from_current(
     cluster: &Cluster,
     workload: &Workload,
@@ -85,7 +85,7 @@ fn from_start<L: LinkTable>(
     Replicated { groups, spreads, evaluation }
 }
 
-/// The best of the steps from `start` to even work.
+/// The best step between `start` and even work.
 fn spread<L: LinkTable>(placed: &Placed<L>, members: &[u32], start: &Spread, replication: Replication) -> Spread {
     let mut state = State::new(placed, members, start, replication);
     let gamma = placed.problem.gamma(placed.problem.n());
@@ -110,13 +110,13 @@ fn spread<L: LinkTable>(placed: &Placed<L>, members: &[u32], start: &Spread, rep
     }
 }
 
-/// A group on its way to even work.
+/// The placement of a group, step by step.
 struct State<'p, 'q, 'a, L> {
     placed: &'p Placed<'q, 'a, L>,
     members: &'p [u32],
     /// By expert, its holders and the share of its tokens that each computes.
     shares: Vec<BTreeMap<usize, f64>>,
-    /// By member: FLOP of one device's tokens, and the part of all that is its rate's.
+    /// By member: FLOP of one device's tokens that it computes, and its part.
     load: Vec<f64>,
     part: Vec<f64>,
     /// By member: experts that it may hold, and holds.
@@ -158,7 +158,7 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
             shares.iter().for_each(|(&member, share)| state.load[member] += cost * share);
             state.shares.push(shares);
         }
-        // Replicas that are there already count as such.
+        // Existing replicas count towards the limit.
         let mut whole = state.holds.clone();
         for holders in &holders {
             holders.iter().skip(1).for_each(|&member| whole[member] -= 1);
@@ -180,7 +180,7 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
         self.load[member] - self.part[member]
     }
 
-    /// Evens the work out as far as the replicas that there are do it.
+    /// Evens the work out by the existing replicas.
     fn use_replicas(&mut self) {
         let small = EVEN * self.placed.experts.total;
         for _ in 0..2 * self.members.len() {
@@ -223,8 +223,8 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
         self.load[to] += amount;
     }
 
-    /// The member with most to spare gets what it can of the one with most too much: a replica for part of an expert's tokens, or an expert
-    /// whole. Where it has no room, it gives one of its experts for that. Says whether there was something to give.
+    /// Moves work from the most overloaded member to the most underloaded one that can take it: part of an expert's tokens, or a whole expert. A receiver
+    /// without room gives one of its experts in return. Returns false if no work can be moved.
     fn step(&mut self) -> bool {
         let small = EVEN * self.placed.experts.total;
         let busy = (0..self.members.len()).max_by(|&a, &b| self.over(a).total_cmp(&self.over(b)).then(b.cmp(&a)));
@@ -237,7 +237,7 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
         })
     }
 
-    /// Moves as much of `from`'s excess as possible to `to`, which has room. Says whether there was something.
+    /// Moves as much of `from`'s excess as possible to `to`, which has room. Returns false if no expert can be given.
     fn relieve(&mut self, from: usize, to: usize) -> bool {
         let amount = self.over(from).min(-self.over(to));
         let given = |e: usize| !self.shares[e].contains_key(&to) && self.cost_at(e, from) > 0.0;
@@ -250,7 +250,7 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
         true
     }
 
-    /// `to` gives `from`, which has room, its smallest expert, and gets a replica for that much more. Says whether that could be.
+    /// `to` gives `from` its smallest expert and receives a larger part of another. Returns false if that is impossible.
     fn exchange(&mut self, from: usize, to: usize) -> bool {
         let alone = |e: usize| self.shares[e].len() == 1 && self.shares[e].contains_key(&to);
         let smallest = (0..self.shares.len())
@@ -265,7 +265,7 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
         true
     }
 
-    /// Among the experts of `from` that `to` does not hold, the one with the fewest tokens that suffice.
+    /// Among the experts of `from` that `to` does not hold, the smallest of at least `amount`.
     fn enough(&self, from: usize, to: usize, amount: f64) -> Option<usize> {
         let is_enough = |&e: &usize| !self.shares[e].contains_key(&to) && self.cost_at(e, from) >= amount;
         (0..self.shares.len())
@@ -284,7 +284,7 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
         spread
     }
 
-    /// The shares that each member sends to each holder, nearest pairs first, so that every holder gets its part.
+    /// The shares that each member sends to each holder, assigned to the nearest pairs first.
     fn split(&self, holders: &BTreeMap<usize, f64>) -> Split {
         let m = self.members.len();
         let mb = self.placed.problem.workload.p2p_buffer_mb / m as f64;
@@ -306,7 +306,7 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
             left[i] -= amount;
             wanted[column] -= amount;
         }
-        // Rounding may leave a little.
+        // Normalises rounding errors.
         for row in &mut shares {
             let sum: f64 = row.iter().sum();
             row.iter_mut().for_each(|share| *share /= sum);
@@ -315,8 +315,8 @@ impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
     }
 }
 
-/// No placement with so many replicas has a smaller makespan: the group's work is done at the group's rate at most, and that of one expert at the rate of
-/// as many devices as hold it, at most.
+/// A lower bound on the makespan with this number of replicas: the group's work at the group's rate, and the largest expert at the rate of its
+/// `replicas + 1` fastest holders.
 fn least_makespan<L: LinkTable>(placed: &Placed<L>, members: &[u32], replicas: usize) -> f64 {
     let mut flops: Vec<f64> = members.iter().map(|&i| placed.problem.flops[i as usize]).collect();
     flops.sort_unstable_by(|a, b| b.total_cmp(a));
@@ -330,7 +330,7 @@ pub(crate) fn enter(plan: &mut Plan, cluster: &Cluster, workload: &Workload, rep
     let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
     let placed = Placed::new(&problem);
     let Replicated { groups, spreads, evaluation } = replicated;
-    // Whatever the groups and replicas: all work at all devices' rate.
+    // The bound for any groups and replicas: all work at the rate of all devices.
     let rate: f64 = problem.flops.iter().sum();
     let least_ms = evaluation.gamma * groups.iter().map(Vec::len).sum::<usize>() as f64 * placed.experts.total / rate;
     plan.gap_bound = match evaluation.objective_ms > least_ms {

@@ -1,4 +1,4 @@
-//! Spreads: the experts of each device of a group, and the devices that the tokens of replicated experts go to; their times.
+//! Spreads: the experts of each device of a group, the split of the tokens of replicated experts, and the resulting times.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::placement::DeviceExperts;
 use crate::workload::Workload;
 use crate::{PlannedGroup, PlannedReplicas};
 
-/// The experts of each member of a group, and the holders that each member sends a replicated expert's tokens to.
+/// The experts of each member of a group, and the split of the tokens of each replicated expert.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Spread {
     /// By member, the experts that it holds, ascending.
@@ -22,12 +22,12 @@ pub(crate) struct Spread {
 pub(crate) struct Split {
     /// Members of the group, ascending.
     pub holders: Vec<usize>,
-    /// `[members, holders]`: of each member's tokens with the expert the share that goes to each holder.
+    /// `[members, holders]`: the share of a member's tokens with the expert that goes to each holder.
     pub shares: Vec<Vec<f64>>,
 }
 
 impl Spread {
-    /// Of a group of a plan, whose members are at these indices in the cluster, with these ids.
+    /// The spread of a planned group. `ids` and `held` are by member, in the cluster's order.
     pub fn of(group: &PlannedGroup, held: DeviceExperts, ids: &[u64]) -> Spread {
         let place = |id: &u64| ids.iter().position(|other| other == id);
         let split = |replicas: &PlannedReplicas| {
@@ -45,7 +45,7 @@ impl Spread {
         Spread { held, splits: group.replicas.iter().map(split).collect() }
     }
 
-    /// In a plan's form: the experts of each device, and the replicas.
+    /// The experts of each device and the replicas, in the form of a plan.
     pub fn into_planned(self, ids: &[u64]) -> (BTreeMap<u64, Vec<u32>>, Vec<PlannedReplicas>) {
         let replicas = self.splits.into_iter().map(|(expert, split)| PlannedReplicas {
             expert,
@@ -72,7 +72,7 @@ impl Spread {
         flow
     }
 
-    /// What each member of a group (ascending) computes and exchanges in a pass, ms.
+    /// Compute and exchange of each member of a group (ascending) in a pass, ms.
     fn member_times<L: LinkTable>(&self, placed: &Placed<L>, members: &[u32]) -> (Vec<f64>, Vec<f64>) {
         let (problem, m) = (placed.problem, members.len());
         let flow = self.flow(placed, m);
@@ -94,7 +94,7 @@ impl Spread {
         (computes, exchanges)
     }
 
-    /// What a group (ascending) takes in a pass; and the sums of its replicas' gradients in an iteration, ms.
+    /// Times of a group (ascending) in a pass, and of the all-reduces of its replicas' gradients in an iteration, ms.
     pub fn times<L: LinkTable>(&self, placed: &Placed<L>, members: &[u32]) -> (GroupTimes, f64) {
         if self.splits.is_empty() {
             return (placed.placed_times(members, &self.held), 0.0);

@@ -1,7 +1,7 @@
-//! A grouping under change: what moving a device, or swapping two, does to it, without computing it anew.
+//! A grouping whose objective is updated incrementally when a device moves or two swap.
 //!
-//! With the maximum alone most changes are worth the same. So a grouping is worth its excess over a target: the sum over devices of what their
-//! compute and communication is over the most that the target leaves for it. No excess, and the target is met.
+//! Its cost is the excess over a target: each device's compute and communication above the limit that the target implies, summed over devices. Without
+//! excess the target is met.
 
 use super::objective::{IDLE, Problem};
 use crate::cluster::LinkTable;
@@ -22,11 +22,11 @@ struct Group {
 struct GroupWork {
     /// Compute and communication, ms.
     ms: f64,
-    /// Sum over devices of what their compute and communication is over the limit, and a penalty where memory is short, ms.
+    /// Sum over devices of the compute and communication above the limit, plus a penalty for missing memory, ms.
     excess_ms: f64,
 }
 
-/// A change: device `i` goes to group `to` (or [`IDLE`]); and where there is a `j`, it takes `i`'s place.
+/// A change: device `i` moves to group `to` (or [`IDLE`]), and device `j`, if given, from there to the group of `i`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Move {
     pub i: u32,
@@ -34,7 +34,7 @@ pub(crate) struct Move {
     pub j: Option<u32>,
 }
 
-/// A changed group, before its members are looked at.
+/// A changed group, before its members are evaluated.
 #[derive(Clone, Copy, Debug)]
 struct ChangedGroup {
     g: u32,
@@ -45,7 +45,7 @@ struct ChangedGroup {
     compute: f64,
     /// Time that the limit leaves for the exchange.
     over: f64,
-    /// The exchange of the device that comes.
+    /// The exchange of the device that joins.
     worst: f64,
     /// The group's excess, and the penalty if it lacks memory.
     excess_ms: f64,
@@ -54,30 +54,28 @@ struct ChangedGroup {
 /// The outcome of a change.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MoveResult {
-    /// The excess of all groups together.
-    pub excess_ms: f64,
     /// For the group that `i` leaves, and the one that it joins.
     works: [GroupWork; 2],
     slowest: Option<usize>,
     limit_ms: f64,
 }
 
-/// A grouping, and the sums that make its changes cheap.
+/// A grouping, and cached sums for fast changes.
 pub(crate) struct State<'p, 'a, L> {
     problem: &'p Problem<'a, L>,
     groups: Vec<Group>,
     group_of: Vec<u32>,
-    /// Where a device is in its group's list.
+    /// A device's index in its group's list.
     place: Vec<u32>,
-    /// Of group g and device i (index g n + i): the sums from the device to the group's members, so that most changes are ruled out at
-    /// a glance; empty beyond [`TOWARD_MOST`] devices.
+    /// For group g and device i (index g n + i), the sums from the device to the group's members, which reject most changes in constant time. Empty
+    /// beyond [`TOWARD_MOST`] devices.
     toward: Vec<(f64, f64)>,
     workers: usize,
     /// The group with the most work, and how much.
     most: (u32, f64),
     /// Sum of the groups' excess.
     excess_ms: f64,
-    /// The objective that is aimed at.
+    /// The target for the objective.
     target_ms: f64,
     /// Time that the target leaves for a group's compute and communication, with the current groups.
     limit_ms: f64,
@@ -87,8 +85,6 @@ pub(crate) struct State<'p, 'a, L> {
     slowest: Option<usize>,
     /// Groups that lack memory.
     short: usize,
-    /// For each device, the edges of the tree: their other ends and places.
-    neighbours: Vec<Vec<(u32, u32)>>,
     /// Number of changes.
     changes: u64,
     /// gamma by number of workers.
@@ -97,10 +93,10 @@ pub(crate) struct State<'p, 'a, L> {
     pub ops: u64,
 }
 
-/// What a group costs that lacks memory, in the penalty's unit: in any case, and if it lacked it for all experts.
+/// Penalty of a group short of memory, in the penalty's unit: a constant, and an amount proportional to the share of experts without memory.
 pub(crate) const SHORT: (f64, f64) = (0.15, 3.0);
 /// Maximum number of devices for which the sums with every group are kept.
-const TOWARD_MOST: usize = 128;
+pub(crate) const TOWARD_MOST: usize = 128;
 /// Number of changes after which sums are computed anew, against rounding.
 const REFRESH: u64 = 512;
 /// Cost of a change in links, even if it is rejected at once.
@@ -124,7 +120,6 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             penalty_ms: 0.0,
             slowest: None,
             short: 0,
-            neighbours: Vec::new(),
             changes: 0,
             gamma: (0..=n).map(|workers| problem.gamma(workers)).collect(),
             ops: 0,
@@ -170,7 +165,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.limit_ms
     }
 
-    /// Aims at an objective.
+    /// Sets the target.
     pub fn aim(&mut self, target_ms: f64) {
         self.target_ms = target_ms;
         self.limit_ms = self.limit(self.slowest, self.workers);
@@ -204,16 +199,6 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.ops += 8 + self.groups.len() as u64 / 2;
     }
 
-    /// Makes ready for [`State::joined`]; the problem's edges must be a tree.
-    pub fn with_tree(mut self) -> Self {
-        self.neighbours = vec![Vec::new(); self.problem.n()];
-        for (place, edge) in self.problem.edges.iter().enumerate() {
-            self.neighbours[edge.i as usize].push((edge.j, place as u32));
-            self.neighbours[edge.j as usize].push((edge.i, place as u32));
-        }
-        self
-    }
-
     /// The groups, each ascending.
     pub fn grouping(&self) -> Vec<Vec<u32>> {
         let sorted = |group: &Group| {
@@ -244,13 +229,13 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.most.0
     }
 
-    /// Group `g` as it is, with another limit.
+    /// Group `g` unchanged, with another limit.
     fn whole(&self, g: u32, limit_ms: f64) -> GroupWork {
         let side = self.side(g, None, None, limit_ms);
         self.work(&side, f64::INFINITY).unwrap_or(GroupWork { ms: f64::INFINITY, excess_ms: f64::INFINITY })
     }
 
-    /// Group `g` without device `out` and with device `into`, as far as can be told without its other members' exchanges.
+    /// Group `g` without device `out` and with device `into`, before the exchanges of its other members are evaluated.
     fn side(&self, g: u32, out: Option<u32>, into: Option<u32>, limit_ms: f64) -> ChangedGroup {
         let (problem, group) = (self.problem, &self.groups[g as usize]);
         let size = group.members.len() + usize::from(into.is_some()) - usize::from(out.is_some());
@@ -290,7 +275,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         ChangedGroup { g, out, into, per_peer, compute, over, worst, excess_ms }
     }
 
-    /// The same with all members; `None` as soon as the excess exceeds `most`.
+    /// Evaluates all members of a changed group; `None` as soon as the excess exceeds `most`.
     fn work(&self, side: &ChangedGroup, most: f64) -> Option<GroupWork> {
         match (side.out.is_some(), side.into.is_some()) {
             (false, false) => self.work_of::<false, false>(side, most),
@@ -321,7 +306,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 beta += link.beta_ms_per_mb;
             }
             let here = eta * (alpha + beta * side.per_peer);
-            // Without branches on values that are nearly random.
+            // Branch-free, because the values are unpredictable.
             worst = if here > worst { here } else { worst };
             excess_ms += if here > side.over { here - side.over } else { 0.0 };
             if excess_ms > most {
@@ -331,7 +316,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         (excess_ms <= most).then_some(GroupWork { ms: side.compute + worst, excess_ms })
     }
 
-    /// What a change would come to; `None` where it would empty a group or changes nothing, or the excess would be over `most_ms`.
+    /// Evaluates a change; `None` if it empties a group, changes nothing, or the excess would exceed `most_ms`.
     pub fn after(&mut self, Move { i, to, j }: Move, most_ms: f64) -> Option<MoveResult> {
         self.ops += CHANGE_OPS;
         let from = self.group_of[i as usize];
@@ -353,7 +338,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         let as_now = slowest == self.slowest && workers == self.workers;
         let limit_ms = if as_now { self.limit_ms } else { self.limit(slowest, workers) };
         let others = self.others(from, to, as_now, limit_ms);
-        // First what comes to each group, as that is most likely to be too much.
+        // First the devices that join, because they exceed the limit most often.
         let mut left = most_ms - others;
         let changed = [(from, Some(i), j), (to, j, Some(i))];
         let sides = changed.map(|(g, out, into)| (g != IDLE).then(|| self.side(g, out, into, limit_ms)));
@@ -371,11 +356,10 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             *work = self.work(side, left)?;
             left -= work.excess_ms;
         }
-        let excess_ms = others + works[0].excess_ms + works[1].excess_ms;
-        Some(MoveResult { excess_ms, works, slowest, limit_ms })
+        Some(MoveResult { works, slowest, limit_ms })
     }
 
-    /// The excess of all groups but two, either of which may be [`IDLE`]; as it is known where the limit is as now.
+    /// The excess of all groups except two, either of which may be [`IDLE`]; cached if the limit is unchanged (`as_now`).
     fn others(&mut self, a: u32, b: u32, as_now: bool, limit_ms: f64) -> f64 {
         if as_now {
             let excess = |g: u32| if g == IDLE { 0.0 } else { self.groups[g as usize].work.excess_ms };
@@ -398,30 +382,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         slowest
     }
 
-    /// The place in the problem's edges of the slowest link between groups.
-    pub fn slowest(&self) -> Option<usize> {
-        self.slowest
-    }
-
-    /// The devices that `i` is joined with by the slowest `edges` edges of the tree, itself first: they must move together, if no slower
-    /// link than the next edge is to come between groups.
-    pub fn joined(&mut self, i: u32, edges: usize, joined: &mut Vec<u32>) {
-        joined.clear();
-        joined.push(i);
-        let mut next = 0;
-        while let Some(&i) = joined.get(next) {
-            next += 1;
-            for &(j, place) in &self.neighbours[i as usize] {
-                // A tree: only where one came from is seen again.
-                if (place as usize) < edges && !joined.contains(&j) {
-                    joined.push(j);
-                }
-            }
-        }
-        self.ops += joined.len() as u64;
-    }
-
-    /// Makes a change that comes to `after`.
+    /// Makes a change, evaluated as `after`.
     pub fn apply(&mut self, change: Move, after: MoveResult) {
         let from = self.group_of[change.i as usize];
         let again = after.limit_ms != self.limit_ms;
@@ -446,53 +407,6 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         }
     }
 
-    /// Moves devices of two groups, each from the one to the other, if then the excess is at most `most_ms`; neither may be left empty. Says
-    /// whether it did.
-    pub fn exchange(&mut self, moves: &[(u32, u32, u32)], most_ms: f64) -> bool {
-        let Some(&(_, a, b)) = moves.first() else { return false };
-        self.shift_all(moves.iter().map(|&(i, _, to)| (i, to)), [a, b]);
-        let slowest = self.problem.slowest(|x| self.group_of[x as usize]);
-        self.ops += slowest.unwrap_or(0) as u64 / 2 + CHANGE_OPS;
-        let limit_ms = self.limit(slowest, self.workers);
-        let size = |g: u32| self.groups[g as usize].members.len() as u64;
-        self.ops += size(a) + size(b);
-        let Some(works) = self.exchanged([a, b], slowest, limit_ms, most_ms) else {
-            self.shift_all(moves.iter().rev().map(|&(i, from, _)| (i, from)), [a, b]);
-            return false;
-        };
-        moves.iter().for_each(|&(i, from, to)| self.reach(i, from, to));
-        for (g, work) in [a, b].into_iter().zip(works) {
-            self.groups[g as usize].work = work;
-        }
-        let again = slowest != self.slowest;
-        (self.slowest, self.limit_ms) = (slowest, limit_ms);
-        if again {
-            self.aim(self.target_ms);
-        } else {
-            self.sum_up();
-        }
-        true
-    }
-
-    /// What two groups take between which devices have moved; `None` where the excess of all is over `most_ms`.
-    fn exchanged(
-        &mut self,
-        [a, b]: [u32; 2],
-        slowest: Option<usize>,
-        limit_ms: f64,
-        most_ms: f64,
-    ) -> Option<[GroupWork; 2]> {
-        let mut works = [GroupWork::default(); 2];
-        for (work, g) in works.iter_mut().zip([a, b]) {
-            *work = self.work(&self.side(g, None, None, limit_ms), most_ms)?;
-        }
-        let mut excess_ms = works[0].excess_ms + works[1].excess_ms;
-        if excess_ms <= most_ms {
-            excess_ms += self.others(a, b, slowest == self.slowest, limit_ms);
-        }
-        (excess_ms <= most_ms).then_some(works)
-    }
-
     fn shift(&mut self, Move { i, to, j }: Move) {
         let from = self.group_of[i as usize];
         self.take(i);
@@ -506,26 +420,17 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.add_rates([from, to]);
     }
 
-    /// Devices, one after the other, each from one of these groups to the other.
-    fn shift_all(&mut self, moves: impl Iterator<Item = (u32, u32)>, groups: [u32; 2]) {
-        for (i, to) in moves {
-            self.take(i);
-            self.put(i, to);
-        }
-        self.add_rates(groups);
-    }
-
     fn add_rates(&mut self, groups: [u32; 2]) {
         for g in groups {
             if g != IDLE {
-                // Not by differences: one very large rate would swallow the others for good.
+                // Recomputed: with differences a very large rate would cancel the others permanently.
                 let group = &mut self.groups[g as usize];
                 group.flops = group.members.iter().map(|&m| self.problem.flops[m as usize]).sum();
             }
         }
     }
 
-    /// Works out all sums of links anew: differences of large numbers lose the small ones.
+    /// Recomputes all sums of links, against cancellation.
     fn add_up(&mut self) {
         for group in &mut self.groups {
             group.members.sort_unstable();
@@ -541,13 +446,13 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         }
     }
 
-    /// The change and its outcome.
+    /// Recomputes all sums and the excess.
     pub fn refresh(&mut self) {
         self.add_up();
         self.aim(self.target_ms);
     }
 
-    /// Brings all devices' sums with groups up to date, when device `i` went from one to another.
+    /// Updates all devices' sums with groups after device `i` moved.
     fn reach(&mut self, i: u32, from: u32, to: u32) {
         if self.toward.is_empty() {
             return;

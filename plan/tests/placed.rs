@@ -27,7 +27,7 @@ fn held(plan: &Plan) -> (Vec<Vec<usize>>, Vec<Vec<Vec<usize>>>) {
     plan.groups.iter().map(of).unzip()
 }
 
-/// Everything that holds of every answer; gives the plan, where there is one.
+/// Checks the invariants of every outcome; returns the plan, if there is one.
 #[track_caller]
 fn check(case: &Case, options: Options, outcome: Outcome) -> Option<Plan> {
     let total: u128 = case.memory.iter().map(|m| u128::from(*m)).sum();
@@ -93,7 +93,7 @@ fn planned_as_by_brute_force(seed: u64, allow_idle: bool, rounds: usize) {
         assert!(found.optimal && found.algorithm == "exact", "{found:?}");
         idle += usize::from(!found.idle_devices.is_empty());
         let searched = solve(&case, options.algorithm(Algorithm::Search)).unwrap();
-        // The bound is true.
+        // The bound holds.
         let most = optimum * (1.0 + searched.gap_bound) * (1.0 + ROUNDING);
         assert!(searched.objective_ms <= most, "{searched:?}, {optimum}");
         by_search += usize::from(searched.objective_ms <= optimum * (1.0 + ROUNDING));
@@ -114,7 +114,7 @@ fn idle_devices_are_planned_as_by_brute_force() {
     planned_as_by_brute_force(12, true, 140);
 }
 
-/// The smallest case in which the published objective misleads: it says that half of the devices help.
+/// The smallest case in which the published objective misleads: it counts devices without experts as workers.
 #[test]
 fn experts_are_not_cut() {
     let mut case = random_case(&mut Random::new(1), 4);
@@ -137,7 +137,7 @@ fn experts_are_not_cut() {
     assert_eq!((published.objective_ms, published.optimal), (1.0, true), "{published:?}");
 }
 
-/// Beside one that takes for ever the others take no time at all, and shares of theirs cannot be had by giving them more of it.
+/// A device 10^40 times slower than the others makes their times vanish in rounding.
 #[test]
 fn a_device_that_takes_for_ever_is_planned() {
     let start = cpu_s();
@@ -155,7 +155,7 @@ fn a_device_that_takes_for_ever_is_planned() {
 
 #[test]
 fn random_inputs_have_valid_answers_no_worse_than_the_published_plan() {
-    // `cargo bench --bench plan` measures times; this is one that no noise reaches.
+    // A generous limit that noise does not reach; `cargo bench --bench plan` measures times.
     let limit_s = if cfg!(debug_assertions) { 60.0 } else { 4.0 };
     let (mut plans, mut worse) = (0, 0);
     let sample = Sample::new(30, 3_000);

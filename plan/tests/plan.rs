@@ -21,7 +21,7 @@ fn options(algorithm: Algorithm) -> Options {
     Options::default().algorithm(algorithm).objective(Objective::Published)
 }
 
-/// Everything that holds of every answer; gives the plan, where there is one.
+/// Checks the invariants of every outcome; returns the plan, if there is one.
 #[track_caller]
 fn check(case: &Case, options: Options, outcome: Outcome) -> Option<Plan> {
     let total: u128 = case.memory.iter().map(|m| u128::from(*m)).sum();
@@ -89,7 +89,7 @@ fn small_clusters_are_planned_as_by_brute_force() {
         assert!(found.optimal && found.algorithm == "exact", "{found:?}");
         near(solve(&case, options(Algorithm::Exact)).unwrap().objective_ms, optimum);
         let searched = solve(&case, options(Algorithm::Search)).unwrap();
-        // The bound is true.
+        // The bound holds.
         assert!(
             searched.objective_ms <= optimum * (1.0 + searched.gap_bound) * (1.0 + ROUNDING),
             "{searched:?}, {optimum}"
@@ -195,7 +195,7 @@ fn random_inputs_have_valid_answers() {
     inputs_have_valid_answers(0);
 }
 
-/// The other half of the inputs, so that two CPUs share the work.
+/// The second half of the inputs is a test of its own, so that two CPUs share the work.
 #[test]
 fn more_random_inputs_have_valid_answers() {
     inputs_have_valid_answers(INPUTS / 2);
@@ -205,7 +205,7 @@ fn more_random_inputs_have_valid_answers() {
 const INPUTS: u64 = 10_000;
 
 fn inputs_have_valid_answers(first: u64) {
-    // `cargo bench --bench plan` measures times; this is one that no noise reaches.
+    // A generous limit that noise does not reach; `cargo bench --bench plan` measures times.
     let limit_s = if cfg!(debug_assertions) { 60.0 } else { 4.0 };
     let (mut plans, mut worse) = (0, 0);
     let sample = Sample::new(250, INPUTS / 2);
@@ -243,7 +243,7 @@ fn inputs_have_valid_answers(first: u64) {
             found.objective_ms,
             lysi.objective_ms
         );
-        // The bound is true: of the least objective there is, and so of the one that was found.
+        // The bound holds for the least objective, and so for the found one.
         for plan in [&found, &lysi] {
             let bound = plan.objective_ms / (1.0 + plan.gap_bound);
             assert!(bound <= found.objective_ms * (1.0 + ROUNDING) + 1e-200, "{plan:?} {found:?} {case:?}");

@@ -1,4 +1,4 @@
-//! Replicas in the planner: everything that holds of every answer, on random inputs; what they come to where there is room; few moves.
+//! Replicas in the planner: invariants on random inputs, balance if memory suffices, and few moves.
 
 // Each test uses a part of it.
 #[allow(dead_code)]
@@ -18,7 +18,7 @@ fn planned(cluster: &Cluster, workload: &Workload, options: Options) -> Option<P
     }
 }
 
-/// By device of a group, the FLOP of each device's tokens that it computes, written down from the plan alone: `[source][device]`.
+/// FLOP of each source device's tokens that each device computes, from the plan alone: `[source][device]`.
 fn flow(case: &Case, group: &aristos_plan::PlannedGroup) -> Vec<Vec<f64>> {
     let (costs, m) = (case.costs(), group.devices.len());
     let mut flow = vec![vec![0.0; m]; m];
@@ -36,7 +36,7 @@ fn flow(case: &Case, group: &aristos_plan::PlannedGroup) -> Vec<Vec<f64>> {
     flow
 }
 
-/// Everything that holds of every answer.
+/// Checks the invariants of every plan.
 #[track_caller]
 fn check(case: &Case, plan: &Plan) {
     let total: f64 = case.costs().iter().sum();
@@ -164,7 +164,7 @@ fn from_a_plan_in_use_little_is_moved() {
     let change = replan(&cluster, &workload, &current, &next, 1.0).unwrap();
     assert!(change.moved_experts <= 3 && change.gain_ms > 0.0, "{change:?}");
     near(change.planned_ms, next.objective_ms);
-    // A second replan then moves nothing.
+    // A second replan moves no expert.
     let Outcome::Plan(again) = plan_from(&cluster, &workload, options, Some(&next)).unwrap() else { panic!() };
     let change = replan(&cluster, &workload, &next, &again, 1.0).unwrap();
     assert_eq!(change.moved_experts, 0);

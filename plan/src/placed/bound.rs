@@ -47,7 +47,7 @@ fn sizes<L: LeastExchange>(problem: &Problem<L>, experts: &Experts, smallest: us
     flops.sort_unstable_by(|a, b| b.total_cmp(a));
     let mut rate = vec![0.0; n + 1];
     (0..n).for_each(|s| rate[s + 1] = rate[s] + flops[s]);
-    // The j most expensive experts are on at most j devices, and so are all on the fastest; of s devices, at most s.
+    // The j most expensive experts are on at most j devices, at best the fastest.
     let mut compute = vec![0.0; n + 1];
     let (mut cost, mut dense) = (0.0, 0.0f64);
     for s in 1..=n {
@@ -58,9 +58,9 @@ fn sizes<L: LeastExchange>(problem: &Problem<L>, experts: &Experts, smallest: us
         let all = experts.total / rate[s.min(experts.order.len())];
         compute[s] = s as f64 * dense.max(all);
     }
-    // Of at most min(s, experts) devices that hold some, one has that share of the tokens or more.
+    // At most min(s, experts) devices hold experts, so one of them has at least an even share of the tokens.
     let share = |s: usize| if experts.total > 0.0 { d / s.min(experts.order.len()) as f64 } else { 0.0 };
-    // For many unlike devices all links count as the fastest.
+    // With many unlike devices every link counts as the fastest.
     let received = match n <= SORTED_MOST || problem.links.devices_alike() {
         true => problem.links.least_received(share),
         false => {

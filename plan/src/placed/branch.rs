@@ -4,7 +4,7 @@ use super::{Experts, Placed};
 use crate::cluster::LinkTable;
 use crate::placement::DeviceExperts;
 
-/// Most experts: it goes as deep as there are experts.
+/// Maximum number of experts, the depth of the recursion.
 const MOST_EXPERTS: usize = 256;
 
 /// A group's devices and the links between them.
@@ -47,11 +47,11 @@ impl GroupLinks {
     }
 }
 
-/// A search for a placement that takes less than the best known.
+/// A search for a placement faster than the best known.
 pub(super) struct Branch<'g> {
     links: &'g GroupLinks,
     experts: &'g Experts,
-    /// FLOP of the experts from each place of the order on.
+    /// FLOP of the experts from each position of the order on.
     rest: Vec<f64>,
     /// Devices, fastest first.
     devices: Vec<u32>,
@@ -60,9 +60,9 @@ pub(super) struct Branch<'g> {
     held: Vec<u64>,
     /// The device of each placed expert.
     owner: Vec<u32>,
-    /// What each device sends, ms: of as many experts placed a row each, so that nothing has to be taken back.
+    /// Send time of each device, ms: one row per number of placed experts, so that backtracking restores it for free.
     sent: Vec<f64>,
-    /// No placement computes or exchanges less, ms.
+    /// Lower bounds on compute and exchange of any placement, ms.
     least: (f64, f64),
     best_ms: f64,
     best: Option<Vec<u32>>,
@@ -83,7 +83,7 @@ impl<'g> Branch<'g> {
         let rate: f64 = (0..n).filter(|&i| links.memory[i] > 0).map(|i| links.flops[i]).sum();
         let most = n_experts.min(n).max(1) as f64;
         let share = if experts.total > 0.0 { 1.0 / most } else { 0.0 };
-        // Some device has that share or more.
+        // Some device has at least that share.
         let receive = links.received.iter().map(|(alpha, beta)| alpha + share * beta).fold(f64::INFINITY, f64::min);
         Branch {
             links,
@@ -107,7 +107,7 @@ impl<'g> Branch<'g> {
         self.left
     }
 
-    /// The placement found, where there is a better one.
+    /// The best placement, if one was better than the known one.
     pub fn into_best(self) -> Option<DeviceExperts> {
         let owner = self.best?;
         let mut placement = vec![Vec::new(); self.links.n()];
@@ -116,14 +116,14 @@ impl<'g> Branch<'g> {
         Some(placement)
     }
 
-    /// Looks at all placements that may take less.
+    /// Enumerates all placements that may be faster.
     pub fn search(&mut self) {
         if self.left > 0 {
             self.go(0, 0.0, 0.0);
         }
     }
 
-    /// With the first `place` experts placed: the longest compute, in FLOP over rate, and the longest exchange so far.
+    /// Places the experts from `place` on. `compute` (FLOP over rate) and `exchange` are the longest so far.
     fn go(&mut self, place: usize, compute: f64, exchange: f64) {
         let n = self.links.n();
         let limit = self.best_ms * (1.0 - 1e-12);
@@ -141,7 +141,7 @@ impl<'g> Branch<'g> {
         if self.left == 0 || (size * compute).max(self.least.0) + exchange_least >= limit {
             return;
         }
-        // Work that all devices together can still take before the limit.
+        // FLOP that all devices together can add within the limit.
         let cost = self.experts.costs[self.experts.order[place] as usize];
         let most = (limit - exchange_least) / size;
         let room: f64 =
@@ -149,7 +149,7 @@ impl<'g> Branch<'g> {
         if room < self.rest[place] * (1.0 - 1e-12) {
             return;
         }
-        // An expert that costs as much as the one before goes to no device before that one's.
+        // Symmetry: among experts of equal cost, devices ascend.
         let twin = place > 0 && self.experts.costs[self.experts.order[place - 1] as usize] == cost;
         let first = match twin {
             true => self.devices.iter().position(|i| Some(i) == self.owner.last()).unwrap_or(0),

@@ -15,7 +15,7 @@ use crate::search::{Search, Views};
 use crate::workload::Workload;
 use crate::{Algorithm, Options, PlacementKind, PlanError};
 
-/// Links that the rounds examine for [`THOROUGH_DEVICES`]; fewer devices get more of it, as what comes before takes less of their time.
+/// Links that the rounds examine for [`THOROUGH_DEVICES`]; fewer devices get more, because earlier stages take less time.
 const JOINT_OPS: f64 = 2.4e8;
 const JOINT_MORE: f64 = 0.5;
 /// Links examined and nodes of branch and bound for the placements of one grouping.
@@ -24,7 +24,7 @@ const PLACE: (u64, u64) = (4_000_000, 50_000);
 const PROOF_AUTO: (u64, u64) = (1_000_000, 60_000_000);
 const PROOF_ASKED: (u64, u64) = (100_000_000, 4_000_000_000);
 
-/// Up to [`THOROUGH_DEVICES`] the effort is about the same for all sizes, a fraction of a second. Beyond, it falls steeply, so that 256 devices are planned in
+/// Search effort. It is about constant up to [`THOROUGH_DEVICES`], a fraction of a second. Above, it falls steeply, so that 256 devices are planned in
 /// milliseconds.
 fn effort(n: usize, matrix: bool, times: u32) -> PlacedEffort {
     let share = n as f64 / THOROUGH_DEVICES;
@@ -49,7 +49,7 @@ fn effort(n: usize, matrix: bool, times: u32) -> PlacedEffort {
     PlacedEffort { place: (more(usual.place.0), usual.place.1), joint: more(usual.joint), ..usual }
 }
 
-/// Groups and placements of the least placed objective. `published` is what was found under the published one, with its placements.
+/// Groups and placements of the least placed objective. `published` is the result under the published objective, with placements.
 pub(crate) fn choose<L: LeastExchange>(
     cluster: &Cluster,
     problem: &Problem<L>,
@@ -81,7 +81,7 @@ pub(crate) fn choose<L: LeastExchange>(
     }
     let published_plan = FoundPlaced::new(&placed, published.groups.clone(), placements);
     let dealt = Dealt { placed: &placed, known: Known::new() };
-    let mut search = Search::new(problem, dealt, bounds, views, options.allow_idle);
+    let mut search = Search::new(problem, dealt, bounds, options.allow_idle);
     search.offer(published.groups);
     published.others.into_iter().for_each(|other| search.offer(other.groups));
     search.construct(views, effort.construct);

@@ -1,4 +1,4 @@
-//! A placement made in one pass, for every group that the search meets.
+//! A greedy placement, for every group of the search.
 //!
 //! Experts are assigned the most expensive first, each to the device that ends first (LPT, Graham 1969), once by compute alone and once by compute and what
 //! the device receives. The better of the two placements is kept.
@@ -13,7 +13,7 @@ struct Assigned {
     /// FLOP of the experts of each device, and their number.
     load: Vec<f64>,
     count: Vec<u64>,
-    /// When each would end with one more expert that costs nothing, ms, infinity where it is full; and how much later for each FLOP.
+    /// End of each device, ms, if it takes one more expert of cost 0 (infinite if it is full); and the increase per FLOP.
     ends: Vec<f64>,
     per_flop: Vec<f64>,
     /// The device of each expert, in the order of costs; empty if all cost the same.
@@ -24,9 +24,9 @@ struct Assigned {
 struct Dealing {
     /// FLOP per ms of each, over the group's size, as each device brings a mini-batch.
     rates: Vec<f64>,
-    /// Experts that each has room for.
+    /// Maximum number of experts of each.
     memory: Vec<u64>,
-    /// ms per FLOP that a device's exchange grows by, and ms from the first expert on.
+    /// Receive time of each device: ms per FLOP, and ms for the first expert.
     receiving: Vec<(f64, f64)>,
 }
 
@@ -57,7 +57,7 @@ impl Dealing {
         };
         let mut left = experts.order.len() as u64;
         if let Some(cost) = experts.uniform.filter(|cost| *cost > 0.0) {
-            // All that end no later than the ideal, at once.
+            // First all experts that end no later than the ideal.
             let rate: f64 = to.per_flop.iter().map(|per_flop| 1.0 / per_flop).sum();
             let start = to.ends.iter().copied().fold(f64::INFINITY, f64::min);
             let ideal = start + experts.total / rate;
@@ -96,7 +96,7 @@ impl Dealing {
 
     /// The device with room that ends first with one more expert; between equals, the one that receives shortest.
     fn first_to_end(&self, cost: f64, to: &Assigned) -> Option<usize> {
-        // In lanes, as most of a search's construction is spent here.
+        // In lanes, because construction spends most of its time here.
         const LANES: usize = 4;
         let end = |(end, per_flop): (&f64, &f64)| end + cost * per_flop;
         let (ends, per_flop) = (to.ends.chunks_exact(LANES), to.per_flop.chunks_exact(LANES));
@@ -115,12 +115,12 @@ impl Dealing {
         with_room.min_by(|a, b| receive(a).total_cmp(&receive(b)))
     }
 
-    /// What device `i` receives with `count` experts of this load.
+    /// Receive time of device `i` with `count` experts of this load, ms.
     fn receive_ms(&self, i: usize, load: f64, count: u64) -> f64 {
         if count == 0 { 0.0 } else { self.receiving[i].1 + load * self.receiving[i].0 }
     }
 
-    /// Which experts each device holds.
+    /// The experts of each device.
     fn placement(&self, experts: &Experts, to: &Assigned) -> DeviceExperts {
         let mut placement: DeviceExperts = vec![Vec::new(); self.rates.len()];
         if to.owner.is_empty() {
@@ -137,7 +137,7 @@ impl Dealing {
 }
 
 impl<L: LinkTable> Placed<'_, '_, L> {
-    /// A placement made in one pass; `None` where memory does not suffice.
+    /// The greedy placement; `None` if memory does not suffice.
     pub fn dealt(&self, members: &[u32]) -> Option<(DeviceExperts, GroupTimes)> {
         let dealing = Dealing::new(self, members);
         let mut best: Option<(DeviceExperts, GroupTimes)> = None;

@@ -1,8 +1,8 @@
 //! Groups and placement as one state for annealing: devices move or swap between groups, and experts between the devices of a group. The objective is
 //! exact.
 //!
-//! For every group and every device, member or not, the sums of its links with the members are kept. So what a device would exchange in another group
-//! takes no pass over that group, and most proposals are dropped after one look.
+//! The state keeps, for every group and every device, the sums of the device's links with the members. The exchange of a device in another group then
+//! takes constant time, and most proposals are rejected by it.
 //!
 //! The target begins far below the best objective, so that every device counts, and rises until only the slowest ones do.
 
@@ -16,9 +16,9 @@ use crate::objective::IDLE;
 use crate::placement::DeviceExperts;
 use crate::random::Random;
 
-/// Most devices: sets of them are bits.
+/// Maximum number of devices, the bits of a set.
 pub(crate) const MOST_DEVICES: usize = u128::BITS as usize;
-/// Sums are added up anew after this many changes, as each change rounds them.
+/// Number of changes after which sums are recomputed, because each change rounds them.
 const REFRESH: u64 = 4096;
 
 /// First and last values over a chain, as shares of the best objective's work (the part that is not the all-reduce).
@@ -137,7 +137,7 @@ impl Part {
     }
 }
 
-/// What a change between two groups means to the others.
+/// The other groups after a change between two groups.
 #[derive(Clone, Copy, Debug)]
 struct Others {
     slowest: Option<usize>,
@@ -269,7 +269,7 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         self.group_of[i as usize] as usize
     }
 
-    /// Whether this is where idle devices are.
+    /// Whether this is the group of idle devices.
     fn is_idle(&self, g: usize) -> bool {
         g == self.n_groups
     }
@@ -279,13 +279,13 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         Role { member: true, holds: !self.experts[i].is_empty(), load: self.load[i] }
     }
 
-    /// Brings a device's role up to date after its experts have changed.
+    /// Updates a device's role after its experts have changed.
     fn settle(&mut self, i: usize) {
         self.roles[i] = self.role(i);
         self.ends[i] = self.load[i] / self.flops[i];
     }
 
-    /// Adds up everything anew.
+    /// Recomputes all sums.
     fn refresh(&mut self) {
         let n = self.n();
         let flops = &self.flops;
@@ -475,7 +475,7 @@ impl<L: LinkTable> Annealed for Joint<'_, '_, '_, L> {
     }
 }
 
-/// What a device exchanges, given its sums: the longer of sending and receiving, ms.
+/// A device's exchange, given its sums: the longer of sending and receiving, ms.
 #[inline]
 fn exchange_ms(sums: &Sums, role: Role) -> f64 {
     larger(sums[0] + sums[1], if role.holds { sums[2] + sums[3] * role.load } else { 0.0 })
@@ -503,7 +503,7 @@ mod tests {
         let (cluster, workload) = (Cluster::new(devices, links), Workload::new(vec![1e9; 4]));
         let problem = Problem::new(&cluster.devices, &cluster.links, &workload, false);
         let placed = Placed::new(&problem);
-        // Three devices take 3 * 2 ms for what two take 2 * 2 ms for; no swap makes the groups equal.
+        // The group of three takes 3 * 2 ms, two groups of two take 2 * 2 ms; only a move makes the groups equal.
         let placements = vec![vec![vec![0, 1], vec![2], vec![3]], vec![vec![0, 1, 2, 3]]];
         let start = FoundPlaced::new(&placed, vec![vec![0, 1, 2], vec![3]], placements);
         let schedule = Schedule { under: (0.3, 0.03), temperature: (0.05, 0.002) };

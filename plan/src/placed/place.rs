@@ -1,5 +1,5 @@
-//! The experts of given groups, placed thoroughly: annealing from the placement that [`super::deal`] makes, and branch and bound where the group is small. And the
-//! proof of optimality on small clusters.
+//! Placement of experts in given groups: annealing from the placement of [`super::deal`], then branch and bound. Also the proof of optimality on small
+//! clusters.
 
 use std::collections::HashMap;
 
@@ -14,7 +14,7 @@ use crate::exact::{Improvement, devices, improve_by};
 use crate::random::Random;
 
 const SCHEDULE: Schedule = Schedule { under: (0.05, 0.002), temperature: (0.02, 0.0005) };
-/// Most devices for a proof: every set of them is evaluated.
+/// Maximum number of devices for a proof, which evaluates every set of them.
 pub(super) const PROVED_MOST: usize = 12;
 /// Links that annealing examines for a set of devices in a proof.
 const PROOF_ANNEAL: u64 = 4_000;
@@ -26,7 +26,7 @@ pub(crate) type Known = HashMap<Vec<u32>, Option<KnownPlacement>>;
 #[derive(Clone)]
 pub(crate) struct KnownPlacement {
     pub placed: PlacedTimes,
-    /// Whether it needs no further improvement.
+    /// Whether annealing and branch and bound have run.
     pub improved: bool,
 }
 
@@ -72,7 +72,7 @@ impl<L: LinkTable> Placed<'_, '_, L> {
         let fastest = with_memory().fold(0.0, f64::max);
         let dearest = self.experts.order.first().map_or(0.0, |&e| self.experts.costs[e as usize]);
         let compute = size * (self.experts.total / rate).max(dearest / fastest);
-        // One of the devices with experts has an even share or more.
+        // Some holder has at least an even share.
         let share = self.received_mb(self.experts.total) / members.len().min(self.experts.costs.len()) as f64;
         let sums = problem.links.received_sums(members);
         let received = sums.iter().map(|(alpha, beta)| alpha + share * beta).fold(f64::INFINITY, f64::min);

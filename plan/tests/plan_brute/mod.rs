@@ -1,9 +1,9 @@
-//! What the planner is held against: the objective and the makespan written down once more, from their definitions, every
-//! grouping and every placement gone through, and inputs to do it on. Shares no code with the planner.
+//! The reference of the planner's tests: objective and makespan by their definitions, brute force over all groupings and placements, and random inputs.
+//! Shares no code with the planner.
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Sums in another order differ by this much.
+/// Maximum relative difference of sums in another order.
 pub const ROUNDING: f64 = 1e-9;
 
 /// Equal up to the order of sums.
@@ -12,8 +12,7 @@ pub fn near(a: f64, b: f64) {
     assert!((a - b).abs() <= ROUNDING * a.abs().max(b.abs()), "{a} and {b}");
 }
 
-/// Processor time of this thread: wall time but for what else the machine does. (Planning's second thread works no longer than
-/// the first.)
+/// Processor time of this thread, which other load does not change. (Planning's second thread works no longer than the first.)
 pub fn cpu_s() -> f64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
@@ -168,14 +167,6 @@ impl Case {
         }
     }
 
-    /// Experts of many costs, of which a device has room for a 16th, an eighth or a fourth: groups have hardly more room than they need.
-    pub fn tight(&mut self, random: &mut Random) {
-        let experts = random.pick(&[32usize, 64, 96]);
-        self.expert_flop = (0..experts).map(|_| random.scale(1e8, 1e9)).collect();
-        self.expert_load = None;
-        self.memory = (0..self.n()).map(|_| (experts / random.pick(&[16, 8, 4])) as u64).collect();
-    }
-
     /// Gives every link its own alpha and beta, over two orders of magnitude.
     pub fn structureless(&mut self, random: &mut Random) {
         let n = self.n();
@@ -216,22 +207,6 @@ impl Case {
         }
         self.hosts = (0..n).map(|i| i / host).collect();
         self.tiers = None;
-    }
-
-    /// Gives it a quarter to four experts for each device, and memory from just enough in all to enough for all in each.
-    pub fn experts_per_device(&mut self, random: &mut Random) {
-        let n = self.n();
-        let experts = ((n as f64 * random.scale(0.25, 4.0)).round() as usize).max(1);
-        let mean = self.expert_flop.iter().sum::<f64>() / self.expert_flop.len() as f64;
-        let flop = mean * self.expert_flop.len() as f64 / experts as f64;
-        let uneven = random.below(2) == 0;
-        self.expert_flop =
-            (0..experts).map(|_| (flop * if uneven { random.real(0.1, 2.0) } else { 1.0 }).round()).collect();
-        self.expert_load = (random.below(4) == 0).then(|| (0..experts).map(|_| random.real(0.1, 3.0)).collect());
-        let least = experts.div_ceil(n) as f64;
-        let room = random.scale(least, experts as f64).ceil() as u64;
-        let mixed = random.below(2) == 0;
-        self.memory = (0..n).map(|_| room * if mixed { 1 + random.below(2) as u64 } else { 1 }).collect();
     }
 
     /// The best of all groupings; `None` where no group can be valid.
@@ -375,7 +350,7 @@ pub fn random_case(random: &mut Random, n: usize) -> Case {
             (alpha[i][j], beta[i][j]) = (a * factor, b * factor);
         }
     }
-    // The diagonal is ignored, whatever it holds.
+    // Junk, because the diagonal is ignored.
     for i in 0..n {
         (alpha[i][i], beta[i][i]) = (7.0e5, 9.0e5);
     }

@@ -34,7 +34,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         }
         let g = if random.below(4) < WORST_IN_FOUR { self.worst() } else { random.below(self.n_groups) };
         let members = &self.groups[g];
-        // Of two devices the one that exchanges longer.
+        // The device with the longer exchange of two.
         let two = [0; 2].map(|_| members[random.below(members.len())]);
         let i = if self.exchange_of(g, two[1]) > self.exchange_of(g, two[0]) { two[1] } else { two[0] };
         if several && random.below(MOVE_ONE_IN) == 0 {
@@ -81,7 +81,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         best.1
     }
 
-    /// How bad device `x` is in the place of `out` in a group, with the experts of `out`: its excess there, and some of what it takes, ms.
+    /// Estimated loss, ms, if device `x` replaces `out` in a group and takes its experts: its excess there plus a share of its time.
     fn loss(&self, x: u32, (g, out): (usize, u32)) -> f64 {
         if self.is_idle(g) {
             return 0.0;
@@ -203,7 +203,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         Part::new(i as usize, before, Role { member: true, holds: experts > 0, load })
     }
 
-    /// What moving device `i` from group `g` to `h`, and `back` from there to `g`, means to the other groups.
+    /// The other groups after device `i` moves from group `g` to `h`, and `back` from there to `g`.
     fn others(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>) -> Others {
         let idle = self.n_groups as u32;
         let named = |g: u32| if g == idle { IDLE } else { g };
@@ -231,8 +231,8 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         Others { slowest, workers, limit, excess: others.map(|k| self.group_times(k, limit).over).sum() }
     }
 
-    /// Whether such a change can stay at or below an excess of `most`, judged by what each newcomer sends to the experts where they are, and by compute as
-    /// if experts could be divided.
+    /// Returns the state of the other groups if the change can stay at or below an excess of `most`. The estimate uses the newcomers' sends to the current
+    /// holders, and compute as if experts were divisible.
     fn hopeful(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>, most: f64) -> Option<Others> {
         if g == h {
             let excess = self.excess - self.times[g].over;
@@ -262,8 +262,8 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         (excess <= most).then_some(others)
     }
 
-    /// Moves device `i` from group `g` to `h`, and `back` from there to `g`, after experts have been given: brings sums and times up to date. Returns false,
-    /// with nothing changed, where the excess would be above `most`.
+    /// Moves device `i` from group `g` to `h`, and `back` from there to `g`, after experts have been given: brings sums and times up to date. If the excess
+    /// would be above `most`, returns false and leaves the state as it was.
     fn changed(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>, others: Others, most: f64) -> bool {
         let [mut into_g, mut into_h] = std::mem::take(&mut self.parts);
         into_g.clear();
@@ -392,7 +392,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         std::mem::swap(&mut self.load, &mut self.load_before);
     }
 
-    /// Device `i` gives experts to those of a group, except `out`, until it holds no more than `most`. Returns false where there is no room.
+    /// Device `i` gives experts to those of a group, except `out`, until it holds no more than `most`. Returns false if there is no room.
     fn give_all(&mut self, i: u32, from: (usize, u32), most: usize) -> bool {
         while self.experts[i as usize].len() > most {
             if !self.give_one(i, from, f64::INFINITY) {
