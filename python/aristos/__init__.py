@@ -9,9 +9,10 @@ Without transformers: `MoE` is a layer with router and shared expert; `experts` 
 
 from . import _exit as _exit
 from ._aristos import AristosError, families
+from ._checkpoint import load, save
 from ._experts import experts
 from ._group import Group, init
-from ._moe import MoE, load, save
+from ._moe import MoE
 from ._routing import Routing
 
 __all__ = ["AristosError", "Group", "MoE", "Routing", "experts", "families", "init", "load", "save"]

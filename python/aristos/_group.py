@@ -9,15 +9,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from . import _aristos
+from . import _aristos, _launchers
 
-# Environment variables in which launchers pass the rank and the number of processes.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-)
 _groups = []
 _default = None
 # One year.
@@ -30,7 +23,8 @@ _settings = dict(wait_limit_s=60.0, max_tokens=None)
 def init(*, wait_limit_s=60.0, max_tokens=None):
     """Creates the default group of all processes: those of torch.distributed, torchrun, Slurm or MPI, or this process alone. Collective.
 
-    Initialises torch.distributed (gloo) if a launcher's environment variables describe several processes. A second call, which is needed
+    Initialises torch.distributed (gloo) if a launcher's environment variables describe several processes. In the shell of a Slurm batch
+    script or of salloc the process is alone, and a warning is logged if the job has several tasks: only srun starts them. A second call, which is needed
     after an error that made a layer unusable, resets all groups; patched models continue with them.
 
     Args:
@@ -49,12 +43,12 @@ def init(*, wait_limit_s=60.0, max_tokens=None):
     if initialised and any(group._pid != os.getpid() for group in _groups):
         raise RuntimeError("this process was forked after torch.distributed was initialised: start it by spawn instead")
     if dist.is_available() and not initialised:
-        found = [names for names in _LAUNCHERS if all(name in os.environ for name in names)]
+        found = _launchers.find()
         if found:
-            rank, size = (int(os.environ[name]) for name in found[0])
+            rank, size, name = found
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             os.environ.setdefault("MASTER_PORT", str(29500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1000))
-            if size > 1 or found[0][0] == "RANK":
+            if size > 1 or name == "RANK":
                 dist.init_process_group("gloo", rank=rank, world_size=size)
     _settings = dict(wait_limit_s=wait_limit_s, max_tokens=max_tokens)
     for group in _groups:
@@ -70,6 +64,8 @@ def default():
 
 def numbered(number):
     """The group with this number, which is how operators refer to it."""
+    if not 0 <= number < len(_groups):
+        raise ValueError(f"group is {number}, expected 0 to {len(_groups) - 1}, the number of a Group")
     return _groups[number]
 
 
@@ -166,19 +162,19 @@ class Group:
         )
         return native, tokens
 
-    def gather(self, value):
-        """All processes' values, in rank order. Collective; with gloo limited by the wait limit, naming a missing process."""
+    def gather(self, value, *, purpose="make a layer", limit_s=None):
+        """All processes' values, in rank order. Collective; with gloo limited by `limit_s` (the wait limit), naming a missing process."""
         if self.size == 1:
             return [value]
         if dist.get_backend(self._group) == "gloo":
-            self._barrier()
+            self._barrier(purpose, self.wait_limit_s if limit_s is None else limit_s)
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def _barrier(self):
-        """A barrier with the wait limit on every process; gloo's monitored barrier has a limit on rank 0 only."""
-        deadline, message = time.monotonic() + self.wait_limit_s, torch.zeros(1)
+    def _barrier(self, purpose, limit_s):
+        """A barrier with a time limit on every process; gloo's monitored barrier has a limit on rank 0 only."""
+        deadline, message = time.monotonic() + limit_s, torch.zeros(1)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sent = [dist.isend(message, group=self._group, group_dst=rank, tag=_BARRIER_TAG) for rank in others]
         received = [dist.irecv(torch.zeros(1), group=self._group, group_src=rank, tag=_BARRIER_TAG) for rank in others]
@@ -188,7 +184,7 @@ class Group:
                     work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
-                raise _aristos.AristosError(f"to make a layer: rank {rank} did not come in {self.wait_limit_s} s: {why}") from None
+                raise _aristos.AristosError(f"to {purpose}: rank {rank} did not come in {limit_s:.1f} s: {why}") from None
 
     def gather_rows(self, rows, counts):
         """All processes' rows, in rank order; ``rows`` has ``counts[rank]`` rows. Collective."""

@@ -1,8 +1,6 @@
-"""A Mixture-of-Experts layer with router and shared expert, and its checkpoints in Hugging Face names."""
+"""A Mixture-of-Experts layer with router and shared expert."""
 
-import json
 import math
-import os
 
 import torch
 from torch import nn
@@ -10,8 +8,6 @@ from torch.nn import functional as F
 
 from . import _group, _routing
 from ._experts import experts as run_experts
-
-_INDEX = "model.safetensors.index.json"
 
 
 class MoE(nn.Module):
@@ -182,54 +178,3 @@ def _uniform(experts, out, width, dtype):
     """The initialisation of nn.Linear."""
     bound = 1 / math.sqrt(width)
     return torch.empty(experts, out, width, dtype=dtype).uniform_(-bound, bound)
-
-
-def save(module, folder, group=None):
-    """Writes a module's weights as a sharded safetensors checkpoint with Hugging Face names; each process writes its experts. Collective.
-
-    Args:
-        module: a module that contains `MoE` layers.
-        folder: created if missing; the same on all processes.
-    """
-    from safetensors.torch import save_file
-
-    group = group or _group.default()
-    os.makedirs(folder, exist_ok=True)
-    state = module.state_dict()
-    own = {name for part, one in module.named_modules() if isinstance(one, MoE) for name, _ in one._matrices(f"{part}." if part else "")}
-    mine = {name: tensor.contiguous() for name, tensor in state.items() if name in own or group.rank == 0}
-    file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
-    save_file(mine, os.path.join(folder, file), metadata={"format": "pt"})
-    files = group.gather({name: file for name in mine})
-    if group.rank == 0:
-        map_ = {name: file for one in files for name, file in one.items()}
-        with open(os.path.join(folder, _INDEX), "w") as index:
-            json.dump({"metadata": {}, "weight_map": dict(sorted(map_.items()))}, index, indent=1)
-    group.gather(None)
-
-
-def load(module, folder):
-    """Loads a checkpoint of `save`, or any sharded safetensors checkpoint with the same names, on any number of processes.
-
-    Raises:
-        RuntimeError: if names are missing or shapes differ.
-        ValueError: names a malformed file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    path = os.path.join(folder, _INDEX)
-    try:
-        with open(path) as index:
-            weight_map = json.load(index)["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected JSON with a weight_map: {type(error).__name__}: {error}") from None
-    state = {}
-    for name in module.state_dict():
-        if name in weight_map:
-            path = os.path.join(folder, weight_map[name])
-            try:
-                with safe_open(path, "pt") as file:
-                    state[name] = file.get_tensor(name)
-            except SafetensorError as error:
-                raise ValueError(f"{path}: {name}: {error}") from None
-    module.load_state_dict(state)

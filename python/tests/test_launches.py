@@ -9,6 +9,9 @@ import sys
 import tempfile
 import time
 import typing
+import unittest.mock
+
+from aristos import _launchers
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Limit of a hanging job. A working one takes 10 s, and much longer on a busy machine.
@@ -71,6 +74,28 @@ else:
     # Outlive the other processes, so that their exit does not depend on this one.
     time.sleep(1.5)
 """
+
+
+# Variables of a Slurm job of four tasks: in the shell of its batch script, in salloc's shell (an interactive step), and in a shell without
+# a step. Only srun starts the tasks.
+SHELLS = {
+    "batch script": "SLURM_JOB_ID=5 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_LOCALID=0 SLURM_JOB_NUM_NODES=1",
+    "batch step": "SLURM_JOB_ID=5 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_ID=4294967291",
+    "interactive step": "SLURM_JOB_ID=5 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1",
+    "salloc": "SLURM_JOB_ID=5 SLURM_NTASKS=4",
+}
+# Variables, and the rank and the number of processes that they are for.
+TASKS = [
+    ("SLURM_JOB_ID=5 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=4", (1, 4)),
+    ("SLURM_JOB_ID=5 SLURM_STEP_ID=3 SLURM_PROCID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=4", (1, 4)),
+    ("SLURM_JOB_ID=5 SLURM_STEP_ID=3 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4 PMI_RANK=1 PMI_SIZE=4", (1, 4)),
+    ("SLURM_JOB_ID=5 SLURM_STEP_ID=3 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 PMI_RANK=2 PMI_SIZE=3", (2, 3)),
+    ("SLURM_JOB_ID=5 SLURM_STEP_ID=3 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3", (2, 3)),
+    ("SLURM_JOB_ID=5 SLURM_NTASKS=4 SLURM_PROCID=0 PMI_RANK=2 PMI_SIZE=3", (2, 3)),
+    ("SLURM_JOB_ID=5 SLURM_NTASKS=4 SLURM_PROCID=0 RANK=1 WORLD_SIZE=2", (1, 2)),
+    ("SLURM_JOB_ID=5 SLURM_NTASKS=1 SLURM_PROCID=0", None),
+    ("", None),
+]
 
 
 def torchrun(pes, *command, **more):
@@ -137,6 +162,33 @@ def finished_job_exits_cleanly():
         assert job.returncode == 0, reason(said)
 
 
+def variables(text):
+    return dict(one.split("=", 1) for one in text.split())
+
+
+def shells_of_slurm_jobs_run_alone():
+    unset = ("SLURM_", "PMI", "OMPI_", "RANK", "WORLD_SIZE")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    code = "import aristos; group = aristos.init(); aristos.init(); print(group.rank, group.size)"
+    for shell, text in SHELLS.items():
+        job = subprocess.run([sys.executable, "-c", code], env=clean | variables(text), capture_output=True, text=True, timeout=LIMIT_S)
+        assert job.stdout == "0 1\n", f"{shell}: {job.stdout}{job.stderr[-400:]}"
+        assert job.stderr.count("\n") == 1 and "the Slurm job has 4 tasks" in job.stderr and "srun" in job.stderr, f"{shell}: {job.stderr}"
+
+
+def ranks_are_read_from_the_innermost_launcher():
+    for text, expected in TASKS:
+        with unittest.mock.patch.dict(os.environ, variables(text), clear=True):
+            found = _launchers.find()
+        assert (found and found[:2]) == expected, f"{text}: {found}"
+    for text in ("RANK=x WORLD_SIZE=2", "RANK=2 WORLD_SIZE=2", "RANK=-1 WORLD_SIZE=2", "SLURM_STEP_ID=1 SLURM_PROCID=0 SLURM_NTASKS=two"):
+        with unittest.mock.patch.dict(os.environ, variables(text), clear=True):
+            try:
+                raise AssertionError(f"{text}: {_launchers.find()}, expected an error")
+            except ValueError as error:
+                assert " is " in str(error) and "expected" in str(error), error
+
+
 def reason(said):
     """The end of a job's output, without torchrun's report about its processes."""
     lines = said.split("failed (exitcode")[0].splitlines()
@@ -189,6 +241,8 @@ CASES = [
     ctrl_c_ends_all_ranks,
     different_later_shapes_are_an_error_on_each_rank,
     finished_job_exits_cleanly,
+    shells_of_slurm_jobs_run_alone,
+    ranks_are_read_from_the_innermost_launcher,
     training_resumes_with_another_number_of_processes,
 ]
 

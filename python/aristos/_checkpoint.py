@@ -1,0 +1,247 @@
+"""Checkpoints of modules with `MoE` layers: sharded safetensors with Hugging Face names.
+
+A save writes its shards under new names. Its last step is a rename: the new index, which names the shards, replaces the previous index. So
+the folder always holds the weights of one save, even if a process is killed.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+
+from . import _group
+from ._moe import MoE
+
+_INDEX = "model.safetensors.index.json"
+_LOCK = ".aristos-save.lock"
+# File names of a save: its shards, and its index before the rename.
+_OWN_NAMES = re.compile(r"model-[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors|\.aristos-[0-9a-f]{16}\.index\.tmp")
+# A slower disk may exceed the time limit of a save.
+_MIN_BYTES_PER_S = 10_000_000
+
+
+def save(module, folder, group=None):
+    """Writes a module's weights as a sharded safetensors checkpoint with Hugging Face names; each process writes its experts. Collective.
+
+    The folder's previous checkpoint can be loaded until the new one is complete and on disk, and is then removed. If a process fails or is
+    killed, `load` reads either the previous checkpoint or the new one.
+
+    Args:
+        module: a module that contains `MoE` layers.
+        folder: created if missing; the same on all processes. The disk needs space for both checkpoints.
+        group: a `Group`; the default has all processes.
+
+    Raises:
+        RuntimeError: if another save into the folder is running, or another process failed; the previous checkpoint is unchanged.
+        OSError: if this process cannot write its file; the previous checkpoint is unchanged.
+        AristosError: if another process is missing after the wait limit, plus a second for each 10 MB of its shard.
+    """
+    with contextlib.ExitStack() as held:
+        _Save(module, os.fspath(folder), group or _group.default(), held).run()
+
+
+class _Save:
+    """One save on one process."""
+
+    def __init__(self, module, folder, group, held):
+        self.module, self.folder, self.group, self.held = module, folder, group, held
+        self.tensors, self.token, self.extra_s, self.shard = {}, None, 0.0, None
+
+    def run(self):
+        begun = self.on_all(self.begin)
+        self.token, self.extra_s = begun[0][0], max(size for _, size in begun) / _MIN_BYTES_PER_S
+        self.shard = f"model-{self.token}-{self.group.rank + 1:05}-of-{self.group.size:05}.safetensors"
+        written = self.on_all(self.write)
+        previous = self.on_all(lambda: self.publish(written) if self.group.rank == 0 else None)[0]
+        # From here on the new index is in place, so the shards stay even if a step fails.
+        self.shard = None
+        self.on_all(lambda: self.remove_old(previous, written) if self.group.rank == 0 else None)
+
+    def on_all(self, step):
+        """Runs a step on all processes; returns all results, in rank order. If the step fails on one, all remove their shards and raise."""
+        result = failure = None
+        try:
+            result = step()
+        except Exception as error:
+            failure = error
+        outcome = (result, failure and f"{type(failure).__name__}: {failure}")
+        # No shard is removed if this raises: rank 0 may have received all results, and then publishes them.
+        outcomes = self.group.gather(outcome, purpose="save", limit_s=self.group.wait_limit_s + self.extra_s)
+        failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
+        if failed:
+            if self.shard is not None:
+                with contextlib.suppress(OSError):
+                    os.remove(os.path.join(self.folder, self.shard))
+            raise failure or RuntimeError(f"{self.folder}: not saved: {failed[0]}")
+        return [result for result, _ in outcomes]
+
+    def begin(self):
+        """Returns the save's token (rank 0) and the bytes of this process's shard."""
+        token = None
+        if self.group.rank == 0:
+            os.makedirs(self.folder, exist_ok=True)
+            self.held.enter_context(_locked(self.folder))
+            token = secrets.token_hex(8)
+        state = self.module.state_dict()
+        parts = [(f"{name}." if name else "", part) for name, part in self.module.named_modules() if isinstance(part, MoE)]
+        own = {name for prefix, part in parts for name, _ in part._matrices(prefix)}
+        self.tensors = {name: tensor.contiguous() for name, tensor in state.items() if name in own or self.group.rank == 0}
+        return token, sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def write(self):
+        """Writes this process's shard to disk. Returns its name, size, and the names of its tensors."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        path = os.path.join(self.folder, self.shard)
+        try:
+            save_file(self.tensors, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from None
+        _sync(path)
+        return self.shard, os.path.getsize(path), list(self.tensors)
+
+    def publish(self, written):
+        """Replaces the index. Returns the files that the previous index names."""
+        for rank, (shard, size, _) in enumerate(written):
+            path = os.path.join(self.folder, shard)
+            if not os.path.exists(path) or os.path.getsize(path) != size:
+                raise ValueError(f"{path}: missing or not of {size} bytes: rank {rank} saved into another folder, expected the same on all")
+        previous = set()
+        with contextlib.suppress(OSError, ValueError):
+            previous = set(_read_index(self.folder).values())
+        weight_map = {name: shard for shard, _, names in written for name in names}
+        temporary = os.path.join(self.folder, f".aristos-{self.token}.index.tmp")
+        try:
+            with open(temporary, "x") as index:
+                json.dump({"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}, index, indent=1)
+            _sync(temporary)
+            # The shards' names must reach the disk before the index that refers to them.
+            _sync(self.folder)
+            os.replace(temporary, os.path.join(self.folder, _INDEX))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            raise
+        return previous
+
+    def remove_old(self, previous, written):
+        """Removes the previous checkpoint's files, and those of saves that were killed."""
+        _sync(self.folder)
+        old = {name for name in os.listdir(self.folder) if name in previous or _OWN_NAMES.fullmatch(name)}
+        for name in old - {shard for shard, _, _ in written}:
+            # The next save tries again.
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(self.folder, name))
+
+
+@contextlib.contextmanager
+def _locked(folder):
+    """Holds the folder's lock. The system releases it if the process dies."""
+    path = os.path.join(folder, _LOCK)
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The previous holder may have removed the file between open and flock.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(path)):
+                    break
+        except BlockingIOError:
+            os.close(lock)
+            raise RuntimeError(f"{folder}: another save into this folder is running, expected one at a time") from None
+        os.close(lock)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+        os.close(lock)
+
+
+def _sync(path):
+    """Waits until a file or folder is on disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def load(module, folder):
+    """Loads a checkpoint of `save`, or any sharded safetensors checkpoint with the same names, on any number of processes.
+
+    Reads files of the folder only. A save that ends meanwhile does not mix with the checkpoint that is read.
+
+    Raises:
+        RuntimeError: if names are missing or shapes differ.
+        ValueError: names a malformed file, with the wrong entry.
+    """
+    from safetensors import SafetensorError
+
+    folder = os.fspath(folder)
+    with contextlib.ExitStack() as opened:
+        weight_map, files = _open_shards(folder, set(module.state_dict()), opened)
+        state = {}
+        for name in module.state_dict():
+            if name in weight_map:
+                try:
+                    state[name] = files[weight_map[name]].get_tensor(name)
+                except SafetensorError as error:
+                    raise ValueError(f"{os.path.join(folder, weight_map[name])}: {name}: {error}") from None
+        module.load_state_dict(state)
+
+
+def _open_shards(folder, names, opened):
+    """The weight map, and the open files of these tensors by name."""
+    weight_map = _read_index(folder)
+    while True:
+        try:
+            files = {weight_map[name] for name in names if name in weight_map}
+            return weight_map, {file: opened.enter_context(_open_shard(os.path.join(folder, file))) for file in sorted(files)}
+        except FileNotFoundError:
+            # A save that has just ended removes the files of the previous index.
+            before, weight_map = weight_map, _read_index(folder)
+            if weight_map == before:
+                raise
+
+
+def _open_shard(path):
+    from safetensors import SafetensorError, safe_open
+
+    # Opening a pipe would wait for a writer.
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f"{path}: not a regular file, expected safetensors")
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read_index(folder):
+    """The file of each tensor, by name; all files are names in the folder."""
+    path = os.path.join(folder, _INDEX)
+    expected = "expected an object with a weight_map"
+    try:
+        with open(path, encoding="utf-8") as index:
+            content = json.load(index)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON, {expected}: {error}") from None
+    if not isinstance(content, dict) or "weight_map" not in content:
+        raise ValueError(f"{path}: {_shown(content)}, {expected}")
+    weight_map = content["weight_map"]
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{path}: weight_map is {_shown(weight_map)}, expected an object: the file name of each tensor")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
+            raise ValueError(f"{path}: weight_map[{_shown(name)}] is {_shown(file)}, expected the name of a file in this folder")
+    return weight_map
+
+
+def _shown(value, most=60):
+    """A JSON value on one line, shortened."""
+    text = json.dumps(value)
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,59 @@
+"""Rank and size of this process, from the environment variables of its launcher."""
+
+import functools
+import logging
+import os
+
+# The innermost launcher counts: torchrun and mpirun may be started in a step of Slurm.
+_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+_PMI_NAMES = ("PMI_RANK", "PMI_SIZE")
+# From here on Slurm's step numbers are the batch script, the interactive shell and the external step, which have one process.
+_SLURM_NO_STEP = 0xFFFF_FFF0
+
+
+def find():
+    """The rank, the size and the name of the rank's variable; None if no launcher started this process."""
+    for names in _LAUNCHERS:
+        if _are_set(names):
+            return _read(*names)
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
+    in_step = _in_slurm_step() and _are_set(("SLURM_PROCID", tasks))
+    # Slurm sets PMI's variables for its own tasks too. Another size is that of an mpiexec that runs in the step.
+    if _are_set(_PMI_NAMES) and not (in_step and os.environ["PMI_SIZE"] == os.environ[tasks]):
+        return _read(*_PMI_NAMES)
+    if in_step:
+        return _read("SLURM_PROCID", tasks)
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" in os.environ and tasks != "1":
+        _warn_alone(tasks)
+    return None
+
+
+@functools.cache
+def _warn_alone(tasks):
+    said = "aristos.init(): this process runs alone: the Slurm job has %s tasks, but this shell is none of them; start the program with srun"
+    logging.getLogger("aristos").warning(said, tasks)
+
+
+def _are_set(names):
+    return all(name in os.environ for name in names)
+
+
+def _in_slurm_step():
+    """Whether srun started this process. The shell of a batch script or of salloc has variables of tasks too."""
+    step = os.environ.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _SLURM_NO_STEP
+
+
+def _read(rank_name, size_name):
+    rank, size = (_number(name) for name in (rank_name, size_name))
+    if rank >= size:
+        raise ValueError(f"{rank_name} is {rank}, expected less than {size_name}, {size}")
+    return rank, size, rank_name
+
+
+def _number(name):
+    text = os.environ[name]
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{name} is {text!r}, expected a number")
+    return int(text)
