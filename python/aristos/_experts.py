@@ -56,16 +56,18 @@ def experts(
         AristosError: if another process is missing after the wait limit. The group is then unusable.
     """
     group = group or _group.default()
-    if not limit >= 0:
-        raise ValueError(f"limit is {limit}, expected 0 or more")
-    _check(x, ids, weights, up, down, up_bias, down_bias, gated, group.size)
+    _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit)
     shared = -1 if batch_group is None else batch_group.number
     form = (activation, gated, float(limit), limit_after, plus_one)
     output, _ = torch.ops.aristos.experts(x, ids, weights, up, down, up_bias, down_bias, group.number, shared, *form)
     return output
 
 
-def _check(x, ids, weights, up, down, up_bias, down_bias, gated, size):
+def _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, device="cpu"):
+    """Checks the arguments of a forward pass. `aristos.experts` and the operator both call it: a tensor on another device does not reach
+    the operator's own code."""
+    if not limit >= 0:
+        raise ValueError(f"limit is {limit}, expected 0 or more")
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}, expected [tokens, hidden]")
     if down.dim() != 3:
@@ -98,8 +100,8 @@ def _check(x, ids, weights, up, down, up_bias, down_bias, gated, size):
         if tensor.dtype != x.dtype:
             raise ValueError(f"{name} has type {tensor.dtype}, expected {x.dtype}, as x has")
     for name, tensor in [("x", x)] + [(name, tensor) for name, tensor, _ in expected]:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}, expected cpu: this wheel has no CUDA devices")
+        if tensor.device.type != device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {device}: this wheel has no CUDA devices")
         if tensor.layout != torch.strided:
             raise ValueError(f"{name} has layout {tensor.layout}, expected torch.strided")
 
@@ -107,13 +109,16 @@ def _check(x, ids, weights, up, down, up_bias, down_bias, gated, size):
 class _Pass:
     """A forward pass until its backward pass: the native layer's saved state, and the division of the tokens."""
 
-    def __init__(self, saved, batch_group, counts):
-        self.saved = saved
+    def __init__(self, tokens, batch_group):
+        self.saved = None
+        self.tokens = tokens
         self.batch_group = batch_group
-        self.counts = counts
+        self.counts = None if batch_group is None else [len(part) for part in torch.arange(tokens).tensor_split(batch_group.size)]
 
-    def mine(self, rows):
+    def mine(self, name, rows):
         """This process's part of the rows of a batch group."""
+        if rows.dim() != 2 or rows.shape[0] != self.tokens:
+            raise ValueError(f"{name} has shape {list(rows.shape)}, expected 2 dimensions with {self.tokens} tokens, as in the forward pass")
         if self.counts is None:
             return rows
         return rows.tensor_split(len(self.counts))[self.batch_group.rank]
@@ -139,8 +144,12 @@ def _contiguous_all(*tensors):
     return [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
 
 
-def _addresses(*tensors):
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _views(*tensors):
+    """The tensors as the native layer gets them. It checks shapes and types, and relies on the layout checked here."""
+    for tensor in tensors:
+        if tensor is not None and not (tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()):
+            raise ValueError(f"a tensor of shape {list(tensor.shape)} on {tensor.device} is not contiguous in host memory")
+    return [None if tensor is None else (tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype)[6:]) for tensor in tensors]
 
 
 def _narrow(ids, experts):
@@ -172,12 +181,10 @@ def _forward(
     limit_after: bool,
     plus_one: bool,
 ) -> tuple[Tensor, Tensor]:
+    _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit)
     owner = _group.numbered(group)
-    one = _Pass(None, None, None)
-    if batch_group >= 0:
-        one.batch_group = _group.numbered(batch_group)
-        one.counts = [len(part) for part in torch.arange(x.shape[0]).tensor_split(one.batch_group.size)]
-    x, ids, weights = (one.mine(tensor) for tensor in (x, ids, weights))
+    one = _Pass(x.shape[0], None if batch_group == -1 else _group.numbered(batch_group))
+    x, ids, weights = (one.mine(name, tensor) for name, tensor in (("x", x), ("ids", ids), ("weights", weights)))
     native = owner.layer(
         x.shape[0],
         hidden=x.shape[1],
@@ -196,13 +203,14 @@ def _forward(
     ids, weights = _narrow(ids, down.shape[0] * owner.size), _float(weights)
     up_bias, down_bias = _float(up_bias), _float(down_bias)
     output = torch.empty(x.shape, dtype=torch.float32)
-    tensors, parameters = _addresses(x, ids, weights, output), _addresses(up, down, up_bias, down_bias)
-    one.saved = native.forward(x.shape[0], tensors, parameters)
+    one.saved = native.forward(_views(x, ids, weights, output), _views(up, down, up_bias, down_bias))
     return one.all(output.to(x.dtype)), _ticket(one)
 
 
 @_forward.register_fake
 def _(x, ids, weights, up, down, up_bias, down_bias, group, batch_group, activation, gated, limit, limit_after, plus_one):
+    # Also runs for tensors on torch's device "meta".
+    _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, "meta" if x.device.type == "meta" else "cpu")
     return x.new_empty(x.shape), x.new_empty(1, dtype=torch.int64)
 
 
@@ -220,19 +228,15 @@ def _backward(
     one = _passes.get(ticket.data_ptr())
     if one is None:
         raise ValueError("the forward pass is not available: its ticket was copied")
-    x, grad_output = one.mine(x), one.mine(grad_output)
-    weights_dtype, pairs = weights.dtype, (x.shape[0], weights.shape[1])
+    x, grad_output, weights = (one.mine(name, tensor) for name, tensor in (("x", x), ("grad_output", grad_output), ("weights", weights)))
+    weights_dtype, pairs = weights.dtype, weights.shape
     x, grad_output, up, down = _contiguous_all(x, grad_output.to(x.dtype), up, down)
     up32, down32 = _float(up_bias), _float(down_bias)
     grad_x, grad_weights = torch.empty(x.shape, dtype=torch.float32), torch.empty(pairs, dtype=torch.float32)
-    grads = [torch.empty(up.shape, dtype=up.dtype), torch.empty(down.shape, dtype=down.dtype)]
-    for bias in (up32, down32):
-        grads.append(torch.empty(0 if bias is None else bias.shape, dtype=torch.float32))
-    tensors = _addresses(x, grad_output, grad_x, grad_weights)
-    one.saved.backward(tensors, _addresses(up, down, up32, down32), _addresses(*grads))
+    grads = [None if tensor is None else torch.empty_like(tensor) for tensor in (up, down, up32, down32)]
+    one.saved.backward(_views(x, grad_output, grad_x, grad_weights), _views(up, down, up32, down32), _views(*grads))
     for index, bias in ((2, up_bias), (3, down_bias)):
-        if bias is not None:
-            grads[index] = grads[index].to(bias.dtype)
+        grads[index] = torch.empty(0, dtype=torch.float32) if bias is None else grads[index].to(bias.dtype)
     return one.all(grad_x.to(x.dtype)), one.all(grad_weights.to(weights_dtype)), *grads
 
 

@@ -1,5 +1,5 @@
-//! The native layer behind the Python package `aristos/`. It gets the caller's memory by address; the wrapper has checked
-//! types, shapes and strides.
+//! The native layer behind the Python package `aristos/`. The layer receives views of the caller's tensors, and checks their shapes and
+//! types (`views.rs`); the wrapper has checked that they are contiguous and in host memory.
 
 use std::marker::PhantomData;
 use std::slice;
@@ -23,8 +23,10 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 mod signals;
+mod views;
 
 use signals::Signals;
+use views::{ExpertViews, Of, Shapes, View};
 
 create_exception!(_aristos, AristosError, PyRuntimeError, "What the runtime reports: one line.");
 
@@ -275,6 +277,7 @@ struct State {
 #[pyclass(frozen, module = "aristos._aristos")]
 struct Layer {
     state: Arc<Mutex<State>>,
+    shapes: Shapes,
 }
 
 /// The saved state of a forward pass. If it is dropped without a backward pass, a later pass reuses its memory.
@@ -283,6 +286,7 @@ struct Saved {
     pass: Mutex<Option<PassState>>,
     tokens: usize,
     layer: Arc<Mutex<State>>,
+    shapes: Shapes,
 }
 
 impl Drop for Saved {
@@ -374,6 +378,8 @@ impl Layer {
         let mut options = Options::default();
         options.wait_limit = wait_limit;
         let spec = LayerSpec::new(config, size, max_tokens).dtype(elements).options(options);
+        let local = spec.placement.experts(rank).len();
+        let shapes = Shapes { hidden, intermediate, gated, bias, top_k, local, dtype: elements };
         let signals = Arc::new(Signals::new(rank));
         let watch = signals.clone();
         let engine = py.detach(|| {
@@ -389,17 +395,26 @@ impl Layer {
                 }
             })
         })?;
-        Ok(Layer { state: Arc::new(Mutex::new(State { engine, has_spare: false, failed: None, signals })) })
+        let state = Arc::new(Mutex::new(State { engine, has_spare: false, failed: None, signals }));
+        Ok(Layer { state, shapes })
     }
 
-    /// `output = sum of weight * expert(x)` (collective). `tensors` holds the addresses of x, ids, weights and output
-    /// (`Forward`), `experts` those of up, down and their biases (`Weights`).
-    fn forward(&self, py: Python<'_>, tokens: usize, tensors: [usize; 4], experts: [usize; 4]) -> PyResult<Saved> {
-        let forward = Forward { tokens, tensors, experts: experts.into() };
+    /// `output = sum of weight * expert(x)` (collective). `tensors` holds x, ids, weights and output (`Forward`), `experts` up,
+    /// down and their biases (`Weights`).
+    fn forward(&self, py: Python<'_>, tensors: [View; 4], experts: ExpertViews) -> PyResult<Saved> {
+        let (shapes, [x, ids, weights, output]) = (self.shapes, &tensors);
+        let tokens = shapes.tokens(x)?;
+        let tensors = [
+            shapes.rows("x", x, tokens, Of::Layer)?,
+            shapes.pairs("ids", ids, tokens, Of::I32)?,
+            shapes.pairs("weights", weights, tokens, Of::F32)?,
+            shapes.rows("output", output, tokens, Of::F32)?,
+        ];
+        let forward = Forward { tokens, tensors, experts: shapes.experts(&experts, "")?.into() };
         let pass = py.detach(|| {
             let mut state = lock(&self.state)?;
             let pass = state.pass(|engine| match engine {
-                // SAFETY: the wrapper keeps the tensors alive and has checked their types and sizes.
+                // SAFETY: the wrapper keeps the tensors alive; their shapes and types were checked above.
                 Engine::F32(layer) => unsafe { forward.run(layer) }.map(PassState::F32),
                 // SAFETY: as for f32.
                 Engine::Bf16(layer, _) => unsafe { forward.run(layer) }.map(PassState::Bf16),
@@ -407,7 +422,7 @@ impl Layer {
             state.has_spare = false;
             Ok::<_, PyErr>(pass)
         })?;
-        Ok(Saved { pass: Mutex::new(Some(pass)), tokens, layer: self.state.clone() })
+        Ok(Saved { pass: Mutex::new(Some(pass)), tokens, layer: self.state.clone(), shapes })
     }
 
     /// Total bytes put to other processes.
@@ -421,24 +436,32 @@ impl Layer {
 
 #[pymethods]
 impl Saved {
-    /// The backward of this pass (collective). `tensors` holds the addresses of x, grad_output, grad_x and grad_weights
-    /// (`Backward`), `experts` those of the experts, and `gradients` those of the experts' gradients.
+    /// The backward of this pass (collective). `tensors` holds x, grad_output, grad_x and grad_weights (`Backward`), `experts`
+    /// the experts, and `gradients` the experts' gradients.
     fn backward(
         &self,
         py: Python<'_>,
-        tensors: [usize; 4],
-        experts: [usize; 4],
-        gradients: [usize; 4],
+        tensors: [View; 4],
+        experts: ExpertViews,
+        gradients: ExpertViews,
     ) -> PyResult<()> {
-        let (experts, gradients) = (experts.into(), gradients.into());
-        let backward = Backward { tokens: self.tokens, tensors, experts, gradients };
+        let (shapes, tokens, [x, grad_output, grad_x, grad_weights]) = (self.shapes, self.tokens, &tensors);
+        let tensors = [
+            shapes.rows("x", x, tokens, Of::Layer)?,
+            shapes.rows("grad_output", grad_output, tokens, Of::Layer)?,
+            shapes.rows("grad_x", grad_x, tokens, Of::F32)?,
+            shapes.pairs("grad_weights", grad_weights, tokens, Of::F32)?,
+        ];
+        let experts = shapes.experts(&experts, "")?.into();
+        let gradients = shapes.experts(&gradients, "'s gradient")?.into();
+        let backward = Backward { tokens, tensors, experts, gradients };
         py.detach(|| {
             let taken = self.pass.lock().map_err(|_| error("the pass failed before"))?.take();
             let gone = || PyValueError::new_err("the forward pass has had its backward, and is gone");
             let mut pass = taken.ok_or_else(gone)?;
             let mut state = lock(&self.layer)?;
             state.pass(|engine| match (engine, &mut pass) {
-                // SAFETY: the wrapper keeps the tensors alive and has checked their types and sizes.
+                // SAFETY: the wrapper keeps the tensors alive; their shapes and types were checked above.
                 (Engine::F32(layer), PassState::F32(saved)) => unsafe {
                     backward.run(layer, saved, &mut MlpGradients::default())
                 },

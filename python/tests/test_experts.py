@@ -311,6 +311,75 @@ def invalid_arguments_are_named_and_the_next_pass_works():
     return f"group {group.number}"
 
 
+def operators_check_their_arguments():
+    """Calls the registered operators and the native layer without `aristos.experts`."""
+    p = Problem()
+    group = aristos.init()
+    x, w, up, down = (leaf.detach() for leaf in p.leaves())
+    arguments = dict(x=x, ids=p.ids, weights=w, up=up, down=down, up_bias=None, down_bias=None, group=group.number, batch_group=-1)
+    arguments |= dict(activation="silu", gated=True, limit=0.0, limit_after=False, plus_one=False)
+    call = lambda **changed: torch.ops.aristos.experts(**(arguments | changed))
+    tokens, local = len(x), len(up)
+    for words, changed in [
+        (["weights has shape [2, 2]", f"expected [{tokens}, 2]"], dict(weights=w[:2])),
+        (["ids has shape [2, 2]", f"expected [{tokens}, 2]"], dict(ids=p.ids[:2])),
+        (["weights has shape", "expected [", "4]"], dict(ids=p.ids.repeat(1, 2))),
+        (["up has shape", f"expected [{local}, 48, 16]"], dict(up=up[:-1])),
+        (["up has shape", f"expected [{local}, 24, 16]"], dict(gated=False)),
+        (["up has type torch.bfloat16"], dict(up=up.bfloat16())),
+        (["x has type torch.float64"], dict(x=x.double())),
+        (["down is on meta, expected cpu"], dict(down=down.to("meta"))),
+        (["up_bias has shape [1]"], dict(up_bias=torch.zeros(1), down_bias=torch.zeros(1))),
+        (["limit is nan"], dict(limit=float("nan"))),
+        (["group is -1, expected 0 to"], dict(group=-1)),
+        (["group is 1000000, expected 0 to"], dict(group=10**6)),
+        (["group is -2, expected 0 to"], dict(batch_group=-2)),
+    ]:
+        refused(ValueError, words, lambda: call(**changed))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=False)
+    for word, changed in (("weights has shape [2, 2]", dict(weights=w[:2])), ("up has shape", dict(up=up[:-1]))):
+        try:
+            compiled(**changed)
+            raise AssertionError(f"expected {word}")
+        except Exception as error:
+            assert word in str(error) and not isinstance(error, AssertionError), error
+    assert call(x=x.to("meta"), **{name: arguments[name].to("meta") for name in ("ids", "weights", "up", "down")})[0].shape == x.shape
+
+    output, ticket = call()
+    backward = torch.ops.aristos.experts_backward
+    gradients = dict(grad_output=p.grad, ticket=ticket, x=x, weights=w, up=up, down=down, up_bias=None, down_bias=None)
+    for words, changed in [
+        (["grad_output has shape [3, 16]", f"{tokens} tokens"], dict(grad_output=p.grad[:3])),
+        (["x has shape [2, 16]", f"{tokens} tokens"], dict(x=x[:2])),
+        (["x has shape", f"expected [{tokens}, 16]"], dict(x=x[:, :8])),
+        (["grad_weights has shape", f"expected [{tokens}, 2]"], dict(weights=w[:, :1])),
+        (["weights has shape [2]"], dict(weights=w[0])),
+        (["up has shape", f"expected [{local}, 48, 16]"], dict(up=up[:-1])),
+        (["down has type bfloat16, expected float32"], dict(down=down.bfloat16())),
+        (["up_bias is given"], dict(up_bias=torch.zeros(local, 2 * INNER))),
+        (["ticket"], dict(ticket=ticket.clone())),
+    ]:
+        refused(ValueError, words, lambda: backward(**(gradients | changed)))
+
+    form = dict(activation="silu", gated=True, bias=False, limit=0.0, limit_after=False, plus_one=False, dtype="float32")
+    native = group.layer(tokens, hidden=HIDDEN, intermediate=INNER, experts=EXPERTS, top_k=TOP_K, **form)
+    tensors, experts = _experts._views(x, p.ids.int(), w, torch.empty_like(x)), _experts._views(up, down, None, None)
+    for at, view, words in [
+        (1, (tensors[1][0], (tokens,), "int32"), ["ids has shape"]),
+        (1, (*tensors[1][:2], "int64"), ["ids has type int64, expected int32"]),
+        (2, (0, *tensors[2][1:]), ["weights is at address 0"]),
+        (3, (tensors[3][0] + 2, *tensors[3][1:]), ["output is at address"]),
+        (3, (tensors[3][0], (tokens - 1, HIDDEN), "float32"), ["output has shape"]),
+    ]:
+        refused(ValueError, words, lambda: native.forward([*tensors[:at], view, *tensors[at + 1 :]], experts))
+    refused(ValueError, ["up is missing"], lambda: native.forward(tensors, [None, *experts[1:]]))
+    refused(ValueError, ["not contiguous in host memory"], lambda: _experts._views(x.t()))
+
+    # The next passes work.
+    matches(p, output, backward(**gradients)[:4])
+    matches(p, call()[0], [])
+
+
 def invalid_settings_are_named():
     for limit in (0, -1.0, float("nan"), 1e300, "a"):
         refused(ValueError, ["wait_limit_s is", "expected seconds"], lambda: aristos.init(wait_limit_s=limit))
@@ -421,6 +490,7 @@ CASES = [
     ("group_of_a_subset", group_of_a_subset),
     ("moe_equals_one_process", moe_equals_one_process),
     ("invalid_arguments_are_named_and_the_next_pass_works", invalid_arguments_are_named_and_the_next_pass_works),
+    ("operators_check_their_arguments", operators_check_their_arguments),
     ("invalid_settings_are_named", invalid_settings_are_named),
     ("nan_weights_pass_through", nan_weights_pass_through),
     ("different_shapes_are_named", different_shapes_are_named),
