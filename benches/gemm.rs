@@ -20,7 +20,7 @@ fn main() {
     if csv {
         println!("dtype,product,m,n,k,gflops,percent_of_peak");
     } else {
-        println!("AVX512-BF16 kernel: {}", kernels::uses_avx512_bf16());
+        println!("instruction set: {}", kernels::InstructionSet::in_use().name());
         println!("{:5} {:4} {:>5} {:>5} {:>5} {:>9} {:>7}", "dtype", "", "M", "N", "K", "GFLOP/s", "of peak");
     }
     products::<f32>(csv, repetitions, peak_f32());
@@ -179,7 +179,7 @@ fn peak_f32() -> f64 {
 /// GFLOP/s of independent bf16 pair multiply-adds on registers, if the CPU has them.
 fn peak_bf16() -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
-    if kernels::uses_avx512_bf16() {
+    if kernels::InstructionSet::in_use() >= kernels::InstructionSet::Avx512Bf16 {
         // SAFETY: the CPU has the features.
         let t = median_time(5, || unsafe { bf16_steps() });
         return Some((PEAK_STEPS * CHAINS * 32 * 2) as f64 / t * 1e-9);

@@ -521,7 +521,7 @@ vectorised! {
 /// `sum_i a[i] b[i]`. The order of summation depends on the length and the CPU's vector width.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    pulp::Arch::new().dispatch(Dot { a, b })
+    crate::cpu::vectors().dispatch(Dot { a, b })
 }
 
 struct Dot<'a> {

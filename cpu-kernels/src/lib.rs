@@ -5,13 +5,14 @@
 //! and shapes give the same bits on the same machine.
 //!
 //! - f32 GEMMs use faer;
-//! - bf16 GEMMs use a kernel of this crate on AVX512-BF16; elsewhere they widen to f32 and use faer;
+//! - bf16 GEMMs use kernels of this crate on AMX and AVX512-BF16; elsewhere they widen to f32 and use faer;
 //! - activations and vector helpers are plain loops, compiled for the best instruction set that [`pulp`] finds at run
 //!   time.
 
 mod activation;
 #[cfg(test)]
 mod activation_tests;
+mod cpu;
 mod element;
 mod gemm_bf16;
 mod gemm_f32;
@@ -26,8 +27,9 @@ pub use activation::{
     Activation, Glu, add_bias, axpy, backward_gated, backward_plain, column_sum, dot, forward_gated, forward_plain,
     sigmoid,
 };
+pub use cpu::InstructionSet;
 pub use element::Element;
-pub use gemm_bf16::{Bf16Weight, uses_avx512_bf16};
+pub use gemm_bf16::Bf16Weight;
 pub use gemm_f32::F32Weight;
 pub use weight::{Borrowed, WeightShape};
 
@@ -77,7 +79,7 @@ macro_rules! vectorised {
                     body::<$($g),*>($(self.$arg),*)
                 }
             }
-            pulp::Arch::new().dispatch(Call { $($arg,)* types: std::marker::PhantomData::<(&'a (), $($g,)*)> })
+            crate::cpu::vectors().dispatch(Call { $($arg,)* types: std::marker::PhantomData::<(&'a (), $($g,)*)> })
         }
     };
 }

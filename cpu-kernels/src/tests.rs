@@ -8,7 +8,7 @@ use super::gemm_bf16::{self, ProductPath};
 use super::{Bf16Weight, Borrowed, Element, WeightShape, Workspace};
 
 /// `[m, n, k]` with every tail: below, at and above vector, block and panel sizes.
-const SHAPES: [[usize; 3]; 15] = [
+const SHAPES: [[usize; 3]; 18] = [
     [1, 1, 1],
     [2, 3, 5],
     [7, 17, 31],
@@ -21,8 +21,12 @@ const SHAPES: [[usize; 3]; 15] = [
     [97, 161, 515],
     [64, 48, 1030],
     [300, 70, 33],
+    // Whole tiles, and rows of whole cache lines that are read in place.
+    [64, 96, 128],
+    [48, 80, 96],
     // More than one block of rows, and of the summed dimension of each product.
     [200, 10, 2101],
+    [70, 64, 2112],
     [3, 4100, 37],
     [4099, 20, 30],
 ];
@@ -66,10 +70,10 @@ fn assert_close(what: &str, got: &[f32], want: &[(f64, f64)]) {
     }
 }
 
-/// `Element::gemm_tn`, or a variant with a given implementation.
-type GemmTn<E> = fn(&mut Workspace, usize, usize, usize, &[E], &[E], &mut [f32], bool);
-
-fn products_match_float64<E: Element>(prepare: fn(&[f32], usize, usize) -> E::Weight, gemm_tn: GemmTn<E>) {
+fn products_match_float64<E: Element>(
+    prepare: impl Fn(&[f32], usize, usize) -> E::Weight,
+    gemm_tn: impl Fn(&mut Workspace, usize, usize, usize, &[E], &[E], &mut [f32], bool),
+) {
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let mut ws = Workspace::default();
     for shape in SHAPES {
@@ -129,14 +133,26 @@ fn bf16_products_match_float64() {
     products_match_float64::<bf16>(<bf16 as Element>::prepare, <bf16 as Element>::gemm_tn);
 }
 
+/// Implementations of bf16 products that this CPU has besides the default.
+fn other_paths() -> Vec<ProductPath> {
+    let mut paths = vec![ProductPath::Widen];
+    #[cfg(target_arch = "x86_64")]
+    if let (Some(avx512), ProductPath::Amx(_)) = (gemm_bf16::avx512_features(), ProductPath::detect()) {
+        paths.push(ProductPath::Avx512Bf16(avx512));
+    }
+    paths
+}
+
 #[test]
-fn bf16_products_without_the_instruction_match_float64() {
-    products_match_float64::<bf16>(
-        |w, out, inp| Bf16Weight::with_path(ProductPath::Widen, w, out, inp),
-        |ws, m, n, k, a, b, c, accumulate| {
-            gemm_bf16::tn_with_path(ProductPath::Widen, ws, [m, n, k], a, b, c, accumulate);
-        },
-    );
+fn bf16_products_of_every_path_match_float64() {
+    for path in other_paths() {
+        products_match_float64::<bf16>(
+            |w, out, inp| Bf16Weight::with_path(path, w, out, inp),
+            |ws, m, n, k, a, b, c, accumulate| {
+                gemm_bf16::tn_with_path(path, ws, [m, n, k], a, b, c, accumulate);
+            },
+        );
+    }
 }
 
 /// A borrowed weight with these values, which `E` represents exactly.
@@ -150,8 +166,10 @@ fn borrowed<E: Element>(w: &[f32]) -> Borrowed<E> {
 fn products_with_borrowed_weights_match_float64() {
     products_match_float64::<f32>(|w, out, inp| f32::borrow_weight(borrowed(w), out, inp), f32::gemm_tn);
     products_match_float64::<bf16>(|w, out, inp| bf16::borrow_weight(borrowed(w), out, inp), bf16::gemm_tn);
-    let widened = |w: &[f32], out, inp| Bf16Weight::borrowed(ProductPath::Widen, borrowed(w), out, inp);
-    products_match_float64::<bf16>(widened, bf16::gemm_tn);
+    for path in other_paths() {
+        let weight = |w: &[f32], out, inp| Bf16Weight::borrowed(path, borrowed(w), out, inp);
+        products_match_float64::<bf16>(weight, bf16::gemm_tn);
+    }
 }
 
 #[test]
@@ -173,7 +191,7 @@ fn replaced_borrowed_weight_is_copied() {
 #[test]
 fn rows_do_not_depend_on_each_other() {
     // Holds for the kernel of this crate; faer uses other code paths for few rows.
-    if !super::uses_avx512_bf16() {
+    if super::InstructionSet::in_use() < super::InstructionSet::Avx512Bf16 {
         return crate::skip::skip("this CPU has no AVX512-BF16");
     }
     let mut rng = ChaCha8Rng::seed_from_u64(2);
