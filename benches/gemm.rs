@@ -1,7 +1,7 @@
 //! Single-thread GFLOP/s of the layer's GEMMs, and of the activations.
 //!
-//! `cargo bench --bench gemm -- [--csv] [--quick]` prints medians of CPU time, in percent of the peak of a register
-//! loop of multiply-adds, measured on the same core just before.
+//! `cargo bench --bench gemm -- [--csv] [--quick]` prints medians of CPU time, in percent of the peak of a register loop of vector multiply-adds,
+//! measured on the same core just before. (AMX's peak is higher.) `tools/bench-products` compares them with oneDNN and MKL in PyTorch.
 
 use std::hint::black_box;
 
@@ -12,6 +12,10 @@ use rustix::time::{ClockId, clock_gettime};
 
 const HIDDEN: usize = 1024;
 const INTERMEDIATE: usize = 4096;
+/// `[out, inp]` of weights: gate, or up, and down of Qwen3-30B-A3B, DeepSeek-V3 and Mixtral, the last one with a quarter of its experts' width.
+const WEIGHTS: [[usize; 2]; 6] = [[768, 2048], [2048, 768], [2048, 7168], [7168, 2048], [3584, 4096], [4096, 3584]];
+/// Rows of an expert.
+const ROWS: [usize; 5] = [16, 64, 128, 512, 2048];
 
 fn main() {
     let args: Vec<String> = std::env::args().collect();
@@ -58,14 +62,14 @@ fn products<E: Element>(csv: bool, repetitions: usize, peak: f64) {
         println!("{:5} peak of a register loop {:25.1}", E::NAME, peak);
     }
     let mut ws = Workspace::default();
-    for (out, inp) in [(INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)] {
+    for [out, inp] in WEIGHTS {
         let w: Vec<f32> = (0..out * inp).map(|i| (i % 13) as f32 * 0.1 - 0.6).collect();
         let weight = E::prepare(&w, out, inp);
         if !csv {
             let t = median_time(3, || drop(E::prepare(&w, out, inp)));
             println!("{:5} prepare [{out}, {inp}] {:.1} ms", E::NAME, t * 1e3);
         }
-        for m in [32, 128, 512, 2048] {
+        for m in ROWS {
             let x: Vec<E> = (0..m * inp).map(|i| E::from_f32((i % 7) as f32 * 0.1 - 0.3)).collect();
             let y: Vec<E> = (0..m * out).map(|i| E::from_f32((i % 11) as f32 * 0.1 - 0.5)).collect();
             let mut c = vec![0.0; (m * out).max(m * inp).max(out * inp)];
