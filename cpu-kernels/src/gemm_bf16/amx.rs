@@ -26,9 +26,9 @@ use crate::{Line, Workspace, scratch};
 /// Rows and columns of a block of sums.
 const BLOCK: usize = 32;
 /// Maximum elements of the summed dimension in one pass over the sums.
-const KC: usize = 1024;
-/// Maximum bytes of the operand that stays in L2 while the other one is streamed. CPUs with AMX have 2 MiB a core.
-const RESIDENT_BYTES: usize = 1 << 20;
+const KC: usize = 2048;
+/// Maximum bytes of the operand that stays in L2 while the other one is streamed. CPUs with AMX have 2 MiB of L2 a core.
+const RESIDENT_BYTES: usize = 512 << 10;
 
 /// Proof that the CPU has the instructions and that the kernel permits their use; only [`Features::detect`] creates one.
 #[derive(Clone, Copy)]
