@@ -10,7 +10,6 @@ use aristos::moe::{Activation, Glu};
 use half::bf16;
 use rustix::time::{ClockId, clock_gettime};
 
-const HIDDEN: usize = 1024;
 const INTERMEDIATE: usize = 4096;
 /// `[out, inp]` of weights: gate, or up, and down of Qwen3-30B-A3B, DeepSeek-V3 and Mixtral, the last one with a quarter of its experts' width.
 const WEIGHTS: [[usize; 2]; 6] = [[768, 2048], [2048, 768], [2048, 7168], [7168, 2048], [3584, 4096], [4096, 3584]];

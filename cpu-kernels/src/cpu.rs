@@ -22,7 +22,7 @@ pub enum InstructionSet {
 }
 
 impl InstructionSet {
-    const ALL: [InstructionSet; 5] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
+    pub(super) const ALL: [InstructionSet; 5] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
     /// The name in `ARISTOS_CPU` and in reports.
     pub fn name(self) -> &'static str {

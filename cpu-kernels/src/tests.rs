@@ -5,7 +5,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::gemm_bf16::{self, ProductPath};
-use super::{Bf16Weight, Borrowed, Element, WeightShape, Workspace};
+use super::{Bf16Weight, Borrowed, Element, InstructionSet, WeightShape, Workspace};
 
 /// `[m, n, k]` with every tail: below, at and above vector, block and panel sizes.
 const SHAPES: [[usize; 3]; 18] = [
@@ -191,7 +191,7 @@ fn replaced_borrowed_weight_is_copied() {
 #[test]
 fn rows_do_not_depend_on_each_other() {
     // Holds for the kernel of this crate; faer uses other code paths for few rows.
-    if super::InstructionSet::in_use() < super::InstructionSet::Avx512Bf16 {
+    if InstructionSet::in_use() < InstructionSet::Avx512Bf16 {
         return crate::skip::skip("this CPU has no AVX512-BF16");
     }
     let mut rng = ChaCha8Rng::seed_from_u64(2);
@@ -265,5 +265,25 @@ fn bf16_rounds_to_nearest_even_and_keeps_nan() {
     <bf16 as Element>::widen(&dst, &mut back);
     for (&d, &b) in dst.iter().zip(&back) {
         assert_eq!(half::bf16::to_f32(d).to_bits(), b.to_bits());
+    }
+}
+
+/// Runs all other tests again with each lower instruction set, in processes of their own, since a process detects its CPU once.
+#[test]
+fn lower_instruction_sets_pass_the_tests() {
+    let of_this_process = InstructionSet::in_use();
+    for set in InstructionSet::ALL.into_iter().filter(|set| *set < of_this_process) {
+        let mut tests = std::process::Command::new(std::env::current_exe().unwrap());
+        tests.args(["--skip", "lower_instruction_sets"]).env("ARISTOS_CPU", set.name());
+        let output = tests.output().unwrap();
+        assert!(output.status.success(), "{set:?}:\n{}", String::from_utf8_lossy(&output.stdout));
+    }
+}
+
+#[test]
+fn instruction_set_in_use_is_within_the_limit() {
+    assert!(InstructionSet::in_use() <= InstructionSet::limit().unwrap());
+    if InstructionSet::limit() == Ok(InstructionSet::Scalar) {
+        assert!(matches!(super::cpu::vectors(), pulp::Arch::Scalar));
     }
 }

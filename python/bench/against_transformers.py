@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from aristos import _group
+from aristos import _aristos, _group
 
 # hidden, intermediate, experts, top_k, tokens per process
 SHAPES = [(256, 128, 16, 4, 1024), (512, 256, 16, 4, 1024), (1024, 512, 8, 2, 1024), (2048, 768, 16, 8, 256)]
@@ -121,6 +121,8 @@ def main():
         if rank == 0:
             print(f"{args.memory}: peak resident memory {peak.item() / size / 1e6:.0f} MB a process")
         return dist.destroy_process_group()
+    if rank == 0:
+        print(f"kernels for {_aristos.instruction_set()}, {size} processes")
     for dtype in (torch.float32, torch.bfloat16):
         for shape in SHAPES:
             ms, sent, theirs = compare(shape, dtype, meshes, args.repeats)

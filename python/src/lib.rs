@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use aristos::checkpoint::{ACTIVATIONS, Family};
 use aristos::moe::cpu::BorrowedGradients;
 use aristos::moe::cpu::experts::Mlp;
-use aristos::moe::kernels::{Borrowed, Element};
+use aristos::moe::kernels::{Borrowed, Element, InstructionSet};
 use aristos::moe::placement::block;
 use aristos::moe::{
     self, Activation, Dtype, Glu, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpGradientsMut, MoeError, MoeLayer,
@@ -501,6 +501,12 @@ fn families() -> Vec<&'static str> {
     Family::all().map(Family::model_type).collect()
 }
 
+/// The instruction set of the kernels on this CPU, limited by `ARISTOS_CPU`: scalar, avx2, avx512, avx512bf16 or amx.
+#[pyfunction]
+fn instruction_set() -> &'static str {
+    InstructionSet::in_use().name()
+}
+
 /// The indices of process `rank`'s experts, for `experts` over `size` processes.
 #[pyfunction]
 fn local_experts(experts: usize, rank: usize, size: usize) -> Vec<usize> {
@@ -510,10 +516,12 @@ fn local_experts(experts: usize, rank: usize, size: usize) -> Vec<usize> {
 /// The native part of the package `aristos`.
 #[pymodule]
 fn _aristos(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    InstructionSet::limit().map_err(PyValueError::new_err)?;
     module.add("AristosError", module.py().get_type::<AristosError>())?;
     module.add_function(wrap_pyfunction!(local_experts, module)?)?;
     module.add_function(wrap_pyfunction!(family_expert, module)?)?;
     module.add_function(wrap_pyfunction!(families, module)?)?;
+    module.add_function(wrap_pyfunction!(instruction_set, module)?)?;
     module.add_class::<Layer>()?;
     module.add_class::<Saved>()
 }

@@ -9,6 +9,7 @@ use super::moe_samples::{Measurement, PeSamples, Sample, Subject};
 use crate::job::request::MoeBench;
 use crate::moe::Mode;
 use crate::moe::gemm_flop;
+use crate::moe::kernels::InstructionSet;
 use crate::moe::metrics::Phase;
 use crate::report::text::{TextTable, count, join, list, ms};
 use crate::report::{Report, median};
@@ -27,6 +28,8 @@ pub struct MoeSummary {
 pub struct Setting {
     /// The name of the CPU according to the kernel.
     pub cpu_model: String,
+    /// The instruction set of the CPU's kernels (`InstructionSet::name`).
+    pub instruction_set: &'static str,
     /// The devices' name; empty for the CPU.
     pub device: String,
     /// Number of PEs, one thread each.
@@ -131,9 +134,23 @@ impl Stats {
 impl Report for MoeSummary {
     /// Times in ms.
     fn render_table(&self) -> String {
-        let Setting { cpu_model, device, pes, tokens, hidden, intermediate, experts, top_k, expert, .. } =
-            &self.setting;
-        let (what, each) = if device.is_empty() { (cpu_model, ", 1 thread each") } else { (device, "") };
+        let Setting {
+            cpu_model,
+            instruction_set,
+            device,
+            pes,
+            tokens,
+            hidden,
+            intermediate,
+            experts,
+            top_k,
+            expert,
+            ..
+        } = &self.setting;
+        let (what, each) = match &device[..] {
+            "" => (format!("{cpu_model}, kernels for {instruction_set}"), ", 1 thread each"),
+            device => (device.to_string(), ""),
+        };
         let mut text = format!(
             "{what}\n{}{each}; {}, hidden {hidden}, {} of {intermediate} ({expert}), top-{top_k}\n",
             count(*pes as u64, "PE"),
@@ -159,6 +176,7 @@ impl MoeSummary {
         let gated = if layer.expert.gated { "gated" } else { "plain" };
         let setting = Setting {
             cpu_model: cpu_model(),
+            instruction_set: InstructionSet::in_use().name(),
             device: samples.first().and_then(|pes| pes.first()).map(|pe| pe.device.clone()).unwrap_or_default(),
             pes: samples.first().map_or(0, Vec::len),
             tokens: bench.tokens,

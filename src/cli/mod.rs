@@ -37,6 +37,7 @@ use tracing_subscriber::prelude::*;
 
 use crate::job::JobError;
 use crate::job::launch::{self, LaunchError, PE_COMMAND, Role};
+use crate::moe::kernels::InstructionSet;
 use crate::plan::InputError;
 use crate::stdio::{OutputError, READER_GONE, one_line, print, say, with_causes};
 
@@ -88,6 +89,9 @@ pub fn main() -> ExitCode {
     // With a handler a write beyond the file size limit returns an error. Without one SIGXFSZ kills the process.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     log_to_stderr();
+    if let Err(line) = InstructionSet::limit() {
+        return fail(&anyhow::Error::msg(line)).into();
+    }
 
     let cli = Cli::try_parse();
     if let Ok(Cli { command: Command::Pe }) = &cli {

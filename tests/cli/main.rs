@@ -6,6 +6,7 @@ mod binary;
 mod skip;
 
 mod bad_input;
+mod cpu;
 mod ends;
 mod files;
 mod jobs;
