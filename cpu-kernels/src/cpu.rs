@@ -66,13 +66,74 @@ impl InstructionSet {
             Self::Avx2 => !matches!(vectors, Arch::Scalar),
             Self::Avx512 => matches!(vectors, Arch::V4(_)),
             Self::Avx512Bf16 => is_x86_feature_detected!("avx512bf16"),
-            Self::Amx => super::gemm_bf16::amx_is_supported(),
+            Self::Amx => amx_is_supported(),
         }
     }
 
     #[cfg(not(target_arch = "x86_64"))]
     fn is_supported(self) -> bool {
         self == Self::Scalar
+    }
+}
+
+/// Whether this process may use AMX. The first call requests Linux's permission for the whole process, including later threads and forks.
+#[cfg(target_arch = "x86_64")]
+fn amx_is_supported() -> bool {
+    use std::arch::x86_64::{__cpuid_count, _xgetbv};
+    static SUPPORTED: OnceLock<bool> = OnceLock::new();
+    *SUPPORTED.get_or_init(|| {
+        /// AMX-BF16 and AMX-TILE in EDX of leaf 7.
+        const AMX: u32 = 1 << 22 | 1 << 24;
+        /// The tile configuration and data among the states that the kernel saves.
+        const TILE_STATE: u64 = 3 << 17;
+        if !is_x86_feature_detected!("xsave") || __cpuid_count(7, 0).edx & AMX != AMX {
+            return false;
+        }
+        // SAFETY: the CPU has XSAVE, and the kernel has enabled it.
+        let state = unsafe { _xgetbv(0) };
+        state & TILE_STATE == TILE_STATE && permitted()
+    })
+}
+
+/// Requests permission to use tile data. Kernels before Linux 5.16, sandboxes and too small signal stacks refuse.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn permitted() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    // SAFETY: the call has no pointers; without the permission it changes nothing.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn permitted() -> bool {
+    false
+}
+
+/// Proof that kernels may use AVX-512 with `VDPBF16PS`; only [`detect`](Self::detect) creates one.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Avx512Bf16(());
+
+#[cfg(target_arch = "x86_64")]
+impl Avx512Bf16 {
+    pub(super) fn detect() -> Option<Avx512Bf16> {
+        (InstructionSet::in_use() >= InstructionSet::Avx512Bf16).then_some(Avx512Bf16(()))
+    }
+}
+
+/// Proof that kernels may use AMX; only [`detect`](Self::detect) creates one.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Amx {
+    /// AVX-512, which every CPU with AMX has.
+    pub avx512: Avx512Bf16,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Amx {
+    pub(super) fn detect() -> Option<Amx> {
+        let avx512 = Avx512Bf16::detect()?;
+        (InstructionSet::in_use() >= InstructionSet::Amx).then_some(Amx { avx512 })
     }
 }
 

@@ -18,9 +18,11 @@ mod panels;
 use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
-use self::panels::{pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
+use self::panels::{LeftOperand, RightOperand, pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
 #[cfg(target_arch = "x86_64")]
 use super::Line;
+#[cfg(target_arch = "x86_64")]
+use super::cpu::{Amx, Avx512Bf16};
 use super::weight::{bf16_from_f32, bf16_to_f32, narrow_bf16, widen_bf16};
 use super::{Borrowed, F32Weight, WeightShape, Workspace, gemm_f32, scratch};
 
@@ -29,10 +31,10 @@ use super::{Borrowed, F32Weight, WeightShape, Workspace, gemm_f32, scratch};
 pub(super) enum ProductPath {
     /// The AMX kernel.
     #[cfg(target_arch = "x86_64")]
-    Amx(amx::Features),
+    Amx(Amx),
     /// The AVX512-BF16 kernel.
     #[cfg(target_arch = "x86_64")]
-    Avx512Bf16(avx512::Features),
+    Avx512Bf16(Avx512Bf16),
     /// f32 through faer.
     Widen,
 }
@@ -41,42 +43,13 @@ impl ProductPath {
     /// The fastest implementation for this CPU, within the limit of `ARISTOS_CPU`.
     pub(super) fn detect() -> ProductPath {
         #[cfg(target_arch = "x86_64")]
-        if let Some(features) = amx::Features::detect() {
+        if let Some(features) = Amx::detect() {
             return ProductPath::Amx(features);
-        } else if let Some(features) = avx512::Features::detect() {
+        } else if let Some(features) = Avx512Bf16::detect() {
             return ProductPath::Avx512Bf16(features);
         }
         ProductPath::Widen
     }
-}
-
-#[cfg(target_arch = "x86_64")]
-pub(super) use amx::is_supported as amx_is_supported;
-
-/// The features of the AVX512-BF16 kernel, also on a CPU with a faster one.
-#[cfg(all(test, target_arch = "x86_64"))]
-pub(super) fn avx512_features() -> Option<avx512::Features> {
-    avx512::Features::detect()
-}
-
-/// Storage of a left operand `[m, k]`.
-#[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy)]
-enum LeftOperand<'a> {
-    /// Stored `[m, k]`.
-    Rows(&'a [bf16]),
-    /// Stored `[k, m]`.
-    Columns(&'a [bf16]),
-}
-
-/// Storage of a right operand `[k, n]` of the AMX kernel.
-#[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy)]
-enum RightOperand<'a> {
-    /// Packed by [`pack_panels`].
-    Panels(&'a [u32]),
-    /// Stored `[k, n]`; packed one panel at a time.
-    Rows(&'a [bf16]),
 }
 
 /// [`Element::convert`](crate::Element::convert) to bf16.
@@ -90,7 +63,7 @@ pub(super) fn convert(src: &[f32], dst: &mut [bf16]) {
 fn narrow(src: &[f32], dst: &mut [bf16]) -> bool {
     assert_eq!(src.len(), dst.len());
     #[cfg(target_arch = "x86_64")]
-    if let Some(features) = avx512::Features::detect() {
+    if let Some(features) = Avx512Bf16::detect() {
         avx512::narrow(features, src, dst);
         return true;
     }
@@ -107,7 +80,7 @@ pub struct Bf16Weight {
 enum Form {
     #[cfg(target_arch = "x86_64")]
     Panels {
-        features: avx512::Features,
+        features: Avx512Bf16,
         /// Panels of `Wᵀ`, pairs along `inp`.
         nt: Vec<Line>,
         /// Panels of `W`, pairs along `out`.
@@ -115,7 +88,7 @@ enum Form {
     },
     #[cfg(target_arch = "x86_64")]
     Rows {
-        features: amx::Features,
+        features: Amx,
         /// Rows of `W`, padded with zeros to `row_stride(inp)` elements.
         nt: Vec<Line>,
         /// Panels of `W`, pairs along `out`.
@@ -182,7 +155,7 @@ impl Bf16Weight {
                     let padded = bytemuck::cast_slice_mut::<_, bf16>(nt).chunks_mut(row_stride(inp));
                     padded.zip(rounded.chunks(inp)).for_each(|(to, row)| to[..inp].copy_from_slice(row));
                 }
-                pack_panels(features.avx512(), rounded, out, inp, bytemuck::cast_slice_mut(nn));
+                pack_panels(features.avx512, rounded, out, inp, bytemuck::cast_slice_mut(nn));
             }
             Form::Wide(wide) => {
                 for (to, &x) in wide.values_mut().iter_mut().zip(w) {

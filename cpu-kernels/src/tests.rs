@@ -137,7 +137,7 @@ fn bf16_products_match_float64() {
 fn other_paths() -> Vec<ProductPath> {
     let mut paths = vec![ProductPath::Widen];
     #[cfg(target_arch = "x86_64")]
-    if let (Some(avx512), ProductPath::Amx(_)) = (gemm_bf16::avx512_features(), ProductPath::detect()) {
+    if let (Some(avx512), ProductPath::Amx(_)) = (super::cpu::Avx512Bf16::detect(), ProductPath::detect()) {
         paths.push(ProductPath::Avx512Bf16(avx512));
     }
     paths
@@ -196,18 +196,20 @@ fn rows_do_not_depend_on_each_other() {
     }
     let mut rng = ChaCha8Rng::seed_from_u64(2);
     let mut ws = Workspace::default();
-    let [m, n, k] = [200, 70, 2103];
-    let weight = <bf16 as Element>::prepare(&values::<f32>(&mut rng, n * k), n, k);
-    let (a, b) = (values::<bf16>(&mut rng, m * k), values::<bf16>(&mut rng, m * n));
-    let (mut nt, mut nn) = (vec![0.0; m * n], vec![0.0; m * k]);
-    bf16::gemm_nt(&mut ws, m, &a, &weight, &mut nt, false);
-    bf16::gemm_nn(&mut ws, m, &b, &weight, &mut nn, false);
-    for (first, rows) in [(0, 1), (11, 13), (150, 50)] {
-        let (mut nt_rows, mut nn_rows) = (vec![0.0; rows * n], vec![0.0; rows * k]);
-        bf16::gemm_nt(&mut ws, rows, &a[first * k..(first + rows) * k], &weight, &mut nt_rows, false);
-        bf16::gemm_nn(&mut ws, rows, &b[first * n..(first + rows) * n], &weight, &mut nn_rows, false);
-        assert_eq!(nt_rows, nt[first * n..(first + rows) * n]);
-        assert_eq!(nn_rows, nn[first * k..(first + rows) * k]);
+    // Several blocks of one summed dimension, then of the other.
+    for [m, n, k] in [[200, 70, 2103], [200, 2103, 70]] {
+        let weight = <bf16 as Element>::prepare(&values::<f32>(&mut rng, n * k), n, k);
+        let (a, b) = (values::<bf16>(&mut rng, m * k), values::<bf16>(&mut rng, m * n));
+        let (mut nt, mut nn) = (vec![0.0; m * n], vec![0.0; m * k]);
+        bf16::gemm_nt(&mut ws, m, &a, &weight, &mut nt, false);
+        bf16::gemm_nn(&mut ws, m, &b, &weight, &mut nn, false);
+        for (first, rows) in [(0, 1), (11, 13), (150, 50)] {
+            let (mut nt_rows, mut nn_rows) = (vec![0.0; rows * n], vec![0.0; rows * k]);
+            bf16::gemm_nt(&mut ws, rows, &a[first * k..(first + rows) * k], &weight, &mut nt_rows, false);
+            bf16::gemm_nn(&mut ws, rows, &b[first * n..(first + rows) * n], &weight, &mut nn_rows, false);
+            assert_eq!(nt_rows, nt[first * n..(first + rows) * n]);
+            assert_eq!(nn_rows, nn[first * k..(first + rows) * k]);
+        }
     }
 }
 

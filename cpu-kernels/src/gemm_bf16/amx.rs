@@ -11,16 +11,14 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
-use std::sync::OnceLock;
 
 use half::bf16;
 
 use super::panels::{
-    Block, NR, STEP, STEP_WORDS, TILE, TILE_ROWS, pack_panel, pack_panel_transposed, pack_tiles, pack_tiles_transposed,
-    panel_words, transpose,
+    Block, LeftOperand, NR, RightOperand, STEP, STEP_WORDS, TILE, TILE_ROWS, pack_panel, pack_panel_transposed,
+    pack_tiles, pack_tiles_transposed, panel_words, transpose,
 };
-use super::{LeftOperand, RightOperand, avx512};
-use crate::cpu::InstructionSet;
+use crate::cpu::Amx;
 use crate::{Line, Workspace, scratch};
 
 /// Rows and columns of a block of sums.
@@ -30,60 +28,11 @@ const KC: usize = 2048;
 /// Maximum bytes of the operand that stays in L2 while the other one is streamed. CPUs with AMX have 2 MiB of L2 a core.
 const RESIDENT_BYTES: usize = 512 << 10;
 
-/// Proof that the CPU has the instructions and that the kernel permits their use; only [`Features::detect`] creates one.
-#[derive(Clone, Copy)]
-pub(crate) struct Features {
-    avx512: avx512::Features,
-}
-
-impl Features {
-    pub(super) fn detect() -> Option<Features> {
-        let avx512 = avx512::Features::detect()?;
-        (InstructionSet::in_use() >= InstructionSet::Amx).then_some(Features { avx512 })
-    }
-
-    /// The AVX-512 instructions, which every CPU with AMX has.
-    pub(super) fn avx512(self) -> avx512::Features {
-        self.avx512
-    }
-}
-
-/// Whether this process may use AMX. The first call requests Linux's permission for the whole process, including later threads and forks.
-pub(crate) fn is_supported() -> bool {
-    static SUPPORTED: OnceLock<bool> = OnceLock::new();
-    *SUPPORTED.get_or_init(|| {
-        /// AMX-BF16 and AMX-TILE in EDX of leaf 7.
-        const AMX: u32 = 1 << 22 | 1 << 24;
-        /// The tile configuration and data among the states that the kernel saves.
-        const TILE_STATE: u64 = 3 << 17;
-        if !is_x86_feature_detected!("xsave") || __cpuid_count(7, 0).edx & AMX != AMX {
-            return false;
-        }
-        // SAFETY: the CPU has XSAVE, and the kernel has enabled it.
-        let state = unsafe { _xgetbv(0) };
-        state & TILE_STATE == TILE_STATE && permitted()
-    })
-}
-
-/// Requests permission to use tile data. Kernels before Linux 5.16, sandboxes and too small signal stacks refuse.
-#[cfg(target_os = "linux")]
-fn permitted() -> bool {
-    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
-    const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: the call has no pointers; without the permission it changes nothing.
-    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn permitted() -> bool {
-    false
-}
-
 /// The configuration of this thread's tiles, released when dropped: 8 tiles of 16 rows of 64 bytes.
 struct Tiles;
 
 impl Tiles {
-    fn configure(_: Features) -> Tiles {
+    fn configure(_: Amx) -> Tiles {
         #[repr(C, align(64))]
         struct Config {
             palette: u8,
@@ -95,7 +44,7 @@ impl Tiles {
         let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
         config.row_bytes[..8].fill(64);
         config.rows[..8].fill(TILE_ROWS as u8);
-        // SAFETY: a `Features` exists, and the configuration is valid.
+        // SAFETY: an `Amx` exists, and the configuration is valid.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly)) };
         Tiles
     }
@@ -290,7 +239,7 @@ fn prefetch_sums(c: &[f32], stride: usize, rows: usize) {
 
 /// `c [m, n] (+)= left [m, k] right [k, n]`; no dimension is zero.
 pub(super) fn product(
-    features: Features,
+    amx: Amx,
     Workspace { a: left_buffer, b: right_buffer }: &mut Workspace,
     [m, n, k]: [usize; 3],
     left: LeftOperand<'_>,
@@ -300,7 +249,7 @@ pub(super) fn product(
 ) {
     let mut edge = [Line([0; 16]); BLOCK * BLOCK / 16];
     let edge: &mut [f32] = bytemuck::cast_slice_mut(&mut edge);
-    let _tiles = Tiles::configure(features);
+    let _tiles = Tiles::configure(amx);
     for summed in summed_blocks(k) {
         let steps = summed.len().div_ceil(STEP);
         let add = accumulate || summed.start > 0;
@@ -309,11 +258,11 @@ pub(super) fn product(
             match left {
                 LeftOperand::Rows(matrix) => {
                     let block = Block { matrix, stride: k, rows: rows.clone(), columns: summed.clone() };
-                    pack_tiles(features.avx512, &block, tiles);
+                    pack_tiles(amx.avx512, &block, tiles);
                 }
                 LeftOperand::Columns(matrix) => {
                     let block = Block { matrix, stride: m, rows: summed.clone(), columns: rows.clone() };
-                    pack_tiles_transposed(features.avx512, &block, tiles);
+                    pack_tiles_transposed(amx.avx512, &block, tiles);
                 }
             }
             let tiles = &*tiles;
@@ -328,7 +277,7 @@ pub(super) fn product(
                     RightOperand::Rows(matrix) => {
                         let panel = scratch::<u32>(right_buffer, steps * STEP_WORDS);
                         let block = Block { matrix, stride: n, rows: summed.clone(), columns: columns.clone() };
-                        pack_panel(features.avx512, &block, panel);
+                        pack_panel(amx.avx512, &block, panel);
                         (&*panel, None)
                     }
                 };
@@ -367,7 +316,7 @@ pub(super) fn product(
 /// `c [m, n] (+)= a [m, k] wᵀ`, with rows of `w` `stride` elements apart; no dimension is zero. Elements of `w` between its columns and `stride`
 /// are zero.
 pub(super) fn product_transposed(
-    features: Features,
+    amx: Amx,
     Workspace { a: left_buffer, b: right_buffer }: &mut Workspace,
     [m, n, k]: [usize; 3],
     a: &[bf16],
@@ -378,7 +327,7 @@ pub(super) fn product_transposed(
     assert_eq!(w.len(), n * stride, "weight of shape [{n}, {k}]");
     let mut sums = [Line([0; 16]); BLOCK * BLOCK / 16];
     let sums: &mut [f32] = bytemuck::cast_slice_mut(&mut sums);
-    let _tiles = Tiles::configure(features);
+    let _tiles = Tiles::configure(amx);
     for summed in summed_blocks(k) {
         let steps = summed.len().div_ceil(STEP);
         let add = accumulate || summed.start > 0;
@@ -389,7 +338,7 @@ pub(super) fn product_transposed(
             for (j, panel) in panels.chunks_mut(steps * STEP_WORDS).enumerate() {
                 let rows = tokens.start + j * NR..tokens.end.min(tokens.start + (j + 1) * NR);
                 let block = Block { matrix: a, stride: k, rows, columns: summed.clone() };
-                pack_panel_transposed(features.avx512, &block, panel);
+                pack_panel_transposed(amx.avx512, &block, panel);
             }
             let panels = &*panels;
             let calls = tokens.len().div_ceil(NR);
@@ -407,7 +356,7 @@ pub(super) fn product_transposed(
                 } else {
                     let tiles = scratch::<bf16>(left_buffer, height.div_ceil(TILE_ROWS) * steps * TILE);
                     let block = Block { matrix: w, stride, rows: i..i + height, columns: summed.clone() };
-                    pack_tiles(features.avx512, &block, tiles);
+                    pack_tiles(amx.avx512, &block, tiles);
                     LeftBlock::packed(tiles, steps)
                 };
                 for (call, panel) in panels.chunks(steps * STEP_WORDS).enumerate() {
@@ -421,7 +370,7 @@ pub(super) fn product_transposed(
                     prefetch_sums(c, n, width);
                     // SAFETY: `sums` has 32 rows of 32 columns.
                     unsafe { block(left, panel, prefetch, sums.as_mut_ptr(), BLOCK * 4, false) };
-                    store_transposed(features, sums, c, n, [width, height], add);
+                    store_transposed(amx, sums, c, n, [width, height], add);
                 }
             }
         }
@@ -429,7 +378,7 @@ pub(super) fn product_transposed(
 }
 
 /// `c [width, height] (+)= sumsᵀ`, with rows of `c` `n` elements apart.
-fn store_transposed(_: Features, sums: &[f32], c: &mut [f32], n: usize, shape: [usize; 2], add: bool) {
+fn store_transposed(_: Amx, sums: &[f32], c: &mut [f32], n: usize, shape: [usize; 2], add: bool) {
     #[target_feature(enable = "avx512f")]
     fn store(sums: &[f32], c: &mut [f32], n: usize, [width, height]: [usize; 2], add: bool) {
         for first in (0..width).step_by(16) {
@@ -456,6 +405,6 @@ fn store_transposed(_: Features, sums: &[f32], c: &mut [f32], n: usize, shape: [
             }
         }
     }
-    // SAFETY: a `Features` exists, so the CPU has the instructions.
+    // SAFETY: an `Amx` exists, so the CPU has the instructions.
     unsafe { store(sums, c, n, shape, add) }
 }

@@ -8,9 +8,8 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
-use super::LeftOperand;
-use super::panels::{NR, panel_words};
-use crate::cpu::InstructionSet;
+use super::panels::{LeftOperand, NR, panel_words};
+use crate::cpu::Avx512Bf16;
 use crate::weight::bf16_from_f32;
 use crate::{Line, scratch, vectorised};
 
@@ -21,16 +20,6 @@ const KC: usize = 2048;
 /// Maximum bytes of packed left operand in one block: together with a panel of `KC * NR * 2` bytes well below 1 MiB
 /// of L2.
 const A_BLOCK_BYTES: usize = 384 << 10;
-
-/// Proof that the CPU has the instructions; only [`Features::detect`] creates one.
-#[derive(Clone, Copy)]
-pub(crate) struct Features(());
-
-impl Features {
-    pub(super) fn detect() -> Option<Features> {
-        (InstructionSet::in_use() >= InstructionSet::Avx512Bf16).then_some(Features(()))
-    }
-}
 
 /// Two bf16 in one word, the first in the low half.
 #[inline(always)]
@@ -103,8 +92,8 @@ vectorised! {
 }
 
 /// Rounds `src` into `dst`, of the same length.
-pub(super) fn narrow(_: Features, src: &[f32], dst: &mut [bf16]) {
-    // SAFETY: a `Features` exists, so the CPU has the instructions.
+pub(super) fn narrow(_: Avx512Bf16, src: &[f32], dst: &mut [bf16]) {
+    // SAFETY: an `Avx512Bf16` exists, so the CPU has the instructions.
     unsafe { narrow_vectors(src, dst) }
 }
 
@@ -127,7 +116,7 @@ fn narrow_vectors(src: &[f32], dst: &mut [bf16]) {
 
 /// `c [m, n] (+)= left [m, k] right`, `right` packed in panels.
 pub(super) fn product(
-    _: Features,
+    _: Avx512Bf16,
     buffer: &mut Vec<Line>,
     [m, n, k]: [usize; 3],
     left: LeftOperand<'_>,
@@ -151,7 +140,7 @@ pub(super) fn product(
                 let columns = NR.min(n - j * NR);
                 for (t, tile) in tiles.chunks(pairs * MR).enumerate() {
                     let c = &mut c[(i0 + t * MR) * n + j * NR..];
-                    // SAFETY: a `Features` exists, so the CPU has the instructions.
+                    // SAFETY: an `Avx512Bf16` exists, so the CPU has the instructions.
                     unsafe { tile_of_any_height(tile, pairs, panel, c, n, columns, add) };
                 }
             }

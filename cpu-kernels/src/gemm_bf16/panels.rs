@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::avx512::Features;
+use crate::cpu::Avx512Bf16;
 
 /// Columns of a panel.
 pub(super) const NR: usize = 32;
@@ -30,6 +30,24 @@ pub(super) fn panel_words(k: usize) -> usize {
 /// Cache lines of a packed right operand of `k` rows and `n` columns.
 pub(super) fn panel_lines(k: usize, n: usize) -> usize {
     n.div_ceil(NR) * panel_words(k) / 16
+}
+
+/// Storage of a left operand `[m, k]`.
+#[derive(Clone, Copy)]
+pub(super) enum LeftOperand<'a> {
+    /// Stored `[m, k]`.
+    Rows(&'a [bf16]),
+    /// Stored `[k, m]`.
+    Columns(&'a [bf16]),
+}
+
+/// Storage of a right operand `[k, n]` of the AMX kernel.
+#[derive(Clone, Copy)]
+pub(super) enum RightOperand<'a> {
+    /// Packed by [`pack_panels`].
+    Panels(&'a [u32]),
+    /// Stored `[k, n]`; packed one panel at a time.
+    Rows(&'a [bf16]),
 }
 
 /// A block of a row-major matrix.
@@ -125,7 +143,7 @@ fn store(to: &mut [u32], values: __m512i) {
 }
 
 /// Packs a panel from a block of up to [`NR`] columns; rows are summed.
-pub(super) fn pack_panel(_: Features, block: &Block<'_>, panel: &mut [u32]) {
+pub(super) fn pack_panel(_: Avx512Bf16, block: &Block<'_>, panel: &mut [u32]) {
     #[target_feature(enable = "avx512f,avx512bw")]
     fn pack(block: &Block<'_>, panel: &mut [u32]) {
         for (pair, to) in panel.as_chunks_mut::<NR>().0.iter_mut().enumerate() {
@@ -136,12 +154,12 @@ pub(super) fn pack_panel(_: Features, block: &Block<'_>, panel: &mut [u32]) {
             store(&mut to[16..], high);
         }
     }
-    // SAFETY: a `Features` exists, so the CPU has the instructions.
+    // SAFETY: an `Avx512Bf16` exists, so the CPU has the instructions.
     unsafe { pack(block, panel) }
 }
 
 /// Packs a panel from the transpose of a block of up to [`NR`] rows; the block's columns are summed.
-pub(super) fn pack_panel_transposed(_: Features, block: &Block<'_>, panel: &mut [u32]) {
+pub(super) fn pack_panel_transposed(_: Avx512Bf16, block: &Block<'_>, panel: &mut [u32]) {
     #[target_feature(enable = "avx512f,avx512bw")]
     fn pack(block: &Block<'_>, panel: &mut [u32]) {
         for (step, to) in panel.as_chunks_mut::<STEP_WORDS>().0.iter_mut().enumerate() {
@@ -157,23 +175,23 @@ pub(super) fn pack_panel_transposed(_: Features, block: &Block<'_>, panel: &mut 
             }
         }
     }
-    // SAFETY: a `Features` exists, so the CPU has the instructions.
+    // SAFETY: an `Avx512Bf16` exists, so the CPU has the instructions.
     unsafe { pack(block, panel) }
 }
 
 /// Packs all panels of `b [k, n]`.
-pub(super) fn pack_panels(features: Features, b: &[bf16], k: usize, n: usize, panels: &mut [u32]) {
+pub(super) fn pack_panels(avx512: Avx512Bf16, b: &[bf16], k: usize, n: usize, panels: &mut [u32]) {
     for (j, panel) in panels.chunks_mut(panel_words(k).max(1)).enumerate() {
         let columns = j * NR..n.min((j + 1) * NR);
-        pack_panel(features, &Block { matrix: b, stride: n, rows: 0..k, columns }, panel);
+        pack_panel(avx512, &Block { matrix: b, stride: n, rows: 0..k, columns }, panel);
     }
 }
 
 /// Packs all panels of the transpose of `w [n, k]`.
-pub(super) fn pack_panels_transposed(features: Features, w: &[bf16], n: usize, k: usize, panels: &mut [u32]) {
+pub(super) fn pack_panels_transposed(avx512: Avx512Bf16, w: &[bf16], n: usize, k: usize, panels: &mut [u32]) {
     for (j, panel) in panels.chunks_mut(panel_words(k).max(1)).enumerate() {
         let rows = j * NR..n.min((j + 1) * NR);
-        pack_panel_transposed(features, &Block { matrix: w, stride: k, rows, columns: 0..k }, panel);
+        pack_panel_transposed(avx512, &Block { matrix: w, stride: k, rows, columns: 0..k }, panel);
     }
 }
 
@@ -189,7 +207,7 @@ pub(super) fn unpack_panels(panels: &[u32], k: usize, n: usize, b: &mut [f32]) {
 }
 
 /// Packs a block into AMX tiles of 16 rows, `[tile][step][row][32]`; rows past the block are zero.
-pub(super) fn pack_tiles(_: Features, block: &Block<'_>, tiles: &mut [bf16]) {
+pub(super) fn pack_tiles(_: Avx512Bf16, block: &Block<'_>, tiles: &mut [bf16]) {
     #[target_feature(enable = "avx512f,avx512bw")]
     fn pack(block: &Block<'_>, tiles: &mut [bf16]) {
         let steps = block.columns.len().div_ceil(STEP);
@@ -201,12 +219,12 @@ pub(super) fn pack_tiles(_: Features, block: &Block<'_>, tiles: &mut [bf16]) {
             }
         }
     }
-    // SAFETY: a `Features` exists, so the CPU has the instructions.
+    // SAFETY: an `Avx512Bf16` exists, so the CPU has the instructions.
     unsafe { pack(block, tiles) }
 }
 
 /// Packs the transpose of a block into AMX tiles, as [`pack_tiles`] does; the block's rows are summed.
-pub(super) fn pack_tiles_transposed(_: Features, block: &Block<'_>, tiles: &mut [bf16]) {
+pub(super) fn pack_tiles_transposed(_: Avx512Bf16, block: &Block<'_>, tiles: &mut [bf16]) {
     #[target_feature(enable = "avx512f,avx512bw")]
     fn pack(block: &Block<'_>, tiles: &mut [bf16]) {
         let steps = block.rows.len().div_ceil(STEP);
@@ -231,6 +249,6 @@ pub(super) fn pack_tiles_transposed(_: Features, block: &Block<'_>, tiles: &mut 
             }
         }
     }
-    // SAFETY: a `Features` exists, so the CPU has the instructions.
+    // SAFETY: an `Avx512Bf16` exists, so the CPU has the instructions.
     unsafe { pack(block, tiles) }
 }
