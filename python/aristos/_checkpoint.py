@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 
 from . import _group
@@ -17,8 +18,8 @@ from ._moe import MoE
 
 _INDEX = "model.safetensors.index.json"
 _LOCK = ".aristos-save.lock"
-# File names of a save: its shards, and its index before the rename.
-_OWN_NAMES = re.compile(r"model-[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors|\.aristos-[0-9a-f]{16}\.index\.tmp")
+# Names of a save: its shards, the folders in which they are written, and its index before the rename.
+_OWN_NAMES = re.compile(r"model-[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors|\.aristos-[0-9a-f]{16}-(\d+|index)\.tmp")
 # A slower disk may exceed the time limit of a save.
 _MIN_BYTES_PER_S = 10_000_000
 
@@ -91,17 +92,27 @@ class _Save:
         self.tensors = {name: tensor.contiguous() for name, tensor in state.items() if name in own or self.group.rank == 0}
         return token, sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def temporary(self, part):
+        return os.path.join(self.folder, f".aristos-{self.token}-{part}.tmp")
+
     def write(self):
         """Writes this process's shard to disk. Returns its name, size, and the names of its tensors."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         path = os.path.join(self.folder, self.shard)
+        # save_file writes a temporary file next to its target. In this folder the next save finds it if this process is killed.
+        temporary = self.temporary(self.group.rank)
+        os.mkdir(temporary)
         try:
-            save_file(self.tensors, path, metadata={"format": "pt"})
+            written = os.path.join(temporary, self.shard)
+            save_file(self.tensors, written, metadata={"format": "pt"})
+            _sync(written)
+            os.rename(written, path)
         except SafetensorError as error:
             raise OSError(f"{path}: {error}") from None
-        _sync(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
         return self.shard, os.path.getsize(path), list(self.tensors)
 
     def publish(self, written):
@@ -114,7 +125,7 @@ class _Save:
         with contextlib.suppress(OSError, ValueError):
             previous = set(_read_index(self.folder).values())
         weight_map = {name: shard for shard, _, names in written for name in names}
-        temporary = os.path.join(self.folder, f".aristos-{self.token}.index.tmp")
+        temporary = self.temporary("index")
         try:
             with open(temporary, "x") as index:
                 json.dump({"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}, index, indent=1)
@@ -133,9 +144,10 @@ class _Save:
         _sync(self.folder)
         old = {name for name in os.listdir(self.folder) if name in previous or _OWN_NAMES.fullmatch(name)}
         for name in old - {shard for shard, _, _ in written}:
-            # The next save tries again.
+            path = os.path.join(self.folder, name)
+            # The next save tries again if this fails.
             with contextlib.suppress(OSError):
-                os.remove(os.path.join(self.folder, name))
+                (shutil.rmtree if os.path.isdir(path) else os.remove)(path)
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ def kills_at_each_step_leave_one_moment(options):
 
             import safetensors.torch
 
-            for module, name in ((os, "replace"), (os, "remove"), (os, "fsync"), (safetensors.torch, "save_file")):
+            for module, name in ((os, "replace"), (os, "remove"), (os, "rename"), (os, "mkdir"), (os, "fsync"), (safetensors.torch, "save_file")):
                 setattr(module, name, counted(getattr(module, name)))
 
         return prepare
@@ -217,6 +217,22 @@ def kills_at_each_step_leave_one_moment(options):
             held, moment = moment, moment + 1
         only_one_checkpoint(folder)
     return f"{steps} steps"
+
+
+def kill_while_a_shard_is_written_leaves_no_files(options):
+    def killed_in_write(rank):
+        if rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder, 1)
+        before = files_in(folder)
+        codes, said = Job(folder, 2, killed_in_write).end()
+        assert codes == [1, -signal.SIGXFSZ], (codes, said[-600:])
+        assert moment_in(folder, [1, 2]) == 1 and files_in(folder) != before
+        save(folder, 2)
+        only_one_checkpoint(folder)
 
 
 def second_save_into_a_folder_is_refused(options):
@@ -304,6 +320,7 @@ def index_entries_outside_the_folder_are_refused(options):
 CASES = [
     random_kills_leave_one_moment,
     kills_at_each_step_leave_one_moment,
+    kill_while_a_shard_is_written_leaves_no_files,
     second_save_into_a_folder_is_refused,
     failed_write_of_a_process_is_raised_on_all,
     loads_during_saves_read_one_moment,
