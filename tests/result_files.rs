@@ -80,6 +80,95 @@ fn an_existing_result_is_replaced_at_publication_and_not_before() {
     assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
 }
 
+const SET: [&str; 3] = ["trace", "weights", "output"];
+
+/// Files of a set before publication, with `content` in each.
+fn set(dir: &Path, content: &str) -> Vec<OutputFile> {
+    let file = |name| OutputFile::create_empty(&dir.join(name)).unwrap().with_content(content.as_bytes()).unwrap();
+    SET.map(file).into()
+}
+
+fn contents(dir: &Path) -> [Option<String>; 3] {
+    SET.map(|name| fs::read_to_string(dir.join(name)).ok())
+}
+
+#[test]
+fn files_of_a_set_are_published_together() {
+    let dir = tempfile::tempdir().unwrap();
+    for content in ["first", "second"] {
+        let before = contents(dir.path());
+        let mut files = set(dir.path(), content);
+        assert_eq!(contents(dir.path()), before);
+        files.insert(1, OutputFile::in_memory(&layout()).unwrap());
+        OutputFile::publish_all(files).unwrap();
+        assert_eq!(contents(dir.path()), [(); 3].map(|()| Some(content.to_string())));
+        assert_eq!(names_in(dir.path()).len(), 3);
+    }
+    OutputFile::publish_all(Vec::new()).unwrap();
+}
+
+#[test]
+fn interrupted_publication_does_not_keep_the_old_last_file() {
+    let dir = tempfile::tempdir().unwrap();
+    OutputFile::publish_all(set(dir.path(), "first")).unwrap();
+    let files = set(dir.path(), "second");
+    // The second rename fails.
+    fs::remove_file(dir.path().join("weights")).unwrap();
+    fs::create_dir(dir.path().join("weights")).unwrap();
+    assert_line(&OutputFile::publish_all(files).unwrap_err(), &["cannot write", "weights"]);
+    assert_eq!(contents(dir.path()), [Some("second".into()), None, None]);
+    assert_eq!(names_in(dir.path()), ["trace", "weights"]);
+}
+
+#[test]
+fn old_files_stay_if_one_of_a_set_gets_no_temporary_name() {
+    let dir = tempfile::tempdir().unwrap();
+    OutputFile::publish_all(set(dir.path(), "first")).unwrap();
+    let mut files = set(dir.path(), "second");
+    fs::create_dir(dir.path().join("gone")).unwrap();
+    files.insert(2, OutputFile::create_empty(&dir.path().join("gone/routing")).unwrap());
+    fs::remove_dir(dir.path().join("gone")).unwrap();
+    assert_line(&OutputFile::publish_all(files).unwrap_err(), &["cannot write", "gone/routing"]);
+    assert_eq!(contents(dir.path()), [(); 3].map(|()| Some("first".to_string())));
+    assert_eq!(names_in(dir.path()).len(), 3);
+}
+
+/// Publishes numbered sets in a process of its own until it is killed.
+#[test]
+fn killed_publication_leaves_files_of_one_set() {
+    const NAME: &str = "killed_publication_leaves_files_of_one_set";
+    if let Some(dir) = std::env::var_os("PUBLISH_SETS") {
+        let first: u64 = std::env::var("FIRST_SET").unwrap().parse().unwrap();
+        for number in first.. {
+            OutputFile::publish_all(set(Path::new(&dir), &number.to_string())).unwrap();
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let mut complete = 0;
+    for kill in 0..60u64 {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", NAME])
+            .env("PUBLISH_SETS", dir.path())
+            .env("FIRST_SET", (kill * 1_000_000).to_string())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(std::time::Duration::from_micros(2_000 + rand::random::<u64>() % 20_000));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let [trace, weights, output] = contents(dir.path());
+        if output.is_some() {
+            assert_eq!((&trace, &weights), (&output, &output));
+            complete += 1;
+        }
+        for name in names_in(dir.path()).iter().filter(|name| name.ends_with(".tmp")) {
+            fs::remove_file(dir.path().join(name)).unwrap();
+        }
+    }
+    println!("{complete} of 60 kills left a complete set");
+    assert!(complete > 0);
+}
+
 #[test]
 fn a_result_in_memory_reads_the_same() {
     let layout = layout();

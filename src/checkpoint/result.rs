@@ -171,10 +171,10 @@ impl ResultLayout {
     }
 }
 
-/// A result file before publication. Its name appears only in [`OutputFile::publish`]; if it is dropped before, no file
-/// is left behind. The exception is a process that is killed while the file has a temporary name, `.aristos-*.tmp` in
+/// A result file before publication. The name appears only in [`OutputFile::publish`]; if the file is dropped before, no
+/// file is left behind. The exception is a process that is killed while the file has a temporary name, `.aristos-*.tmp` in
 /// the target's folder: on file systems without `O_TMPFILE` that is the whole time, on others a moment during
-/// publication if it replaces a file.
+/// publication if it replaces a file or is one of several.
 #[derive(Debug)]
 pub struct OutputFile {
     file: File,
@@ -280,10 +280,19 @@ impl OutputFile {
     /// # Errors
     ///
     /// Those of [`OutputFile::publish`].
-    pub fn publish_with(mut self, content: &[u8]) -> Result<(), FileError> {
+    pub fn publish_with(self, content: &[u8]) -> Result<(), FileError> {
+        self.with_content(content)?.publish()
+    }
+
+    /// Writes `content`, for a later publication.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error that names the path if the write fails, for example on a full disk.
+    pub fn with_content(mut self, content: &[u8]) -> Result<Self, FileError> {
         let path = self.target.as_ref().map_or(Path::new("memory"), |target| &target.path);
         self.file.write_all(content).map_err(|error| FileError::write(path, error))?;
-        self.publish()
+        Ok(self)
     }
 
     /// The open file, whose descriptor may be passed to other processes. It closes on exec.
@@ -309,11 +318,49 @@ impl OutputFile {
                 Err(e) => return Err(cannot_write(&target.path, e)),
             }
         }
-        if let Some(name) = &target.temporary {
-            rustix::fs::rename(name, &target.path).map_err(|e| cannot_write(&target.path, e))?;
-            target.temporary = None;
-        }
+        target.replace()?;
         target.sync_dir()
+    }
+
+    /// Publishes files that belong together. Every file is on disk under a temporary name before the first one is
+    /// published, so a full disk leaves all old files. The last file marks the set as complete: its old version is
+    /// removed first, and the new one is published last. If the process is killed in between, the last file is missing,
+    /// so old and new files cannot be mistaken for one set.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`OutputFile::publish`]; if a folder was removed or made read-only meanwhile, the last file may be
+    /// missing.
+    pub fn publish_all(files: Vec<OutputFile>) -> Result<(), FileError> {
+        let mut targets = Vec::with_capacity(files.len());
+        for file in files {
+            targets.extend(file.named()?);
+        }
+        // Descriptors keep the old files until all are replaced: freeing their blocks takes milliseconds.
+        let hold = |target: &Target| rustix::fs::open(&target.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+        let old: Vec<_> = targets.iter().map(hold).collect();
+        let Some((last, others)) = targets.split_last_mut() else { return Ok(()) };
+        if !others.is_empty() {
+            match std::fs::remove_file(&last.path) {
+                Err(e) if e.kind() != ErrorKind::NotFound => return Err(FileError::write(&last.path, e)),
+                _ => {}
+            }
+        }
+        others.iter_mut().try_for_each(Target::replace)?;
+        last.replace()?;
+        drop(old);
+        targets.iter().try_for_each(Target::sync_dir)
+    }
+
+    /// Syncs the file under a temporary name; `None` in memory.
+    fn named(self) -> Result<Option<Target>, FileError> {
+        let Some(mut target) = self.target else { return Ok(None) };
+        self.file.sync_all().map_err(|e| FileError::write(&target.path, e))?;
+        if target.temporary.is_none() {
+            let open = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+            target.with_temporary_name(|name| rustix::fs::linkat(CWD, &open, CWD, name, AtFlags::SYMLINK_FOLLOW))?;
+        }
+        Ok(Some(target))
     }
 }
 
@@ -327,6 +374,15 @@ pub fn real_path(path: &Path) -> PathBuf {
 }
 
 impl Target {
+    /// Renames the temporary name to the path, atomically.
+    fn replace(&mut self) -> Result<(), FileError> {
+        if let Some(name) = &self.temporary {
+            rustix::fs::rename(name, &self.path).map_err(|e| cannot_write(&self.path, e))?;
+            self.temporary = None;
+        }
+        Ok(())
+    }
+
     /// Calls `make` with unused names in the target's folder until it creates a file. Dropping `self` removes the file.
     fn with_temporary_name<R>(&mut self, make: impl Fn(&Path) -> Result<R, Errno>) -> Result<R, FileError> {
         const TRIES: usize = 100;

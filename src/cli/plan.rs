@@ -247,15 +247,19 @@ pub fn main(args: &Args) -> Result<u8> {
         // The planner rejects no option except `--algorithm exact`.
         error => anyhow!("--{error}"),
     })?;
-    if let Some(path) = &args.out {
-        OutputFile::replace(path, (outcome.to_json() + "\n").as_bytes())?;
-    }
+    let mut files = Vec::new();
     if let Some(path) = &args.draw_latency {
-        OutputFile::replace(
-            path,
-            &plot::encode(&plot::plot_latency(&cluster, &workload, options.minimised())?, path)?,
-        )?;
+        let svg = plot::plot_latency(&cluster, &workload, options.minimised())?;
+        files.push(OutputFile::create_empty(path)?.with_content(&plot::encode(&svg, path)?)?);
     }
+    if let (Some(path), Outcome::Plan(plan)) = (&args.draw, &outcome) {
+        let svg = plot::plot_plan(&cluster, &workload, plan)?;
+        files.push(OutputFile::create_empty(path)?.with_content(&plot::encode(&svg, path)?)?);
+    }
+    if let Some(path) = &args.out {
+        files.push(OutputFile::create_empty(path)?.with_content((outcome.to_json() + "\n").as_bytes())?);
+    }
+    OutputFile::publish_all(files)?;
     let plan = match &outcome {
         Outcome::Plan(plan) => plan,
         Outcome::Infeasible(Infeasible { shortage, .. }) => {
@@ -266,9 +270,6 @@ pub fn main(args: &Args) -> Result<u8> {
             return Ok(INFEASIBLE);
         }
     };
-    if let Some(path) = &args.draw {
-        OutputFile::replace(path, &plot::encode(&plot::plot_plan(&cluster, &workload, plan)?, path)?)?;
-    }
     let explanation = match args.explain {
         true => Some(plan::explain(&cluster, &workload, options, plan)?),
         false => None,

@@ -7,6 +7,7 @@ use anyhow::Result;
 use super::files;
 use super::flags::of_flags;
 use super::shared::PlotArgs;
+use crate::checkpoint::OutputFile;
 use crate::plot::plot_expert_load;
 use crate::sim::routing::{Payload, Popularity, Workload, dispatch_load};
 use crate::stdio::out_line;
@@ -110,10 +111,12 @@ pub fn command(args: &Args) -> Result<bool> {
         Some(_) => Some(dispatch_load(&routing, &args.payload.payload()).map_err(of_flags)?),
         None => None,
     };
-    files::write(files::create(Some(&args.out))?, routing.to_json())?;
-    if let Some(loads) = loads {
-        files::write(files::create(args.save_traffic.as_ref())?, loads.to_json())?;
+    let mut written = Vec::new();
+    if let (Some(path), Some(loads)) = (&args.save_traffic, loads) {
+        written.push(OutputFile::create_empty(path)?.with_content(loads.to_json().as_bytes())?);
     }
+    written.push(OutputFile::create_empty(&args.out)?.with_content(routing.to_json().as_bytes())?);
+    OutputFile::publish_all(written)?;
     let tokens = routing.tokens_per_expert();
     args.plots.save("expert_load", || plot_expert_load(&tokens))?;
     let mean = tokens.iter().sum::<f64>() / tokens.len() as f64;

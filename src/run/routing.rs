@@ -135,8 +135,14 @@ impl SavedRouting {
         Ok(SavedRouting { chosen, out: OutputFile::create_empty(path)? })
     }
 
-    /// Writes the routing of a layer on `pes` PEs.
-    pub(super) fn publish(self, captured: Captured, layer: u64, config: &LayerConfig, pes: usize) -> Result<()> {
+    /// Writes the routing of a layer on `pes` PEs, for publication.
+    pub(super) fn complete(
+        self,
+        captured: Captured,
+        layer: u64,
+        config: &LayerConfig,
+        pes: usize,
+    ) -> Result<OutputFile> {
         let tokens_per_node: Vec<usize> = (0..pes).map(|pe| block(captured.tokens, pes, pe).len()).collect();
         let mut records = Vec::with_capacity(captured.steps);
         for step in 0..captured.steps {
@@ -148,7 +154,7 @@ impl SavedRouting {
             records.push(Record { layer, step: step as u64, tokens_per_node: tokens_per_node.clone(), choices });
         }
         let routing = Routing::new(config.n_experts, captured.top_k, pes, records);
-        Ok(self.out.publish_with(routing.to_json().as_bytes())?)
+        Ok(self.out.with_content(routing.to_json().as_bytes())?)
     }
 }
 

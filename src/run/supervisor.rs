@@ -192,18 +192,19 @@ impl Outputs {
             );
             report.check = Some(check(job, &layout, output.file(), chosen)?);
         }
+        let mut files = Vec::new();
         if let (Some(trace), Some(path)) = (trace, &job.request.trace) {
             let written = trace.writer.and_then(TraceWriter::finish);
             written.with_context(|| format!("{}: cannot write the trace", path.display()))?;
-            trace.file.publish()?;
+            files.push(trace.file);
         }
-        weights.map_or(Ok(()), OutputFile::publish)?;
         if let Some(routing) = routing {
-            routing.publish(job.captured(), job.request.work.layer(), &job.config, job.request.pes)?;
+            files.push(routing.complete(job.captured(), job.request.work.layer(), &job.config, job.request.pes)?);
         }
-        if let (Some(output), true) = (output, job.request.output.is_some()) {
-            output.publish()?;
-        }
+        files.extend(weights);
+        // A file in memory is not published.
+        files.extend(output);
+        OutputFile::publish_all(files)?;
         Ok(report)
     }
 }

@@ -171,6 +171,48 @@ fn full_disk_keeps_the_old_files() {
     });
 }
 
+/// Kills a run at moments from its start to its end. The old files must stay until the new ones replace all of them.
+#[test]
+fn killed_run_leaves_the_files_of_one_run() {
+    const NAMES: [&str; 3] = ["routing.json", "weights", "output"];
+    const KILLS: u32 = 24;
+    let training = |dir: &Path, seed: usize| {
+        let mut command = aristos_run("--tokens 64 --hidden 32 --intermediate 32 --pes 2 --sgd 0.1");
+        command.arg("--seed").arg(seed.to_string());
+        for (flag, name) in ["--save-routing", "--save-weights", "--output"].iter().zip(NAMES) {
+            command.arg(flag).arg(dir.join(name));
+        }
+        command
+    };
+    let files = |dir: &Path| NAMES.map(|name| fs::read(dir.join(name)).ok());
+    let mut wall = Duration::ZERO;
+    let wanted = [0, 1].map(|seed| {
+        let dir = tempfile::tempdir().unwrap();
+        let began = Instant::now();
+        run(training(dir.path(), seed)).success();
+        wall = began.elapsed();
+        files(dir.path())
+    });
+    assert!(NAMES.iter().enumerate().all(|(at, _)| wanted[0][at] != wanted[1][at]));
+    let dir = tempfile::tempdir().unwrap();
+    let mut held = 0;
+    run(training(dir.path(), held)).success();
+    for kill in 1..=KILLS {
+        let mut child = training(dir.path(), 1 - held).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(wall * kill / KILLS);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let found = files(dir.path());
+        if found[2].is_none() {
+            // Killed between the first and the last file.
+            run(training(dir.path(), held)).success();
+            continue;
+        }
+        let seed = wanted.iter().position(|files| *files == found);
+        held = seed.unwrap_or_else(|| panic!("kill {kill} of {KILLS} left files of two runs"));
+    }
+}
+
 #[test]
 fn file_system_without_block_counts_is_supported() {
     let dir = tempfile::tempdir().unwrap();
