@@ -106,6 +106,16 @@ def _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, device="
             raise ValueError(f"{name} has layout {tensor.layout}, expected torch.strided")
 
 
+def _check_backward(tensors):
+    """Checks types and devices of a backward pass, given by name. The native layer compares the shapes with the forward pass."""
+    device = tensors["ticket"].device
+    for name, tensor in tensors.items():
+        if tensor is not None and name != "ticket" and not tensor.is_floating_point():
+            raise ValueError(f"{name} has type {tensor.dtype}, expected a floating type")
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {device}, as the ticket")
+
+
 class _Pass:
     """A forward pass until its backward pass: the native layer's saved state, and the division of the tokens."""
 
@@ -225,6 +235,8 @@ def _backward(
     up_bias: Optional[Tensor],
     down_bias: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors = dict(grad_output=grad_output, ticket=ticket, x=x, weights=weights, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
+    _check_backward(tensors)
     one = _passes.get(ticket.data_ptr())
     if one is None:
         raise ValueError("the forward pass is not available: its ticket was copied")
@@ -242,6 +254,8 @@ def _backward(
 
 @_backward.register_fake
 def _(grad_output, ticket, x, weights, up, down, up_bias, down_bias):
+    tensors = dict(grad_output=grad_output, ticket=ticket, x=x, weights=weights, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
+    _check_backward(tensors)
     biases = [x.new_empty(0, dtype=torch.float32) if bias is None else bias.new_empty(bias.shape) for bias in (up_bias, down_bias)]
     return *(tensor.new_empty(tensor.shape) for tensor in (x, weights, up, down)), *biases
 
