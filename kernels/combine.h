@@ -39,7 +39,7 @@ template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 p
     float sum = 0.0f;
     for (u32 i = dev::lane(); i < tiles; i += 32) sum += parts[i];
     if (has_bias(l, batch)) {
-        const float* bias = l.tables.weights[batch].down_bias;
+        const float* bias = mlp_weights(l, batch).down_bias;
         const char* row = static_cast<const char*>(store.grad_row[position]);
         for (u32 piece = dev::lane(); piece < l.shape.hidden / 8; piece += 32) {
             float v[8];
@@ -491,7 +491,7 @@ template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     const Layer& l = b.l;
     const auto [batch, part] = bias_item(b, item);
     const SlotStore& store = store_of(l, batch);
-    const MlpGradients& g = l.tables.gradients[batch];
+    const MlpGradients g = mlp_gradients(l, batch);
     u32 rows = l.batches.total[batch], down_parts = ceil_div(l.shape.hidden, BIAS_COLUMNS);
     bool add = !is_shared(l, batch) && b.step.round > 0;
     enter(b, PHASE_EXPERT);
@@ -529,7 +529,7 @@ OUTLINE void zero_gradient(Block& b, u32 batch, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_EXPERT);
     u32 pieces = zero_pieces(l), which = item / pieces, piece = item % pieces;
-    const MlpGradients& g = l.tables.gradients[batch];
+    const MlpGradients g = mlp_gradients(l, batch);
     float* to = which == 0 ? g.gate : which == 1 ? g.up : g.down;
     if (which == 0 && !is_gated(l, batch)) return;
     u64 count = u64(store_of(l, batch).intermediate) * l.shape.hidden;

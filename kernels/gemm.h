@@ -51,9 +51,10 @@ struct GemmTask {
     const float* weight;       // [rows]; null: all 1
     float* d_weight;           // [rows][d_weight_stride]: one partial sum for each tile across I; null: not needed
     float* out;                // GRAD_UP: [I, H], GRAD_DOWN: [H, I]
-    const void* tensor_maps;   // gate, up, down as in Tables::tensor_maps; null on Ampere
+    const void* tensor_maps;   // of gate, up and down, from Tables::tensor_maps; null on Ampere
     const void* slot_maps;     // by SlotMap, of the arrays that hold gate_up, h and y; null: no TMA for results and their use as operands
     u32 first_slot;            // row of the batch's first slot in those arrays
+    u32 expert;                // the batch's matrix in each of the tensor maps
     u32 split, jump;           // GRAD_*: slots from `split` on lie `jump` slots further
     u32 batch, tile;           // for the scheduler
 };

@@ -30,7 +30,6 @@ constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS
 // Values that live across `next` are in shared memory: the scheduler has no registers left.
 template <class Tile, class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, typename Tile::Control* control) {
     control->requested = 0;
-    control->maps = nullptr;
     for (bool more = true; more; control->requested++) {
         u32 n = control->requested;
         wait_free<Tile>(&control->done[nth<ENTRIES>(n)], parity<ENTRIES>(n) ^ 1);
@@ -38,10 +37,7 @@ template <class Tile, class Scheduler> DEVICE void schedule_loop(Scheduler& sche
         n = control->requested;
         Entry& entry = control->entry[nth<ENTRIES>(n)];
         entry.more = more;
-        if (more) {
-            fence_maps(control, entry.task);
-            control->done_counters[nth<REPORTS>(n)] = scheduler.done_counters(entry.task);
-        }
+        if (more) control->done_counters[nth<REPORTS>(n)] = scheduler.done_counters(entry.task);
         dev::mbarrier_arrive(&control->filled[nth<ENTRIES>(n)]);
         if constexpr (Tile::CTA_PAIR) dev::mbarrier_arrive_remote(&control->offered[nth<ENTRIES>(n)], 1);
     }

@@ -23,13 +23,6 @@ namespace hopper {
 
 template <class Tile> DEVICE bool is_second() { return Tile::CTA_PAIR && dev::cluster_rank() == 1; }
 
-// Needed before TMA reads through the weights' maps if they differ from the last task's.
-template <class Control> DEVICE void fence_maps(Control* control, const GemmTask& t) {
-    if (a_mn_major(t.kind) || t.tensor_maps == control->maps) return;
-    control->maps = t.tensor_maps;
-    for (u32 i = 0; i < 3; i++) dev::tensor_map_fence(static_cast<const TensorMap*>(control->maps) + i);
-}
-
 // All threads: before the first use of barriers that a block's first thread has initialised, and after the last use.
 template <class Tile> DEVICE void sync_tile_blocks() {
     if constexpr (Tile::CTA_PAIR) dev::cluster_sync();
@@ -68,9 +61,9 @@ template <class Tile> DEVICE void wait_free(u64* bar, u32 parity) {
 
 // First panel of B that this block loads: all panels, or its half, for both blocks.
 template <class Tile> DEVICE u32 first_panel() { return is_second<Tile>() ? Tile::B_PANELS / 2 : 0; }
-template <class Tile> DEVICE void load_panel(char* panel, const TensorMap* map, u64* full, u32 column, u32 row) {
-    if constexpr (Tile::CTA_PAIR) dev::tma_load_2d_multicast(panel, map, full, i32(column), i32(row));
-    else dev::tma_load_2d(panel, map, full, i32(column), i32(row));
+template <class Tile> DEVICE void load_panel(char* panel, const TensorMap* map, u64* full, u32 column, u32 row, u32 expert) {
+    if constexpr (Tile::CTA_PAIR) dev::tma_load_3d_multicast(panel, map, full, i32(column), i32(row), i32(expert));
+    else dev::tma_load_3d(panel, map, full, i32(column), i32(row), i32(expert));
 }
 
 // The scheduler's thread: whether the task before entry `n` is unfinished.
@@ -82,7 +75,6 @@ template <class Control> DEVICE bool task_in_progress(Control* control, u32 n) {
 // then `void follow(bool more)`. If `more` is false, the first block's `next` has returned false, and that block waits until this block
 // has also left its loop.
 template <class Scheduler, class Control> DEVICE void follow_loop(Scheduler& scheduler, Control* control) {
-    control->maps = nullptr;
     bool more = true;
     for (u32 n = 0; more; n++) {
         const u32 e = nth<ENTRIES>(n);
@@ -99,10 +91,7 @@ template <class Scheduler, class Control> DEVICE void follow_loop(Scheduler& sch
         for (u32 i = 0; i < sizeof(DoneCounters) / 8; i++) reinterpret_cast<u64*>(control->done_counters + nth<REPORTS>(n))[i] = done_counters[i];
         more = entry.more && !(ARISTOS_FAULT(CTA_LEAVES_ALONE) && n > 0);
         scheduler.follow(more);
-        if (more) {
-            entry.task.m0 += TILE_M;
-            fence_maps(control, entry.task);
-        }
+        if (more) entry.task.m0 += TILE_M;
         dev::mbarrier_arrive(&control->filled[e]);
     }
 }

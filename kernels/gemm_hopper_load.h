@@ -121,11 +121,11 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
                     const u32 p = first_panel<Tile>() + i;
                     char* panel = stage + A_BYTES + p * PANEL_BYTES;
                     if (mn_major) {
-                        load_panel<Tile>(panel, half ? boxes.second : boxes.first, full, t.n0 + p * PANEL, k);
+                        load_panel<Tile>(panel, half ? boxes.second : boxes.first, full, t.n0 + p * PANEL, k, t.expert);
                     } else {
                         constexpr u32 HALF = Tile::B_PANELS / 2;
                         u32 n = (p < HALF ? boxes.n_first : boxes.n_second) + p % HALF * PANEL;
-                        load_panel<Tile>(panel, p < HALF ? boxes.first : boxes.second, full, k, n);
+                        load_panel<Tile>(panel, p < HALF ? boxes.first : boxes.second, full, k, n, t.expert);
                     }
                 }
             }

@@ -83,7 +83,6 @@ template <u32 COLUMNS, u32 COUNT = 1> struct Tile {
         u32 deferred[CONSUMER_WARPS];  // a consumer warp's deferred report: 1 + its slot of REPORTS; 0: none
         float row_sums[TILE_M];
         u32 requested;           // scheduler: number of entries filled
-        const void* maps;    // scheduler: tensor maps of the last task that has any
         RowSource<Bf16> rows[LOAD_WARPS];  // per loading warp
         u32 copied_until;    // last loading warp of a CTA pair: in stages before this one, threads of the other block may have copied data
     };

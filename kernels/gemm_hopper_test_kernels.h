@@ -32,6 +32,7 @@ struct HopperTestScheduler {
             dev::pause();
         }
         task = queue->tasks[i];
+        for (u32 map = 0; map < WEIGHT_MAPS; map++) dev::tensor_map_fence(static_cast<const TensorMap*>(task.tensor_maps) + map);
         for (u32 map = 0; task.slot_maps && map < SLOT_MAPS; map++) {
             dev::tensor_map_fence(static_cast<const TensorMap*>(task.slot_maps) + map);
         }

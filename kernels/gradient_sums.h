@@ -61,10 +61,10 @@ DEVICE void list_gradients(const Layer& layer, u32 batch, ReduceVector& v) {
     const LayerShape& s = layer.shape;
     v.segments = 0;
     v.start[0] = 0;
-    if (batch != NONE) return v.add(layer.tables.gradients[batch], s.hidden, s.intermediate, s.gated, s.bias);
+    if (batch != NONE) return v.add(mlp_gradients(layer, batch), s.hidden, s.intermediate, s.gated, s.bias);
     v.add(layer.tables.grad_router, u64(s.n_experts) * s.hidden);
     if (s.shared_intermediate == 0) return;
-    v.add(layer.tables.gradients[s.n_local], s.hidden, s.shared_intermediate, s.shared_gated, s.shared_bias);
+    v.add(layer.tables.shared_gradients, s.hidden, s.shared_intermediate, s.shared_gated, s.shared_bias);
     if (s.shared_gate) v.add(layer.tables.grad_shared_gate, s.hidden);
 }
 

@@ -81,6 +81,13 @@ struct MlpGradients {
     float *gate_bias, *up_bias, *down_bias;
 };
 
+// Bytes from an expert's array to the next expert's, for each pointer of `MlpWeights` or `MlpGradients`: a multiple of 16, 0
+// for a null pointer.
+struct MlpStrides {
+    u64 gate, up, down;
+    u64 gate_bias, up_bias, down_bias;
+};
+
 // Gradients that several PEs of the world sum: one expert's, or those of the replicated weights. Each holder sums one part.
 struct SumUnit {
     u32 batch;   // the local expert; ~0: the replicated weights
@@ -93,7 +100,7 @@ struct SumHolder {
     u32 before;  // steps of earlier units that this PE shares with that holder
 };
 
-// Device copies of the weights and pointers to the gradients. Arrays of n_local + 1 entries end with the shared expert.
+// Addresses of weights and gradients, of the layer or of its caller, and the layer's tables.
 struct Tables {
     const void* router;           // [router_parts][n_experts, H] in the layer's dtype; the planes add up to router_f32 with 24 bits
     const float* router_f32;      // [n_experts, H]
@@ -107,8 +114,12 @@ struct Tables {
     const u32* first_holder;      // [n_experts + 1]: an expert's first entry in the next two tables
     const u32* holder_physical;      // [held]: physical expert
     const u64* holder_until;      // [held]: cumulative share, in units of 2^-32
-    const MlpWeights* weights;    // [n_local + 1]
-    const MlpGradients* gradients;  // [n_local + 1]; null without training
+    MlpWeights weights;           // of local expert 0
+    MlpStrides weight_strides;
+    MlpWeights shared_weights;
+    MlpGradients gradients;       // of local expert 0; all null without training
+    MlpStrides gradient_strides;
+    MlpGradients shared_gradients;
     float* grad_router;           // [n_experts, H]
     float* grad_shared_gate;      // [H]
     const SumUnit* sum_units;     // in the order of experts, the replicated weights last; null without training
@@ -122,10 +133,12 @@ struct Tables {
     // Likewise for the PEs to which results are returned over the network; without relays it is `inter_node` itself.
     const u32* inter_node_returns;
     const u32* relay;             // with relays only: see RelayTable
-    // [n_local + 1][3] of 128 bytes, 64-byte aligned: 2-D TMA maps of gate, up and down, columns (the input features) fastest: boxes of
-    // 64 columns x 64 rows, 128-byte swizzle, zeros out of bounds. One map serves all uses of a weight. Null on Ampere.
+    // [2][WEIGHT_MAPS] of 128 bytes, 64-byte aligned: 3-D TMA maps of the routed experts' gate, up and down, then of the shared expert's:
+    // columns (the input features), rows, experts; boxes of 64 columns x 64 rows of one expert, 128-byte swizzle, zeros out of bounds. One
+    // map serves all uses of a weight. Null on Ampere.
     const void* tensor_maps;
 };
+constexpr u32 WEIGHT_MAPS = 3;
 
 // Offsets of the tables in Tables::relay, in units of n_pes words. After the tables: the PEs of this host [members], the number of
 // sources for which this PE is the relay, and those sources.

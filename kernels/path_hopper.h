@@ -24,6 +24,7 @@ template <class T, u32 KINDS, u32 N, u32 BLOCKS = 1> struct HopperPath {
     };
     // One thread of each block; a barrier before `run` follows.
     static DEVICE void begin(const Layer& l) {
+        for (u32 i = 0; i < 2 * WEIGHT_MAPS; i++) dev::tensor_map_fence(static_cast<const TensorMap*>(l.tables.tensor_maps) + i);
         for (const SlotStore* store : {&l.batches.routed, &l.batches.shared}) {
             for (u32 i = 0; store->slot_maps && i < SLOT_MAPS; i++) {
                 dev::tensor_map_fence(reinterpret_cast<const TensorMap*>(store->slot_maps) + i);

@@ -65,6 +65,14 @@ DEVICE void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32
         "l"(map), "r"(col), "r"(row), "r"(shared_address(bar))
         : "memory");
 }
+// Like tma_load_2d, for a 3-D map: the box at (row, col) of matrix `item`.
+DEVICE void tma_load_3d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row, i32 item) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            shared_address(smem)),
+        "l"(map), "r"(col), "r"(row), "r"(item), "r"(shared_address(bar))
+        : "memory");
+}
 // For a map that the host copied to device memory before the kernel: once per block before its first use there, by a thread that
 // afterwards synchronises with the user (CUDA C++ Programming Guide, "Passing a tensor map through global memory").
 DEVICE void tensor_map_fence(const TensorMap* map) {
@@ -151,12 +159,12 @@ DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) {
 }
 // Like fence_proxy_async, for the shared memory of both blocks.
 DEVICE void fence_proxy_async_cluster() { asm volatile("fence.proxy.async.shared::cluster;" ::: "memory"); }
-// Like tma_load_2d, to both blocks, at the offsets of `smem` and `bar` in each.
-DEVICE void tma_load_2d_multicast(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
+// Like tma_load_3d, to both blocks, at the offsets of `smem` and `bar` in each.
+DEVICE void tma_load_3d_multicast(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row, i32 item) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
             shared_address(smem)),
-        "l"(map), "r"(col), "r"(row), "r"(shared_address(bar)), "h"(u16(3))
+        "l"(map), "r"(col), "r"(row), "r"(item), "r"(shared_address(bar)), "h"(u16(3))
         : "memory");
 }
 

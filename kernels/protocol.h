@@ -91,6 +91,23 @@ DEVICE u64 stamp(const Pass& pass, u32 step) {
 }
 DEVICE u64 result_stamp(u64 stamp, bool overflow) { return stamp << 1 | (overflow ? 1 : 0); }
 
+// ---- Addresses of weights and gradients of a batch: a local expert, or n_local for the shared expert.
+template <class P> DEVICE P* of_expert(P* first, u64 stride, u32 expert) {
+    return reinterpret_cast<P*>(reinterpret_cast<u64>(first) + expert * stride);
+}
+template <class Mlp> DEVICE Mlp of_batch(const Layer& l, const Mlp& first, const MlpStrides& strides, const Mlp& shared, u32 batch) {
+    if (batch == l.shape.n_local) return shared;
+    return {of_expert(first.gate, strides.gate, batch), of_expert(first.up, strides.up, batch), of_expert(first.down, strides.down, batch),
+            of_expert(first.gate_bias, strides.gate_bias, batch), of_expert(first.up_bias, strides.up_bias, batch),
+            of_expert(first.down_bias, strides.down_bias, batch)};
+}
+DEVICE MlpWeights mlp_weights(const Layer& l, u32 batch) {
+    return of_batch(l, l.tables.weights, l.tables.weight_strides, l.tables.shared_weights, batch);
+}
+DEVICE MlpGradients mlp_gradients(const Layer& l, u32 batch) {
+    return of_batch(l, l.tables.gradients, l.tables.gradient_strides, l.tables.shared_gradients, batch);
+}
+
 // ---- With a caller's routing, neither the router nor the shared expert takes part in the pass.
 DEVICE bool routed_by_caller(const Pass& pass) { return pass.ids != nullptr || pass.grad_weights != nullptr; }
 DEVICE bool has_shared(const Layer& l, const Pass& pass) { return l.shape.shared_intermediate && !routed_by_caller(pass); }

@@ -128,7 +128,7 @@ private:
         const Layer& l = b.l;
         const LayerShape& s = l.shape;
         const SlotStore& store = store_of(l, t.batch);
-        const MlpWeights& w = l.tables.weights[t.batch];
+        const MlpWeights w = mlp_weights(l, t.batch);
         bool shared = is_shared(l, t.batch), gated = is_gated(l, t.batch), gradient = queue == GRADIENT_TASKS;
         u32 own = l.batches.own[t.batch];
         // For a gradient: the first slot of the batch.
@@ -163,15 +163,15 @@ private:
         t.split = NONE;
         t.jump = 0;
         if (gradient) {
-            const MlpGradients& g = l.tables.gradients[t.batch];
+            const MlpGradients g = mlp_gradients(l, t.batch);
             t.out = t.kind == GRAD_DOWN ? g.down : t.which || !gated ? g.up : g.gate;
             if (own > 0 && own < t.rows) {
                 t.split = own;
                 t.jump = l.batches.rest_base[t.batch] - l.batches.own_base[t.batch] - own;
             }
         }
-        t.tensor_maps = l.tables.tensor_maps
-            ? static_cast<const char*>(l.tables.tensor_maps) + u64(t.batch) * 3 * sizeof(TensorMap) : nullptr;
+        t.tensor_maps = l.tables.tensor_maps ? static_cast<const TensorMap*>(l.tables.tensor_maps) + (shared ? WEIGHT_MAPS : 0) : nullptr;
+        t.expert = shared ? 0 : t.batch;
     }
 };
 

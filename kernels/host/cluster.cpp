@@ -144,9 +144,9 @@ void fence_proxy_async_cluster() {
     post_remote_op(block, rank, {RemoteKind::FENCE, nullptr, {}});
 }
 
-void tma_load_2d_multicast(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
+void tma_load_3d_multicast(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row, i32 item) {
     Block& block = *self()->owner;
-    const TmaLoad load = checked_load(smem, map, bar, col, row);
+    const TmaLoad load = checked_load(smem, map, bar, col, row, &item);
     begin_load(block, load);
     const u32 rank = 1 - cluster_rank();
     const Block& to = block_of(block, rank);

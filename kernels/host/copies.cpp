@@ -50,7 +50,8 @@ void complete(Block& block, const TmaLoad& load) {
     std::memcpy(&map, load.map, sizeof map);
     const u32 pieces = map.box_cols * map.element_bytes / 16;  // per row
     const u32 per_piece = 16 / map.element_bytes;
-    const char* base = reinterpret_cast<const char*>(map.base);
+    const bool has_item = load.item >= 0 && u32(load.item) < (map.items ? map.items : 1);
+    const char* base = reinterpret_cast<const char*>(map.base) + load.item * map.item_stride_bytes;
     for (u32 r = 0; r < map.box_rows; ++r) {
         for (u32 p = 0; p < pieces; ++p) {
             const u32 plain = block.shared_address(load.to) + (r * pieces + p) * 16;
@@ -59,7 +60,7 @@ void complete(Block& block, const TmaLoad& load) {
             for (u32 e = 0; e < per_piece; ++e) {
                 const long long row = load.row + static_cast<long long>(r);
                 const long long col = load.col + static_cast<long long>(p * per_piece + e);
-                const bool inside = row >= 0 && row < map.rows && col >= 0 && col < map.cols;
+                const bool inside = has_item && row >= 0 && row < map.rows && col >= 0 && col < map.cols;
                 char* element = to + e * map.element_bytes;
                 for (u32 b = 0; b < map.element_bytes; ++b) {
                     element[b] = inside ? base[row * map.row_stride_bytes + col * map.element_bytes + b] : 0;
@@ -149,12 +150,13 @@ void complete_loads(Block& block, bool force_one) {
     }
 }
 
-TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
+TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row, const i32* item) {
     Block& block = *self()->owner;
     const Map read = read_map(map, "loads");
+    if ((item != nullptr) != (read.items != 0)) block.fail("thread %u loads with %u coordinates through a map of %u dimensions", self()->thread, item ? 3 : 2, read.items ? 3 : 2);
     block.check_shared(smem, read.box_rows * read.box_cols * read.element_bytes, 128, "tma_load_2d's target");
     checked(block, bar, "tma_load_2d's mbarrier");
-    TmaLoad load{static_cast<char*>(smem), bar, {}, col, row, 0};
+    TmaLoad load{static_cast<char*>(smem), bar, {}, col, row, item ? *item : 0, 0};
     std::memcpy(load.map, map, sizeof load.map);
     return load;
 }
@@ -215,14 +217,15 @@ void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too) {
     fiber->copies.resize(kept);
 }
 
-int make_tensor_map(void* out, u64 base, u32 rows, u32 cols, u64 row_stride_bytes, u32 box_rows, u32 box_cols,
-                    u32 element_bytes) {
+int make_tensor_map(void* out, u64 base, u32 rows, u32 cols, u64 row_stride_bytes, u32 items, u64 item_stride_bytes, u32 box_rows,
+                    u32 box_cols, u32 element_bytes) {
     // The conditions of cuTensorMapEncodeTiled; a box's rows must be whole 128-byte lines, as this swizzle assumes.
     if (base % 16 != 0 || row_stride_bytes % 16 != 0 || row_stride_bytes >= u64(1) << 40) return 1;
+    if (items && (item_stride_bytes % 16 != 0 || item_stride_bytes >= u64(1) << 40)) return 1;
     if (rows == 0 || cols == 0 || box_rows == 0 || box_rows > 256 || box_cols > 256) return 1;
     if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4 && element_bytes != 8) return 1;
     if (box_cols * element_bytes != 128) return 1;
-    const Map map{MAP_MAGIC, base, row_stride_bytes, rows, cols, box_rows, box_cols, element_bytes, 0};
+    const Map map{MAP_MAGIC, base, row_stride_bytes, item_stride_bytes, rows, cols, box_rows, box_cols, element_bytes, items};
     std::memset(out, 0, sizeof(TensorMap));
     std::memcpy(out, &map, sizeof map);
     return 0;
@@ -336,7 +339,11 @@ void mbarrier_wait(u64* bar, u32 parity) {
 }
 
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
-    begin_load(*self()->owner, checked_load(smem, map, bar, col, row));
+    begin_load(*self()->owner, checked_load(smem, map, bar, col, row, nullptr));
+}
+
+void tma_load_3d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row, i32 item) {
+    begin_load(*self()->owner, checked_load(smem, map, bar, col, row, &item));
 }
 
 }  // namespace aristos::dev

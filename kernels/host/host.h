@@ -53,6 +53,10 @@ const char* aristos_host_kernels();
 int aristos_host_tensor_map(void* out128, aristos::u64 base, aristos::u32 rows, aristos::u32 cols,
                             aristos::u64 row_stride_bytes, aristos::u32 box_rows, aristos::u32 box_cols,
                             aristos::u32 element_bytes);
+// A 3-D map: `items` such matrices, `item_stride_bytes` apart; 2-D if `items` is 0.
+int aristos_host_tensor_map_3d(void* out128, aristos::u64 base, aristos::u32 rows, aristos::u32 cols,
+                               aristos::u64 row_stride_bytes, aristos::u32 items, aristos::u64 item_stride_bytes,
+                               aristos::u32 box_rows, aristos::u32 box_cols, aristos::u32 element_bytes);
 
 // Injects a fault into the messages of `pe` (all ones: of every PE), for tests. Must not be called while a launch runs.
 enum AristosHostFault : aristos::u32 {

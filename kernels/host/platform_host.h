@@ -255,6 +255,7 @@ void mbarrier_wait(u64* bar, u32 parity);
 void cp_async_mbarrier_arrive(u64* bar);
 void fence_proxy_async();
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
+void tma_load_3d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row, i32 item);
 DEVICE void tensor_map_fence(const TensorMap*) {}
 
 void stmatrix_x4(void* smem_row, const u32 (&r)[4]);
@@ -277,7 +278,7 @@ void mbarrier_arrive_remote(u64* bar, u32 rank);
 inline void mbarrier_arrive_remote_relaxed(u64* bar, u32 rank) { mbarrier_arrive_remote(bar, rank); }
 DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) { mbarrier_wait(bar, parity); }
 void fence_proxy_async_cluster();
-void tma_load_2d_multicast(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
+void tma_load_3d_multicast(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row, i32 item);
 
 void wgmma_fence();
 void wgmma_commit();

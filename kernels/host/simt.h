@@ -117,7 +117,7 @@ struct TmaLoad {
     char* to;
     u64* bar;
     u8 map[sizeof(TensorMap)];  // not a TensorMap: its alignment exceeds that of allocations
-    i32 col, row;
+    i32 col, row, item;  // item: of a 3-D map
     u64 due;  // in `switches`
 };
 
@@ -237,15 +237,17 @@ void arrive_here(Block& block, u64* bar);
 void begin_load(Block& block, TmaLoad load, bool remote = false);
 // Called after the other block's fence_proxy_async_cluster.
 void pass_fenced(Block& block);
-TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
+// `item`: of a 3-D map; null for a 2-D one.
+TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row, const i32* item);
 
 // stores.cpp
 void check_no_stores(Fiber* fiber);
 
 // Contents of an emulated TensorMap.
 struct Map {
-    u64 magic, base, row_stride_bytes;
-    u32 rows, cols, box_rows, box_cols, element_bytes, padding;
+    u64 magic, base, row_stride_bytes, item_stride_bytes;
+    u32 rows, cols, box_rows, box_cols, element_bytes;
+    u32 items;  // 0: a 2-D map
 };
 static_assert(sizeof(Map) <= sizeof(TensorMap));
 constexpr u64 MAP_MAGIC = 0x70616d5f61735f74;

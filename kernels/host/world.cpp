@@ -213,9 +213,18 @@ const char* aristos_host_kernels() {
 
 int aristos_host_tensor_map(void* out128, u64 base, u32 rows, u32 cols, u64 row_stride_bytes, u32 box_rows, u32 box_cols,
                             u32 element_bytes) {
-    if (make_tensor_map(out128, base, rows, cols, row_stride_bytes, box_rows, box_cols, element_bytes) == 0) return 0;
+    if (make_tensor_map(out128, base, rows, cols, row_stride_bytes, 0, 0, box_rows, box_cols, element_bytes) == 0) return 0;
     return failed("no tensor map of %u x %u elements of %u bytes, %llu bytes from row to row, boxes of %u x %u", rows, cols,
                   element_bytes, static_cast<unsigned long long>(row_stride_bytes), box_rows, box_cols);
+}
+
+int aristos_host_tensor_map_3d(void* out128, u64 base, u32 rows, u32 cols, u64 row_stride_bytes, u32 items, u64 item_stride_bytes,
+                               u32 box_rows, u32 box_cols, u32 element_bytes) {
+    if (items == 0) return aristos_host_tensor_map(out128, base, rows, cols, row_stride_bytes, box_rows, box_cols, element_bytes);
+    if (make_tensor_map(out128, base, rows, cols, row_stride_bytes, items, item_stride_bytes, box_rows, box_cols, element_bytes) == 0) return 0;
+    return failed("no tensor map of %u x %u x %u elements of %u bytes, %llu bytes from row to row and %llu from matrix to matrix, boxes of %u x %u",
+                  items, rows, cols, element_bytes, static_cast<unsigned long long>(row_stride_bytes),
+                  static_cast<unsigned long long>(item_stride_bytes), box_rows, box_cols);
 }
 
 void aristos_host_fault(void* world_, u32 pe, u32 kind) {

@@ -44,7 +44,7 @@ u64 world_seed(const World* world);
 void report_failure(Grid* launch, const std::string& text);
 
 // copies.cpp
-int make_tensor_map(void* out, u64 base, u32 rows, u32 cols, u64 row_stride_bytes, u32 box_rows, u32 box_cols,
-                    u32 element_bytes);
+int make_tensor_map(void* out, u64 base, u32 rows, u32 cols, u64 row_stride_bytes, u32 items, u64 item_stride_bytes, u32 box_rows,
+                    u32 box_cols, u32 element_bytes);
 
 }  // namespace aristos::host

@@ -20,38 +20,39 @@ std::vector<u32> replicas_of(u32 e, u32 n) {
     return e % 3 == 0 ? std::vector<u32>{(e + 1) % n, (e + 2) % n} : e % 3 == 1 ? std::vector<u32>{0} : std::vector<u32>{};
 }
 struct Experts {
-    std::vector<std::vector<std::vector<float>>> values;  // by PE and local expert
+    std::vector<std::vector<float>> values;  // by PE: all local experts' gradients
     World& w;
+    const u64 each;  // elements of a matrix
 
-    explicit Experts(World& of) : values(of.s.n_pes), w(of) {
-        const u64 each = u64(w.s.hidden) * w.s.intermediate;
+    explicit Experts(World& of) : values(of.s.n_pes), w(of), each(u64(w.s.hidden) * w.s.intermediate) {
         for (u32 pe = 0; pe < w.s.n_pes; pe++) {
             Pe& p = *w.pes[pe];
-            values[pe].assign(p.s.n_local, std::vector<float>(3 * each));
-            for (u32 e = 0; e < p.s.n_local; e++) {
-                float* at = values[pe][e].data();
-                p.gradients[e].gate = at, p.gradients[e].up = at + each, p.gradients[e].down = at + 2 * each;
-            }
+            values[pe].assign(p.s.n_local * 3 * each, 0.0f);
+            float* at = values[pe].data();
+            const u64 stride = 3 * each * sizeof(float);
+            Tables& tables = reinterpret_cast<Layer*>(p.layer_bytes.data())->tables;
+            tables.gradients = {at, at + each, at + 2 * each, nullptr, nullptr, nullptr};
+            tables.gradient_strides = {stride, stride, stride, 0, 0, 0};
         }
     }
     // Fills the gradients and computes each PE's expected sums.
-    std::vector<std::vector<std::vector<float>>> fill(std::mt19937& random) {
+    std::vector<std::vector<float>> fill(std::mt19937& random) {
         std::uniform_real_distribution<float> value(-1, 1);
         for (auto& pe : values)
-            for (auto& expert : pe)
-                for (float& v : expert) v = value(random) * std::exp2f(float(random() % 20));
+            for (float& v : pe) v = value(random) * std::exp2f(float(random() % 20));
         auto expected = values;
         const Pe& any = *w.pes[0];
         for (u32 e = 0; e < w.s.n_experts; e++) {
             const u32 begin = any.first_holder[e], end = any.first_holder[e + 1];
-            auto of = [&](auto& all, u32 i) -> std::vector<float>& {
+            auto of = [&](auto& all, u32 i) -> float* {
                 const u32 physical = any.holder_physical[i], pe = any.physical_pe[physical];
-                return all[pe][physical - any.first_physical[pe]];
+                return &all[pe][(physical - any.first_physical[pe]) * 3 * each];
             };
-            std::vector<float> sum = of(values, begin);
+            if (begin == end) continue;
+            std::vector<float> sum(of(values, begin), of(values, begin) + 3 * each);
             for (u32 i = begin + 1; i < end; i++)
                 for (size_t j = 0; j < sum.size(); j++) sum[j] += of(values, i)[j];
-            for (u32 i = begin; i < end; i++) of(expected, i) = sum;
+            for (u32 i = begin; i < end; i++) std::copy(sum.begin(), sum.end(), of(expected, i));
         }
         return expected;
     }
@@ -91,8 +92,8 @@ void run(LayerShape s, const std::vector<u8>& reachable, u32 seed, bool replicas
         });
         for (u32 pe = 0; pe < s.n_pes; pe++) {
             for (u32 e = 0; e < w.pes[pe]->s.n_local; e++) {
-                const auto &want = expected_experts[pe][e], &got = experts.values[pe][e];
-                CHECK(!std::memcmp(want.data(), got.data(), want.size() * 4), "pass %u PE %u: local expert %u differs", u32(pass), pe, e);
+                const u64 at = e * 3 * experts.each;
+                CHECK(!std::memcmp(&expected_experts[pe][at], &experts.values[pe][at], 3 * experts.each * 4), "pass %u PE %u: local expert %u differs", u32(pass), pe, e);
             }
             const ErrorRecord& e = *w.pes[pe]->layer().error;
             CHECK(e.kind == ERROR_NONE, "PE %u: error %u, PE %u, expected %llx, seen %llx", pe, e.kind, e.pe,

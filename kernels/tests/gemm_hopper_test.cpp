@@ -30,6 +30,16 @@ template <class T> TensorMap tensor_map(const T* first, u32 rows, u32 columns, u
     return map;
 }
 
+// For the weights of all experts: consecutive matrices without gaps.
+template <class T> TensorMap weight_map(const T* first, u32 experts, u32 rows, u32 columns) {
+    TensorMap map;
+    const u64 row_bytes = u64(columns) * sizeof(T);
+    if (aristos_host_tensor_map_3d(&map, reinterpret_cast<u64>(first), rows, columns, row_bytes, experts, rows * row_bytes, hopper::PANEL, hopper::PANEL, sizeof(T)) != 0) {
+        fail(std::string("tensor map: ") + aristos_host_error());
+    }
+    return map;
+}
+
 // An array between two guard zones, 16-byte aligned, initially all bytes PATTERN.
 constexpr unsigned char PATTERN = 0x5a;
 template <class E> class Guarded {
@@ -91,7 +101,7 @@ template <class T> struct Run {
     Guarded<float> gate_bias, up_bias, down_bias, weight, d_weight, d_gate, d_up, d_down;
     std::vector<T> poison;                   // a row that no batch's pointer may reach
     std::vector<const void*> x_row, dy_row;  // by slot
-    std::vector<TensorMap> maps;
+    TensorMap maps[WEIGHT_MAPS];  // of the weights of all experts
     std::vector<TensorMap> slot_maps;  // with y, then with dx
     u32 d_weight_stride;
 
@@ -108,7 +118,7 @@ template <class T> struct Run {
           y(size_t(slots) * H), dx(size_t(slots) * H), gate_bias(size_t(experts) * I), up_bias(size_t(experts) * I),
           down_bias(size_t(experts) * H), weight(slots), d_weight(size_t(slots) * (tiles() + 1)),
           d_gate(size_t(experts) * I * H), d_up(size_t(experts) * I * H), d_down(size_t(experts) * H * I), poison(H),
-          maps(3 * experts), d_weight_stride(tiles() + 1) {
+          d_weight_stride(tiles() + 1) {
         std::mt19937 random(seed);
         std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
         float in = 1.0f / std::sqrt(float(H) / 3), back = 1.0f / std::sqrt(float(I) / 3);
@@ -142,10 +152,10 @@ template <class T> struct Run {
                 for (u32 i = 0; i < I; i++) h[size_t(r) * I + i] = poison[0];
                 weight[r] = NOT_A_NUMBER;
             }
-            maps[3 * e] = tensor_map(&gate[size_t(e) * I * H], I, H, H, hopper::PANEL);
-            maps[3 * e + 1] = tensor_map(&up[size_t(e) * I * H], I, H, H, hopper::PANEL);
-            maps[3 * e + 2] = tensor_map(&down[size_t(e) * H * I], H, I, I, hopper::PANEL);
         }
+        maps[0] = weight_map(gate.data(), experts, I, H);
+        maps[1] = weight_map(up.data(), experts, I, H);
+        maps[2] = weight_map(down.data(), experts, H, I);
         for (Guarded<T>* out : {&y, &dx}) {
             for (u32 rows : {RESULT_BOX_ROWS, OPERAND_BOX_ROWS}) {
                 slot_maps.push_back(tensor_map(gate_up.data(), slots, I, W, rows));
@@ -186,7 +196,8 @@ template <class T> struct Run {
         t.d_weight = shape.weighted ? &d_weight[slot * d_weight_stride] : nullptr;
         t.d_weight_stride = d_weight_stride;
         t.out = kind == GRAD_DOWN ? &d_down[in] : which == 0 && shape.gated ? &d_gate[in] : &d_up[in];
-        t.tensor_maps = &maps[3 * e];
+        t.tensor_maps = maps;
+        t.expert = e;
         t.slot_maps = shape.stored ? &slot_maps[kind == BACKWARD_UP ? u32(SLOT_MAPS) : 0] : nullptr;
         t.first_slot = u32(slot);
         return t;

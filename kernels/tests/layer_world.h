@@ -67,6 +67,44 @@ struct Expert {
     std::vector<float> gate_bias, up_bias, down_bias;
 };
 
+// Weights and gradients of experts of one shape, with a gap after each array.
+struct Arrays {
+    static constexpr u32 MATRIX_GAP = 8, GAP = 4;  // elements
+    std::vector<u16> matrices[3];                  // gate, up, down
+    std::vector<float> biases[3], gradients[6];
+    u64 sizes[6] = {};  // elements of one expert's array
+
+    explicit Arrays(const std::vector<const Expert*>& of) {
+        for (const Expert* e : of) {
+            const std::vector<u16>* from[3] = {&e->gate, &e->up, &e->down};
+            const std::vector<float>* from_bias[3] = {&e->gate_bias, &e->up_bias, &e->down_bias};
+            for (u32 k = 0; k < 3; k++) {
+                sizes[k] = from[k]->size(), sizes[3 + k] = from_bias[k]->size();
+                matrices[k].insert(matrices[k].end(), from[k]->begin(), from[k]->end());
+                matrices[k].resize(matrices[k].size() + MATRIX_GAP, 0x7fff);
+                biases[k].insert(biases[k].end(), from_bias[k]->begin(), from_bias[k]->end());
+                biases[k].resize(biases[k].size() + GAP, NAN);
+            }
+            for (u32 k = 0; k < 6; k++) gradients[k].resize(gradients[k].size() + sizes[k] + GAP, NAN);
+        }
+    }
+    // Bytes from one expert's array to the next one's; 0 if absent.
+    u64 pitch(u32 k) const { return sizes[k] == 0 ? 0 : k < 3 ? (sizes[k] + MATRIX_GAP) * 2 : (sizes[k] + GAP) * 4; }
+    u64 gradient_pitch(u32 k) const { return (sizes[k] + GAP) * 4; }
+    MlpWeights weights() const {
+        auto pointer = [&](const auto& v, u32 k) { return sizes[k] ? v.data() : nullptr; };
+        return {pointer(matrices[0], 0), pointer(matrices[1], 1), pointer(matrices[2], 2),
+                pointer(biases[0], 3), pointer(biases[1], 4), pointer(biases[2], 5)};
+    }
+    MlpStrides weight_strides() const { return {pitch(0), pitch(1), pitch(2), pitch(3), pitch(4), pitch(5)}; }
+    MlpGradients gradient() {
+        return {gradients[0].data(), gradients[1].data(), gradients[2].data(), gradients[3].data(), gradients[4].data(), gradients[5].data()};
+    }
+    MlpStrides gradient_strides() const {
+        return {gradient_pitch(0), gradient_pitch(1), gradient_pitch(2), gradient_pitch(3), gradient_pitch(4), gradient_pitch(5)};
+    }
+};
+
 struct Doubles {
     std::vector<double> gate, up, down, gate_bias, up_bias, down_bias;
 };
@@ -87,8 +125,7 @@ struct Layers {
     std::mt19937_64 random;
     std::unique_ptr<World> w;
     std::vector<Expert> experts;  // routed experts by global number, then the shared one
-    std::vector<std::vector<MlpWeights>> weights;    // by PE
-    std::vector<std::vector<std::vector<float>>> gradients;  // by PE: six per expert
+    std::vector<std::unique_ptr<Arrays>> routed, shared;  // by PE
     std::vector<std::vector<std::vector<u16>>> x, grad_output;  // by PE and pass
     std::vector<std::vector<TensorMap>> maps;
     std::vector<std::vector<Snapshot>> seen;  // by PE and pass
@@ -160,7 +197,7 @@ struct Layers {
             if (o.bias) m.gate_bias = vector(i), m.up_bias = vector(i), m.down_bias = vector(h);
             experts.push_back(m);
         }
-        weights.resize(o.n_pes), gradients.resize(o.n_pes), x.resize(o.n_pes), grad_output.resize(o.n_pes), seen.resize(o.n_pes);
+        routed.resize(o.n_pes), shared.resize(o.n_pes), x.resize(o.n_pes), grad_output.resize(o.n_pes), seen.resize(o.n_pes);
         std::vector<float> router = vector(u64(o.experts) * o.hidden), gate = vector(o.hidden);
         // The first feature marks hot tokens.
         if (o.hot != NONE) {
@@ -182,30 +219,19 @@ struct Layers {
             for (u32 t = 0; t < o.tokens && o.hot != NONE; t++) x[pe].back()[u64(t) * o.hidden] = narrow(f.hot, o.dtype);
         }
         seen[pe].resize(o.passes.size());
-        std::vector<MlpGradients> g;
-        for (u32 e = 0; e <= o.experts; e++) {
-            if (e < o.experts && w->number(e, pe) == NONE) continue;
-            const Expert& m = experts[e];
-            auto pointer = [](const auto& v) { return v.empty() ? nullptr : v.data(); };
-            weights[pe].push_back({pointer(m.gate), pointer(m.up), pointer(m.down), pointer(m.gate_bias), pointer(m.up_bias),
-                                   pointer(m.down_bias)});
-            float* to[6];
-            u64 sizes[6] = {m.gate.size(), m.up.size(), m.down.size(), m.gate_bias.size(), m.up_bias.size(), m.down_bias.size()};
-            for (int k = 0; k < 6; k++) {
-                gradients[pe].emplace_back(sizes[k] + 4, NAN);
-                to[k] = gradients[pe].back().data();
-            }
-            g.push_back({to[0], to[1], to[2], to[3], to[4], to[5]});
-        }
-        p.gradients = g;
-        p.tables.gradients = p.gradients.data();
-        p.tables.weights = weights[pe].data();
+        std::vector<const Expert*> held;
+        for (u32 e = 0; e < o.experts; e++)
+            if (w->number(e, pe) != NONE) held.push_back(&experts[e]);
+        routed[pe] = std::make_unique<Arrays>(held);
+        shared[pe] = std::make_unique<Arrays>(std::vector<const Expert*>{&experts.back()});
+        p.tables.weights = routed[pe]->weights(), p.tables.weight_strides = routed[pe]->weight_strides();
+        p.tables.shared_weights = shared[pe]->weights();
+        p.tables.gradients = routed[pe]->gradient(), p.tables.gradient_strides = routed[pe]->gradient_strides();
+        p.tables.shared_gradients = shared[pe]->gradient();
         if (is_hopper(o.path)) {
-            maps.emplace_back();
-            for (const MlpWeights& m : weights[pe]) {
-                u32 n = m.up == experts.back().up.data() ? p.s.shared_intermediate : o.intermediate;
-                map(maps.back(), m.gate, n, o.hidden), map(maps.back(), m.up, n, o.hidden), map(maps.back(), m.down, o.hidden, n);
-            }
+            maps.emplace_back(2 * WEIGHT_MAPS);
+            list_maps(maps.back().data(), *routed[pe], u32(held.size()), o.intermediate);
+            list_maps(maps.back().data() + WEIGHT_MAPS, *shared[pe], o.shared ? 1 : 0, p.s.shared_intermediate);
             p.tables.tensor_maps = maps.back().data();
         }
         p.tables.router_f32 = p.router_f32.data();
@@ -219,10 +245,13 @@ struct Layers {
         if (is_small(o.path))
             p.info.launches[KERNEL_FORWARD] = p.info.launches[KERNEL_BACKWARD] = {o.blocks, SmallTile::THREADS, SmallTile::LAUNCH_BYTES, 1};
     }
-    void map(std::vector<TensorMap>& to, const void* weights, u32 rows, u32 columns) const {
-        to.emplace_back();
-        if (weights && aristos_host_tensor_map(&to.back(), reinterpret_cast<u64>(weights), rows, columns, columns * 2, 64, 64, 2))
-            fail(aristos_host_error());
+    void list_maps(TensorMap* to, const Arrays& of, u32 experts, u32 intermediate) const {
+        for (u32 k = 0; k < WEIGHT_MAPS; k++) {
+            const u32 rows = k == 2 ? o.hidden : intermediate, columns = k == 2 ? intermediate : o.hidden;
+            if (experts == 0 || of.sizes[k] == 0) continue;
+            if (aristos_host_tensor_map_3d(to + k, reinterpret_cast<u64>(of.matrices[k].data()), rows, columns, columns * 2, experts, of.pitch(k), 64, 64, 2))
+                fail(aristos_host_error());
+        }
     }
 
     // ---- The passes.
@@ -381,7 +410,16 @@ struct Layers {
         if (backward) {
             copy(s.d_weights, l.routing.d_weights, u64(tokens) * o.top_k);
             if (o.shared) copy(s.d_shared_weight, l.routing.d_shared_weight, tokens);
-            s.gradients = gradients[pe];
+            for (const Arrays* of : {routed[pe].get(), shared[pe].get()}) {
+                const u32 experts = of == shared[pe].get() ? 1 : l.shape.n_local;
+                for (u32 e = 0; e < experts; e++) {
+                    for (u32 k = 0; k < 6; k++) {
+                        const u64 pitch = of->gradient_pitch(k) / 4;
+                        const auto begin = of->gradients[k].begin() + e * pitch;
+                        s.gradients.emplace_back(begin, begin + pitch);
+                    }
+                }
+            }
         }
         s.done = true;
     }

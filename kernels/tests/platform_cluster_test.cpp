@@ -38,7 +38,7 @@ CLUSTER_KERNEL(test_cluster, 64)(ClusterTest t) {
             if (lane() == 0) {
                 mbarrier_wait_cluster(empty, iteration % 2 ^ 1);
                 mbarrier_arrive_expect(full, 2 * BOX);
-                tma_load_2d_multicast(s + rank * BOX, t.map, full, 0, i32((rank * 64 + iteration) % 128));
+                tma_load_3d_multicast(s + rank * BOX, t.map, full, 0, i32((rank * 64 + iteration) % 128), 0);
             }
             sync_warp();
         } else {
@@ -68,7 +68,7 @@ u32 run_cluster(u32 fault, u32 seed, std::string& error) {
     u32* words = world.heap<u32>(0, (1 << 16) + 1024);
     u16* out = world.heap<u16>(0, 1 << 17);
     for (u32 i = 0; i < 128 * 64; ++i) in[i] = u16(i + 1);
-    CHECK(aristos_host_tensor_map(map, reinterpret_cast<u64>(in), 128, 64, 128, 64, 64, 2) == 0, "%s", aristos_host_error());
+    CHECK(aristos_host_tensor_map_3d(map, reinterpret_cast<u64>(in), 128, 64, 128, 1, 128 * 128, 64, 64, 2) == 0, "%s", aristos_host_error());
     error = world.try_launch(0, "test_cluster", 2, 64, CLUSTER_SHARED, ClusterTest{map, out, words, fault});
     u32 wrong = 0;
     for (u32 b = 0; b < 2; ++b) {

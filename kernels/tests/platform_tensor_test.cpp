@@ -147,7 +147,9 @@ CASE(tsan_cp_async_lands_at_the_wait) {
 
 // ---- TMA
 
-KERNEL(test_tma, 64, 1)(const TensorMap* map, u16* out, i32 col, i32 row) {
+constexpr i32 FLAT = -1000;  // Box::item of a 2-D map
+struct Box { i32 col, row, item; };
+KERNEL(test_tma, 64, 1)(const TensorMap* map, u16* out, Box at) {
     constexpr u32 BOX_ROWS = 24;
     u64* bar = reinterpret_cast<u64*>(shared() + 16384);
     if (thread() == 0) {
@@ -159,7 +161,8 @@ KERNEL(test_tma, 64, 1)(const TensorMap* map, u16* out, i32 col, i32 row) {
         char* to = shared() + (iteration == 1 ? 1024 + 3072 : 1024);
         if (thread() == 0) {
             mbarrier_arrive_expect(bar, BOX_ROWS * 128);
-            tma_load_2d(to, map, bar, col, row + i32(iteration));
+            if (at.item == FLAT) tma_load_2d(to, map, bar, at.col, at.row + i32(iteration));
+            else tma_load_3d(to, map, bar, at.col, at.row + i32(iteration), at.item);
         }
         mbarrier_wait(bar, iteration % 2);
         for (u32 i = thread(); i < BOX_ROWS * 64; i += threads()) {
@@ -182,7 +185,7 @@ CASE(tsan_tma) {
     CHECK(aristos_host_tensor_map(map, u64(matrix), ROWS, COLS, STRIDE * 2 + 2, 24, 64, 2) != 0);
     for (i32 col : {0, 8, 56, 99, -8}) {
         for (i32 row : {0, 20, 40, -3, 60}) {
-            world.launch(0, "test_tma", 1, 64, 16384 + 8, static_cast<const TensorMap*>(map), out, col, row);
+            world.launch(0, "test_tma", 1, 64, 16384 + 8, static_cast<const TensorMap*>(map), out, Box{col, row, FLAT});
             for (i32 i = 0; i < 3 * 24 * 64; ++i) {
                 const i32 r = row + i / (24 * 64) + i / 64 % 24, c = col + i % 64;
                 const u16 want = r >= 0 && r < i32(ROWS) && c >= 0 && c < i32(COLS) ? matrix[r * i32(STRIDE) + c] : 0;
@@ -190,6 +193,32 @@ CASE(tsan_tma) {
             }
         }
     }
+}
+
+// Matrices of a 3-D map: a box has rows of one matrix only, and zeros for a matrix that does not exist.
+CASE(tsan_tma_3d) {
+    World world;
+    constexpr u32 ROWS = 30, COLS = 72, STRIDE = 80, ITEMS = 3, ITEM = 32 * STRIDE;
+    u16* matrices = world.heap<u16>(0);
+    u16* out = world.heap<u16>(0, 65536);
+    TensorMap* map = world.heap<TensorMap>(0, 32768);
+    for (u32 i = 0; i < ITEMS * ITEM; ++i) matrices[i] = u16(i + 1);
+    CHECK(aristos_host_tensor_map_3d(map, u64(matrices), ROWS, COLS, STRIDE * 2, ITEMS, ITEM * 2 + 2, 24, 64, 2) != 0);
+    CHECK(aristos_host_tensor_map_3d(map, u64(matrices), ROWS, COLS, STRIDE * 2, ITEMS, ITEM * 2, 24, 64, 2) == 0);
+    for (i32 item : {0, 1, 2, 3, -1}) {
+        for (i32 row : {0, 20, -3}) {
+            const i32 col = row == 20 ? 56 : 0;
+            world.launch(0, "test_tma", 1, 64, 16384 + 8, static_cast<const TensorMap*>(map), out, Box{col, row, item});
+            for (i32 i = 0; i < 3 * 24 * 64; ++i) {
+                const i32 r = row + i / (24 * 64) + i / 64 % 24, c = col + i % 64;
+                const bool inside = item >= 0 && item < i32(ITEMS) && r >= 0 && r < i32(ROWS) && c < i32(COLS);
+                const u16 want = inside ? matrices[item * i32(ITEM) + r * i32(STRIDE) + c] : 0;
+                CHECK(out[i] == want, "matrix %d, box at %d, %d: element %d is %u, not %u", item, row, col, i, out[i], want);
+            }
+        }
+    }
+    const std::string error = world.try_launch(0, "test_tma", 1, 64, 16384 + 8, static_cast<const TensorMap*>(map), out, Box{0, 0, FLAT});
+    CHECK(error.find("2 coordinates through a map of 3 dimensions") != std::string::npos, "%s", error.c_str());
 }
 
 // A ring of stages between a producer warp and a consumer warpgroup.

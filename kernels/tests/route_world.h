@@ -101,7 +101,6 @@ struct Pe {
     std::vector<u64> holder_until;
     std::vector<SumUnit> sum_units;
     std::vector<SumHolder> sum_holders;
-    std::vector<MlpGradients> gradients;
     std::vector<std::vector<float>> shared_gradients;
     std::vector<u64> peer, world_peer;
     std::vector<u32> inter_node, inter_node_returns, relay;
@@ -336,13 +335,13 @@ struct World {
         p.grad_router.assign(u64(e) * h, NAN), p.grad_gate.assign(h, NAN);
         p.output.assign(u64(s.max_tokens) * h, 0);
         p.x.assign(u64(s.max_tokens) * h, 0);
-        p.gradients.assign(p.s.n_local + 1, {});
+        Tables& t = p.tables;
         auto gradient = [&](u64 count) {
             p.shared_gradients.emplace_back(count);
             return p.shared_gradients.back().data();
         };
         if (i) {
-            MlpGradients& g = p.gradients.back();
+            MlpGradients& g = t.shared_gradients;
             if (s.shared_gated) g.gate = gradient(u64(i) * h);
             g.up = gradient(u64(i) * h), g.down = gradient(u64(h) * i);
             if (s.shared_bias) {
@@ -352,7 +351,6 @@ struct World {
         }
         for (u32 q = 0; q < s.n_world; q++) p.world_peer.push_back(aristos_host_heap(handle, pe, q));
         for (u32 q : peers(pe)) p.peer.push_back(p.world_peer[q]), p.numbers.push_back(q);
-        Tables& t = p.tables;
         t.router = p.router.data(), t.router_f32 = p.router_f32.data();
         t.router_bias = s.correction_bias ? p.bias.data() : nullptr;
         t.shared_gate = s.shared_gate ? p.gate.data() : nullptr;
@@ -360,7 +358,6 @@ struct World {
         t.first_holder = p.first_holder.data(), t.holder_physical = p.holder_physical.data(), t.holder_until = p.holder_until.data();
         t.sum_units = p.sum_units.data(), t.sum_holders = p.sum_holders.data();
         t.world = p.numbers.data(), t.world_peer = p.world_peer.data();
-        t.gradients = p.gradients.data();
         t.grad_router = p.grad_router.data(), t.grad_shared_gate = p.grad_gate.data();
         t.peer = p.peer.data();
         const auto& of = peers(pe);

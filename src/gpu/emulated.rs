@@ -79,7 +79,7 @@ impl EmulatedDevice {
 
 type Launcher = unsafe extern "C" fn(*mut c_void, u32, *const c_char, u32, u32, u32, *mut *mut c_void) -> c_int;
 type Joiner = unsafe extern "C" fn(u32, u32, *const *mut c_void, u64, u64, *const TransportFunctions) -> *mut c_void;
-type TensorMapper = unsafe extern "C" fn(*mut c_void, u64, u32, u32, u64, u32, u32, u32) -> c_int;
+type TensorMapper = unsafe extern "C" fn(*mut c_void, u64, u32, u32, u64, u32, u64, u32, u32, u32) -> c_int;
 
 /// The library's functions, and the handle that keeps it loaded.
 struct Functions {
@@ -122,7 +122,7 @@ impl Functions {
                 heap: *library.get(b"aristos_host_heap\0").map_err(refuse)?,
                 launch: *library.get(b"aristos_host_launch\0").map_err(refuse)?,
                 error: *library.get(b"aristos_host_error\0").map_err(refuse)?,
-                tensor_map: *library.get(b"aristos_host_tensor_map\0").map_err(refuse)?,
+                tensor_map: *library.get(b"aristos_host_tensor_map_3d\0").map_err(refuse)?,
                 free: *library.get(b"aristos_host_free\0").map_err(refuse)?,
                 _library: library,
             })
@@ -651,6 +651,8 @@ unsafe impl Gpu for Emulated {
                 m.rows,
                 m.cols,
                 m.row_stride_bytes,
+                m.items,
+                m.item_stride_bytes,
                 m.box_rows,
                 m.box_cols,
                 m.element_bytes,

@@ -323,7 +323,8 @@ pub unsafe trait Gpu {
     fn elapsed(&self, from: usize, to: usize) -> Result<Duration, GpuError>;
 
     /// A tensor map for the row-major matrix at `base`: `rows` by `cols` elements of `element_bytes`, rows `row_stride_bytes`
-    /// apart, copied in boxes of `box_rows` by `box_cols` with a 128-byte swizzle; elements out of bounds read as zero.
+    /// apart, copied in boxes of `box_rows` by `box_cols` with a 128-byte swizzle; elements out of bounds read as zero. If
+    /// `items` is not 0, the map has a third dimension: `items` such matrices, `item_stride_bytes` apart.
     ///
     /// # Errors
     /// [`GpuError::Failed`] if the device has no tensor memory accelerator or the driver rejects the matrix.
@@ -350,6 +351,8 @@ pub struct TensorMap {
     pub rows: u32,
     pub cols: u32,
     pub row_stride_bytes: u64,
+    pub items: u32,
+    pub item_stride_bytes: u64,
     pub box_rows: u32,
     pub box_cols: u32,
     pub element_bytes: u32,

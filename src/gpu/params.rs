@@ -81,6 +81,9 @@ pub enum Kernel {
 
 pub const KERNELS: usize = 10;
 
+/// Tensor maps of an MLP's weights: gate, up and down.
+pub const WEIGHT_MAPS: usize = 3;
+
 /// Slot arrays per direction that have a TMA map, as operands or results of GEMMs.
 pub const SLOT_MAPS: usize = 7;
 
@@ -203,6 +206,16 @@ mirror! {
     }
 
     #[derive(Pod, Zeroable)]
+    struct MlpStrides {
+        gate: u64,
+        up: u64,
+        down: u64,
+        gate_bias: u64,
+        up_bias: u64,
+        down_bias: u64,
+    }
+
+    #[derive(Pod, Zeroable)]
     struct SumUnit {
         batch: u32,
         parts: u32,
@@ -226,8 +239,12 @@ mirror! {
         first_holder: u64,
         holder_physical: u64,
         holder_until: u64,
-        weights: u64,
-        gradients: u64,
+        weights: MlpWeights,
+        weight_strides: MlpStrides,
+        shared_weights: MlpWeights,
+        gradients: MlpGradients,
+        gradient_strides: MlpStrides,
+        shared_gradients: MlpGradients,
         grad_router: u64,
         grad_shared_gate: u64,
         sum_units: u64,

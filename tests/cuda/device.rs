@@ -197,6 +197,8 @@ fn tensor_map_case() {
         rows: 96,
         cols: 72,
         row_stride_bytes: 160,
+        items: 0,
+        item_stride_bytes: 0,
         box_rows: 128,
         box_cols: 64,
         element_bytes: 2,
@@ -205,6 +207,9 @@ fn tensor_map_case() {
     let words: Vec<u64> = map[..80].chunks(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap())).collect();
     // With cuda.h's numbers: UINT16 = 1; two dimensions, columns first; swizzle 128 B = 3, promotion 256 B = 3.
     assert_eq!(words, [1, 2, 0x10000, 72, 96, 160, 64, 128, 11, 330]);
+    let map = gpu.tensor_map(TensorMap { items: 5, item_stride_bytes: 16000, ..matrix }).unwrap();
+    let words: Vec<u64> = map[..104].chunks(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap())).collect();
+    assert_eq!(words, [1, 3, 0x10000, 72, 96, 5, 160, 16000, 64, 128, 1, 111, 330]);
     let error = gpu.tensor_map(TensorMap { row_stride_bytes: 144 + 8, ..matrix }).unwrap_err().to_string();
     assert_says(&error, &["tensor memory accelerator", "16 bytes apart"]);
 }

@@ -226,8 +226,13 @@ CUresult cuEventDestroy_v2(Handle event) { free(event); return 0; }
 CUresult cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, const uint64_t* size,
                                 const uint64_t* strides, const unsigned* box, const unsigned* steps, int interleave,
                                 int swizzle, int promotion, int fill) {
-    const uint64_t seen[10] = {(uint64_t)type, rank, (uint64_t)(uintptr_t)base, size[0], size[1], strides[0],
-                               box[0], box[1], steps[0] * 10 + steps[1], (uint64_t)(interleave * 1000 + swizzle * 100 + promotion * 10 + fill)};
+    uint64_t seen[16] = {(uint64_t)type, rank, (uint64_t)(uintptr_t)base};
+    unsigned used = 3;
+    for (unsigned i = 0; i < rank; i++) seen[used++] = size[i];
+    for (unsigned i = 0; i + 1 < rank; i++) seen[used++] = strides[i];
+    for (unsigned i = 0; i < rank; i++) seen[used++] = box[i];
+    for (unsigned i = 0; i < rank; i++) seen[used] = 10 * seen[used] + steps[i];
+    seen[used + 1] = (uint64_t)(interleave * 1000 + swizzle * 100 + promotion * 10 + fill);
     if ((uintptr_t)map % 64) return 1;
     memcpy(map, seen, sizeof seen);
     return 0;

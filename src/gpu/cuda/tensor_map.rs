@@ -21,23 +21,25 @@ pub(super) fn encode(driver: &Driver, matrix: &TensorMap) -> Result<[u8; 128], G
         2 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
         _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
     };
-    // Innermost dimension first: columns, rows.
-    let size = [u64::from(matrix.cols), u64::from(matrix.rows)];
-    let boxes = [matrix.box_cols, matrix.box_rows];
-    // SAFETY: writes the 128 bytes of `map`. The arrays have one element per dimension, the strides one less, and the matrix
-    // itself is not accessed.
+    // Innermost dimension first: columns, rows, matrices.
+    let size = [matrix.cols, matrix.rows, matrix.items].map(u64::from);
+    let strides = [matrix.row_stride_bytes, matrix.item_stride_bytes];
+    let boxes = [matrix.box_cols, matrix.box_rows, 1];
+    let dimensions = if matrix.items == 0 { 2 } else { 3 };
+    // SAFETY: writes the 128 bytes of `map`. The arrays have at least one element per dimension, the strides one less, and the
+    // matrix itself is not accessed.
     let code = unsafe {
         call!(
             driver,
             cuTensorMapEncodeTiled(
                 &raw mut map,
                 element,
-                2,
+                dimensions,
                 matrix.base as *mut c_void,
                 size.as_ptr(),
-                [matrix.row_stride_bytes].as_ptr(),
+                strides.as_ptr(),
                 boxes.as_ptr(),
-                [1u32, 1].as_ptr(),
+                [1u32, 1, 1].as_ptr(),
                 CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -50,7 +52,8 @@ pub(super) fn encode(driver: &Driver, matrix: &TensorMap) -> Result<[u8; 128], G
 
 /// Checks the constraints of cuTensorMapEncodeTiled, which reports only a code.
 fn check(matrix: &TensorMap) -> Result<(), String> {
-    let TensorMap { base, rows, cols, row_stride_bytes, box_rows, box_cols, element_bytes } = *matrix;
+    let TensorMap { base, rows, cols, row_stride_bytes, items, item_stride_bytes, box_rows, box_cols, element_bytes } =
+        *matrix;
     if !matches!(element_bytes, 1 | 2 | 4) {
         return Err(format!("elements of {element_bytes} bytes"));
     }
@@ -60,6 +63,7 @@ fn check(matrix: &TensorMap) -> Result<(), String> {
         (base % 16 != 0, "its address is no multiple of 16"),
         (row_stride_bytes % 16 != 0, "its rows are no multiple of 16 bytes apart"),
         (row_stride_bytes < u64::from(cols) * u64::from(element_bytes), "its rows overlap"),
+        (items > 0 && item_stride_bytes % 16 != 0, "its matrices are no multiple of 16 bytes apart"),
         (box_rows == 0 || box_rows > 256, "a box has 1 to 256 rows"),
         (box_bytes == 0 || box_bytes > 128 || box_bytes % 16 != 0, "a box's row has 16 to 128 bytes, in steps of 16"),
     ];
@@ -77,6 +81,8 @@ mod tests {
             rows: 5,
             cols: 72,
             row_stride_bytes: 144,
+            items: 0,
+            item_stride_bytes: 0,
             box_rows: 128,
             box_cols: 64,
             element_bytes: 2,
@@ -87,6 +93,7 @@ mod tests {
             (TensorMap { base: 8, ..good }, "multiple of 16"),
             (TensorMap { row_stride_bytes: 152, ..good }, "16 bytes apart"),
             (TensorMap { row_stride_bytes: 128, ..good }, "overlap"),
+            (TensorMap { items: 2, item_stride_bytes: 728, ..good }, "matrices are no multiple"),
             (TensorMap { box_rows: 257, ..good }, "256 rows"),
             (TensorMap { box_cols: 65, ..good }, "steps of 16"),
             (TensorMap { element_bytes: 3, ..good }, "3 bytes"),

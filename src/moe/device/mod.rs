@@ -11,6 +11,7 @@ mod saved;
 mod shape;
 mod states;
 mod sums;
+mod tensor_maps;
 mod tiles;
 mod weights;
 mod windows;

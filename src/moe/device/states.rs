@@ -2,7 +2,7 @@
 
 use super::saved::{DeviceSaved, RoutedBy};
 use super::shape::lay_out;
-use super::weights::TENSOR_MAP_BOX;
+use super::tensor_maps::TENSOR_MAP_BOX;
 use super::{DeviceLayer, MoeError};
 use crate::gpu::{Buffer, TensorMap};
 
@@ -19,6 +19,8 @@ impl<'g> DeviceSaved<'g> {
                 rows: array.rows,
                 cols: array.cols,
                 row_stride_bytes: array.row_stride_bytes,
+                items: 0,
+                item_stride_bytes: 0,
                 box_rows: array.box_rows,
                 box_cols: TENSOR_MAP_BOX,
                 element_bytes: layer.spec.dtype.bytes() as u32,

@@ -7,9 +7,10 @@ use half::{bf16, f16};
 use super::relays::Relays;
 use super::shape::MAX_ROUTER_PARTS;
 use super::sums::Sums;
+use super::tensor_maps::tensor_maps;
 use super::tiles::GemmPath;
-use crate::gpu::params::{self, Kernel, Tables};
-use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
+use crate::gpu::params::{Kernel, Tables};
+use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
 use crate::moe::parallel::par_chunks;
 use crate::moe::spec::{
     Dtype, Gradients, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightError,
@@ -18,8 +19,6 @@ use crate::moe::spec::{
 
 /// Alignment of every suballocation, bytes.
 const ALIGN_BYTES: u64 = 256;
-/// Rows and columns of a weight per load of the tensor memory accelerator.
-pub(super) const TENSOR_MAP_BOX: u32 = 64;
 
 /// Suballocates a buffer that is allocated later.
 #[derive(Default)]
@@ -142,6 +141,21 @@ impl MlpOffsets {
     }
 }
 
+/// Addresses of the first of `experts` routed MLPs, the bytes from one MLP's arrays to the next one's, and the addresses of the
+/// shared MLP, which follows the routed ones in `offsets`. Zeros for missing arrays.
+fn arrays(offsets: &[MlpOffsets], experts: usize, base: u64) -> ([u64; 6], [u64; 6], [u64; 6]) {
+    let (routed, shared) = offsets.split_at(experts);
+    let of = |mlp: Option<&MlpOffsets>| mlp.map_or([0; 6], |mlp| mlp.addresses(base));
+    let first = of(routed.first());
+    let mut strides = [0; 6];
+    if let Some(second) = routed.get(1) {
+        // All routed MLPs have the same shape, so the arrays of any two neighbours are equally far apart.
+        let second = second.addresses(base);
+        strides = std::array::from_fn(|i| second[i] - first[i]);
+    }
+    (first, strides, of(shared.first()))
+}
+
 /// The weights that a PE holds, the tables that locate them, and their gradients.
 pub struct DeviceWeights<'g> {
     /// Tables for the kernels.
@@ -259,20 +273,26 @@ impl<'g> DeviceWeights<'g> {
             planes,
         };
         made.set_experts(gpu, placement, &Relays::new(placement, &spec.options.hosts), me)?;
-        let mut addresses: Vec<[u64; 6]> = made.offsets.iter().map(|p| p.addresses(made.mlps.address())).collect();
-        addresses.resize(placement.experts(me).len() + 1, [0; 6]);
-        made.tables.weights = made.keep(gpu, &addresses)?;
+        let experts = placement.experts(me).len();
+        let (routed, strides, shared) = arrays(&made.offsets, experts, made.mlps.address());
+        made.tables.weights = bytemuck::cast(routed);
+        made.tables.weight_strides = bytemuck::cast(strides);
+        made.tables.shared_weights = bytemuck::cast(shared);
         if path == GemmPath::Hopper {
-            let maps = tensor_maps(gpu, &held, hidden, &addresses, dtype)?;
+            let mut maps = tensor_maps(gpu, &config.expert, hidden, dtype, (routed, strides), experts)?.to_vec();
+            let shared_experts = usize::from(config.shared.is_some());
+            let shared_mlp = config.shared.map_or(config.expert, |shared| shared.mlp);
+            maps.extend(tensor_maps(gpu, &shared_mlp, hidden, dtype, (shared, [0; 6]), shared_experts)?);
             made.tables.tensor_maps = made.keep(gpu, &maps)?;
         }
         if let Some(gradients) = &made.gradients {
             let base = gradients.buffer.address();
-            let mut of: Vec<[u64; 6]> = gradients.offsets.iter().map(|p| p.addresses(base)).collect();
-            of.resize(addresses.len(), [0; 6]);
+            let (routed, strides, shared) = arrays(&gradients.offsets, experts, base);
             made.tables.grad_router = base + gradients.router;
             made.tables.grad_shared_gate = gradients.shared_gate.map_or(0, |at| base + at);
-            made.tables.gradients = made.keep(gpu, &of)?;
+            made.tables.gradients = bytemuck::cast(routed);
+            made.tables.gradient_strides = bytemuck::cast(strides);
+            made.tables.shared_gradients = bytemuck::cast(shared);
         }
         Ok(made)
     }
@@ -569,34 +589,6 @@ impl MlpOffsets {
     }
 }
 
-/// Tensor maps of gate, up and down of each MLP; zeros for a missing one.
-fn tensor_maps(
-    gpu: &dyn Gpu,
-    mlps: &[(MlpId, MlpConfig)],
-    hidden: usize,
-    addresses: &[[u64; 6]],
-    dtype: Dtype,
-) -> Result<Vec<[u8; 128]>, GpuError> {
-    let mut maps = vec![[0u8; 128]; 3 * addresses.len()];
-    for (i, (_, mlp)) in mlps.iter().enumerate() {
-        for &proj in mlp.projections() {
-            let [rows, cols] = mlp.shape(proj, hidden);
-            maps[3 * i + proj_index(proj)] = gpu.tensor_map(TensorMap {
-                base: addresses[i][proj_index(proj)],
-                rows: rows as u32,
-                cols: cols as u32,
-                row_stride_bytes: (cols * dtype.bytes()) as u64,
-                box_rows: TENSOR_MAP_BOX,
-                box_cols: TENSOR_MAP_BOX,
-                element_bytes: dtype.bytes() as u32,
-            })?;
-        }
-    }
-    Ok(maps)
-}
-
-const _: () = assert!(size_of::<params::MlpWeights>() == size_of::<[u64; 6]>());
-const _: () = assert!(size_of::<params::MlpGradients>() == size_of::<[u64; 6]>());
 const _: () = assert!(matches!((Proj::Gate as usize, Proj::Up as usize, Proj::Down as usize), (0, 1, 2)));
 
 #[cfg(test)]
