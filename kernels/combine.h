@@ -411,7 +411,8 @@ template <class T> DEVICE void sum_token(Block& b, u32 token, const u32* pe_row,
     u32 row_bytes = l.sizes.row_bytes, pieces = row_bytes / 16;
     bool shared = has_shared(l, b.pass), backward = b.step.mode == MODE_GRADIENT;
     float weight = shared && l.shape.shared_gate && !backward ? l.routing.shared_weight[token] : 1.0f;
-    float* out = b.pass.output + u64(token) * l.shape.hidden;
+    const bool narrow = b.pass.narrow_output;
+    char* out = static_cast<char*>(b.pass.output) + u64(token) * (narrow ? row_bytes : 2 * row_bytes);
     for (u32 piece = dev::lane(); piece < pieces; piece += 32 * SUM_DEPTH) {
         RowSum sum;
         clear(sum);
@@ -425,7 +426,11 @@ template <class T> DEVICE void sum_token(Block& b, u32 token, const u32* pe_row,
         }
         UNROLL for (u32 k = 0; k < SUM_DEPTH; k++) {
             if (piece + 32 * k >= pieces) continue;
-            FloatQuad* to = reinterpret_cast<FloatQuad*>(out + u64(piece + 32 * k) * 8);
+            if (narrow) {
+                dev::store16(out + u64(piece + 32 * k) * 16, pack8<T>(sum.v[k]));
+                continue;
+            }
+            FloatQuad* to = reinterpret_cast<FloatQuad*>(out + u64(piece + 32 * k) * 32);
             UNROLL for (u32 half = 0; half < 2; half++) {
                 const float* v = sum.v[k] + half * 4;
                 to[half] = {{v[0], v[1], v[2], v[3]}};
@@ -493,7 +498,7 @@ template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     const SlotStore& store = store_of(l, batch);
     const MlpGradients g = mlp_gradients(l, batch);
     u32 rows = l.batches.total[batch], down_parts = ceil_div(l.shape.hidden, BIAS_COLUMNS);
-    bool add = !is_shared(l, batch) && b.step.round > 0;
+    bool add = b.pass.accumulate || (!is_shared(l, batch) && b.step.round > 0);
     enter(b, PHASE_EXPERT);
     if (add && rows == 0) return;
     bool down = part < down_parts;
@@ -524,10 +529,11 @@ template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     }
 }
 
-// Zeroes some elements of one matrix gradient of a batch without slots.
+// Zeroes some elements of one matrix gradient of a batch without slots, unless gradients accumulate.
 OUTLINE void zero_gradient(Block& b, u32 batch, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_EXPERT);
+    if (b.pass.accumulate) return;
     u32 pieces = zero_pieces(l), which = item / pieces, piece = item % pieces;
     const MlpGradients g = mlp_gradients(l, batch);
     float* to = which == 0 ? g.gate : which == 1 ? g.up : g.down;

@@ -51,6 +51,7 @@ inline void layer_launches(const Layer& l, Launch (&launches)[KERNELS]) {
     launches[KERNEL_ALL_REDUCE] = all_reduce_launch(s);
     launches[KERNEL_TAKE_ROUTING] = take_routing_launch(s);
     launches[KERNEL_SUM_LOSSES] = {1, ROUTE_THREADS, 0, 0};
+    launches[KERNEL_BEGIN_PASS] = {1, 256, 0, 0};  // BEGIN_THREADS; the host chooses the grid by the words to zero
     launches[KERNEL_ACCUMULATE] = {1, ROUTE_THREADS, 0, 0};  // the host chooses the grid by the number of gradients
 }
 

@@ -193,7 +193,8 @@ struct Counters {
 struct ControlWords {
     ErrorRecord error;
     u32 error_claimed;
-    u32 span_count;
+    u32 choice_claimed;  // an invalid choice was reported
+    u32 span_count, unused;
     u64 barrier;  // arrivals at the grid barrier of the persistent kernels
     u64 steps;    // number of finished steps; selects the set of counters
     u64 exits;    // blocks that have left a persistent kernel

@@ -14,6 +14,7 @@ using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 using i32 = std::int32_t;
+using i64 = std::int64_t;
 
 enum Dtype : u32 { DTYPE_BF16 = 0, DTYPE_F16 = 1 };
 enum Activation : u32 { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3 };
@@ -100,6 +101,8 @@ struct SumHolder {
     u32 before;  // steps of earlier units that this PE shares with that holder
 };
 
+struct HostErrors;
+
 // Addresses of weights and gradients, of the layer or of its caller, and the layer's tables.
 struct Tables {
     const void* router;           // [router_parts][n_experts, H] in the layer's dtype; the planes add up to router_f32 with 24 bits
@@ -137,6 +140,7 @@ struct Tables {
     // columns (the input features), rows, experts; boxes of 64 columns x 64 rows of one expert, 128-byte swizzle, zeros out of bounds. One
     // map serves all uses of a weight. Null on Ampere.
     const void* tensor_maps;
+    HostErrors* host_errors;  // null: the host reads the layer's error record
 };
 constexpr u32 WEIGHT_MAPS = 3;
 
@@ -157,12 +161,15 @@ struct Pass {
     // be recorded and replayed; a layer uses one of the two for all its passes.
     u64 pass, forward;
     u32 tokens;        // tokens of this PE
-    u32 trace;         // 1: record spans
+    u8 trace;          // 1: record spans
+    u8 wide_ids;       // 1: `ids` are i64, not i32
+    u8 accumulate;     // backward: 1 adds to the gradients of weights instead of overwriting them
+    u8 narrow_output;  // 1: `output` has the layer's dtype, not f32; with a caller's routing only
     const void* x;     // [tokens, H]: the forward's input, also needed in backward
     const void* grad_output;  // [tokens, H], backward
-    float* output;     // [tokens, H] f32: the output, or the input's gradient
+    void* output;      // [tokens, H]: the output, or the input's gradient
     // A caller's routing, [tokens, top_k] each, in any order within a token; all null if the layer's router is used.
-    const i32* ids;         // forward: expert ids, -1 for none
+    const void* ids;        // forward: expert ids, -1 for none
     const float* weights;   // forward: routing weights
     float* grad_weights;    // backward
 };
@@ -198,6 +205,11 @@ struct ErrorRecord {
     u64 expected, seen;
     u64 index;  // chunk, round, block or token, for the message
 };
+// In memory of the host that the device can write, for a caller that does not wait for its passes.
+struct HostErrors {
+    ErrorRecord stopped;  // the first error that stopped a pass; every later pass stops at once
+    ErrorRecord routing;  // the first invalid choice since the host cleared the record; passes treat such choices as -1
+};
 
 // Phase codes as in src/moe/spec/metrics.rs.
 enum PhaseId : u32 {
@@ -224,7 +236,7 @@ constexpr u32 MAX_SPANS = 1 << 16;
 enum KernelId : u32 {
     KERNEL_ROUTE = 0, KERNEL_PLAN = 1, KERNEL_FORWARD = 2, KERNEL_BACKWARD = 3, KERNEL_ROUTE_BACKWARD = 4,
     KERNEL_ROUTER_GRADIENTS = 5, KERNEL_ALL_REDUCE = 6, KERNEL_TAKE_ROUTING = 7, KERNEL_SUM_LOSSES = 8,
-    KERNEL_ACCUMULATE = 9, KERNELS = 10,
+    KERNEL_ACCUMULATE = 9, KERNEL_BEGIN_PASS = 10, KERNELS = 11,
 };
 // `grid` is a multiple of `cluster`, the blocks per cluster.
 struct Launch { u32 grid, block, shared_bytes, cooperative, cluster = 1; };
@@ -240,6 +252,22 @@ struct SlotArray {
     u64 at;     // SLOT_MAP_BYTES in the local block; 0: no map
     u64 base, row_stride_bytes;
     u32 rows, cols, box_rows, unused;
+};
+
+// The addresses for which the pointers in a pass's state are valid.
+struct StateOrigin {
+    u64 state, state_bytes;
+    u64 x, x_bytes;  // the forward's input
+};
+// Arguments of aristos_begin_pass, which follow the `Layer` (begin_pass.h).
+struct BeginArgs {
+    u64 layer;            // copy of the `Layer` in the state
+    StateOrigin* origin;  // in the state
+    StateOrigin now;
+    u64 zero, zero_bytes; // LayerInfo::local_zero
+    u32 backward, unused;
+    u64 weight_maps[WEIGHT_MAPS][16];  // of the routed experts
+    u64 slot_maps[SLOT_MAPS][16];
 };
 
 // Addresses and sizes that the host needs. Addresses are in the local block unless noted.

@@ -200,6 +200,12 @@ DEVICE bool compare_swap(u32* p, u32 expected, u32 v) {
 }
 DEVICE void fence_gpu() { __threadfence(); }
 DEVICE void fence_sys() { __threadfence_system(); }
+// After this thread's stores to tensor maps, for later kernels (PTX ISA, "membar/fence": .proxykind tensormap::generic).
+DEVICE void tensor_maps_written() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.tensormap::generic.release.gpu;" ::: "memory");
+#endif
+}
 // In shared memory, relaxed; returns the previous value.
 DEVICE u32 shared_add(u32* p, u32 v) { return atomicAdd(p, v); }
 DEVICE u64 shared_add(u64* p, u64 v) { return atomicAdd(reinterpret_cast<unsigned long long*>(p), (unsigned long long)v); }

@@ -180,10 +180,8 @@ struct Waiting {
     u64 index;
 };
 
-// A PE keeps its first error. `kind` is written last because it stops the other blocks.
-DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
-    if (!dev::compare_swap(&l.control->error_claimed, 0, 1)) return;
-    ErrorRecord* e = l.error;
+// `kind` is written last, because a reader may see it at any time.
+DEVICE void write_error(ErrorRecord* e, u32 kind, const Waiting& w, u64 seen) {
     e->pe = w.pe;
     e->what = w.what;
     e->phase = w.phase;
@@ -192,6 +190,20 @@ DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
     e->index = w.index;
     dev::fence_sys();
     dev::store_release(&e->kind, kind);
+}
+// A PE keeps its first error, which stops its other blocks.
+DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
+    if (!dev::compare_swap(&l.control->error_claimed, 0, 1)) return;
+    HostErrors* host = l.tables.host_errors;
+    if (host && dev::load_relaxed(&host->stopped.kind) == ERROR_NONE) write_error(&host->stopped, kind, w, seen);
+    write_error(l.error, kind, w, seen);
+}
+// An invalid choice in a caller's routing. Stops the pass, unless the host can read the error while passes continue.
+DEVICE void record_choice(const Layer& l, const Waiting& w, u64 id) {
+    HostErrors* host = l.tables.host_errors;
+    if (!host) return record_error(l, ERROR_ROUTING, w, id);
+    if (!dev::compare_swap(&l.control->choice_claimed, 0, 1)) return;
+    if (dev::load_relaxed(&host->routing.kind) == ERROR_NONE) write_error(&host->routing, ERROR_ROUTING, w, id);
 }
 
 DEVICE bool aborted(const Layer& l) { return dev::load_relaxed(&l.error->kind) != ERROR_NONE; }

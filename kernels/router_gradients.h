@@ -79,7 +79,7 @@ DEVICE void input_gradient_tile(const Layer& layer, const Pass& pass, u32 m0, u3
             const float d = gate_gradient(layer, token);
             v0 += d * gate[col], v1 += d * gate[col + 1];
         }
-        float* to = pass.output + u64(token) * hidden + col;
+        float* to = static_cast<float*>(pass.output) + u64(token) * hidden + col;
         to[0] += v0, to[1] += v1;
     });
 }

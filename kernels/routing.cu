@@ -1,4 +1,5 @@
 // Routing, plan, their backward, the sums over PEs and gradient accumulation: one module for all architectures.
+#include "begin_pass.h"
 #include "route.h"
 #include "plan.h"
 #include "route_backward.h"

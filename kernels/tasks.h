@@ -142,7 +142,7 @@ private:
         // before the number of rounds is known.
         bool unknown = queue == OWN_FIRST && b.step.round == 0;
         t.training = s.training && (unknown || shared || b.step.mode == MODE_RECOMPUTE || !*l.received.overflow);
-        t.accumulate = !shared && b.step.round > 0;
+        t.accumulate = b.pass.accumulate || (!shared && b.step.round > 0);
         t.d_weight_stride = store.d_weight_stride;
         t.row = (t.kind == FORWARD_UP || t.kind == GRAD_UP ? store.x_row : store.grad_row) + base;
         t.gate_up = static_cast<char*>(store.gate_up) + base * wide * (gated ? 2 : 1) * l.sizes.elem_bytes;

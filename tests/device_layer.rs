@@ -3,6 +3,8 @@
 
 #[macro_use]
 mod common;
+#[path = "device_layer/caller.rs"]
+mod caller;
 #[path = "device_layer/contract.rs"]
 mod contract;
 #[path = "device_layer/experts.rs"]

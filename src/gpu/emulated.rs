@@ -639,6 +639,22 @@ unsafe impl Gpu for Emulated {
         }
     }
 
+    fn use_stream(&self, _: Option<u64>) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    fn alloc_host_raw(&self, bytes: u64) -> Result<u64, GpuError> {
+        let address = self.alloc_raw(bytes)?;
+        // SAFETY: exactly the allocated bytes.
+        unsafe { at(address).write_bytes(0, bytes as usize) };
+        Ok(address)
+    }
+
+    unsafe fn free_host_raw(&self, address: u64) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.free_raw(address) }
+    }
+
     fn tensor_map(&self, m: TensorMap) -> Result<[u8; 128], GpuError> {
         #[repr(align(64))]
         struct Aligned([u8; 128]);

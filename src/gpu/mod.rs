@@ -1,8 +1,8 @@
 //! A PE's device: its memory, its symmetric memory, and the kernels of `kernels/` on it.
 //!
 //! [`Gpu`] is the interface of a device; `cuda` implements it on a GPU with NVSHMEM or NCCL, `emulated` runs the same kernels
-//! on the CPU. A device is used by one thread, and its operations take effect in call order, as on one stream: copies and frees
-//! wait for earlier launches. A [`Buffer`] may therefore be dropped, written and read at any time.
+//! on the CPU. A device is used by one thread at a time, and its operations take effect in call order, as on one stream: copies and
+//! frees wait for earlier launches. A [`Buffer`] may therefore be dropped, written and read at any time.
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -321,6 +321,25 @@ pub unsafe trait Gpu {
     /// # Errors
     /// [`GpuError::Failed`] if one of the marks was not recorded.
     fn elapsed(&self, from: usize, to: usize) -> Result<Duration, GpuError>;
+
+    /// Makes the device usable in the calling thread, and `stream`, a `CUstream` of the caller, the stream of later operations;
+    /// `None`: the device's own stream. Operations on different streams take effect in any order.
+    ///
+    /// # Errors
+    /// The driver's error.
+    fn use_stream(&self, stream: Option<u64>) -> Result<(), GpuError>;
+
+    /// Allocates zeroed memory of the host that the device reads and writes at the same address, aligned to 64 bytes.
+    ///
+    /// # Errors
+    /// The driver's error.
+    fn alloc_host_raw(&self, bytes: u64) -> Result<u64, GpuError>;
+
+    /// Frees memory of [`Gpu::alloc_host_raw`].
+    ///
+    /// # Safety
+    /// `address` was returned by [`Gpu::alloc_host_raw`], has not been freed, and no kernel uses it any more.
+    unsafe fn free_host_raw(&self, address: u64);
 
     /// A tensor map for the row-major matrix at `base`: `rows` by `cols` elements of `element_bytes`, rows `row_stride_bytes`
     /// apart, copied in boxes of `box_rows` by `box_cols` with a 128-byte swizzle; elements out of bounds read as zero. If

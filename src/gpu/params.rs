@@ -77,9 +77,10 @@ pub enum Kernel {
     TakeRouting,
     SumLosses,
     Accumulate,
+    BeginPass,
 }
 
-pub const KERNELS: usize = 10;
+pub const KERNELS: usize = 11;
 
 /// Tensor maps of an MLP's weights: gate, up and down.
 pub const WEIGHT_MAPS: usize = 3;
@@ -99,6 +100,7 @@ impl Kernel {
         Kernel::TakeRouting,
         Kernel::SumLosses,
         Kernel::Accumulate,
+        Kernel::BeginPass,
     ];
 
     /// The base name; kernels with expert GEMMs have several variants (see [`Kernel::on`]).
@@ -114,6 +116,7 @@ impl Kernel {
             Kernel::TakeRouting => "aristos_take_routing",
             Kernel::SumLosses => "aristos_sum_losses",
             Kernel::Accumulate => "aristos_accumulate",
+            Kernel::BeginPass => "aristos_begin_pass",
         }
     }
 
@@ -256,6 +259,7 @@ mirror! {
         inter_node_returns: u64,
         relay: u64,
         tensor_maps: u64,
+        host_errors: u64,
     }
 
     #[derive(Pod, Zeroable)]
@@ -263,7 +267,10 @@ mirror! {
         pass: u64,
         forward: u64,
         tokens: u32,
-        trace: u32,
+        trace: u8,
+        wide_ids: u8,
+        accumulate: u8,
+        narrow_output: u8,
         x: u64,
         grad_output: u64,
         output: u64,
@@ -281,6 +288,12 @@ mirror! {
         expected: u64,
         seen: u64,
         index: u64,
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct HostErrors {
+        stopped: ErrorRecord,
+        routing: ErrorRecord,
     }
 
     #[derive(Pod, Zeroable)]
@@ -327,6 +340,27 @@ mirror! {
         cols: u32,
         box_rows: u32,
         unused: u32,
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct StateOrigin {
+        state: u64,
+        state_bytes: u64,
+        x: u64,
+        x_bytes: u64,
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct BeginArgs {
+        layer: u64,
+        origin: u64,
+        now: StateOrigin,
+        zero: u64,
+        zero_bytes: u64,
+        backward: u32,
+        unused: u32,
+        weight_maps: [[u64; 16]; WEIGHT_MAPS],
+        slot_maps: [[u64; 16]; SLOT_MAPS],
     }
 
     struct LayerInfo {

@@ -40,6 +40,7 @@ fn on_device(job: &PreparedRun) -> DeviceOptions {
         lane_stores: job.request.lane_stores,
         groups: Some(job.groups.clone()),
         hosts: job.world_hosts(),
+        spare_multiprocessors: 0,
     }
 }
 

@@ -85,6 +85,14 @@ CUresult cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     *address = (uint64_t)(uintptr_t)(place + 256);
     return 0;
 }
+CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned flags) {
+    *memory = flags == 3 ? aligned_alloc(64, (bytes + 63) / 64 * 64) : NULL;
+    return *memory ? 0 : 1;
+}
+CUresult cuMemFreeHost(void* memory) {
+    free(memory);
+    return 0;
+}
 CUresult cuMemFree_v2(uint64_t address) {
     size_t bytes;
     char* place = (char*)(uintptr_t)address - 256;

@@ -9,14 +9,14 @@ use super::*;
 
 /// The caller's routing of some tokens, `[tokens, top_k]`.
 #[derive(Clone, Debug)]
-struct Choices {
-    ids: Vec<i32>,
-    weights: Vec<f32>,
+pub(crate) struct Choices {
+    pub(crate) ids: Vec<i32>,
+    pub(crate) weights: Vec<f32>,
 }
 
 impl Choices {
     /// The part for a range of tokens.
-    fn of(&self, range: Range<usize>, k: usize) -> Choices {
+    pub(crate) fn of(&self, range: Range<usize>, k: usize) -> Choices {
         let range = range.start * k..range.end * k;
         Choices { ids: self.ids[range.clone()].to_vec(), weights: self.weights[range].to_vec() }
     }
@@ -41,7 +41,7 @@ impl Draws {
 }
 
 /// Distinct experts in any order; every third choice is none, and some tokens have no expert.
-fn any_choices(tokens: usize, experts: usize, k: usize, seed: u64) -> Choices {
+pub(crate) fn any_choices(tokens: usize, experts: usize, k: usize, seed: u64) -> Choices {
     let mut draws = Draws(seed);
     let mut all = Choices { ids: Vec::new(), weights: Vec::new() };
     for token in 0..tokens {
@@ -60,7 +60,7 @@ fn any_choices(tokens: usize, experts: usize, k: usize, seed: u64) -> Choices {
 }
 
 /// Every token has the single expert `hot`, in a random column.
-fn all_to_one(tokens: usize, hot: i32, k: usize, seed: u64) -> Choices {
+pub(crate) fn all_to_one(tokens: usize, hot: i32, k: usize, seed: u64) -> Choices {
     let mut draws = Draws(seed);
     let mut all = Choices { ids: vec![-1; tokens * k], weights: vec![0.0; tokens * k] };
     for token in 0..tokens {
@@ -167,18 +167,18 @@ fn dense(source: &Synthetic, x: &[f64], grad_output: &[f64], choices: &Choices, 
 }
 
 /// Results of one PE's pass with the caller's routing.
-struct PeExperts {
-    output: Vec<f32>,
-    grad_input: Vec<f32>,
-    grad_weights: Vec<f32>,
-    grads: BTreeMap<WeightId, Vec<f32>>,
-    routed: Routed,
-    rounds: u64,
+pub(crate) struct PeExperts {
+    pub(crate) output: Vec<f32>,
+    pub(crate) grad_input: Vec<f32>,
+    pub(crate) grad_weights: Vec<f32>,
+    pub(crate) grads: BTreeMap<WeightId, Vec<f32>>,
+    pub(crate) routed: Routed,
+    pub(crate) rounds: u64,
     all_reduce_bytes: u64,
 }
 
 /// A pass with the caller's routing, and its backward.
-fn experts_step<L: MoeLayer>(layer: &mut L, x: &[f32], grad_output: &[f32], choices: &Choices) -> PeExperts {
+pub(crate) fn experts_step<L: MoeLayer>(layer: &mut L, x: &[f32], grad_output: &[f32], choices: &Choices) -> PeExperts {
     use std::borrow::{Borrow, BorrowMut};
     let mut output = vec![f32::NAN; x.len()];
     let (mut grad_input, mut grad_weights) = (output.clone(), vec![f32::NAN; choices.ids.len()]);

@@ -1,4 +1,4 @@
-//! A PE's CUDA context and its only stream.
+//! A PE's CUDA context, its stream, and the caller's stream.
 
 use std::cell::Cell;
 use std::ptr;
@@ -14,7 +14,9 @@ pub(super) struct Context {
     driver: &'static Driver,
     device: CUdevice,
     handle: CUcontext,
-    pub(super) stream: CUstream,
+    own: CUstream,
+    /// The stream in use: `own`, or the caller's.
+    stream: Cell<CUstream>,
     /// Set when work on the stream has timed out. Drops then neither wait for the stream nor free memory, so that the PE reports
     /// the error instead of hanging.
     pub(super) stuck: Cell<bool>,
@@ -40,7 +42,22 @@ impl Context {
                 return Err(error);
             }
         }
-        Ok(Context { driver, device, handle: context, stream, stuck: Cell::new(false) })
+        Ok(Context { driver, device, handle: context, own: stream, stream: Cell::new(stream), stuck: Cell::new(false) })
+    }
+
+    /// The stream of all operations.
+    pub(super) fn stream(&self) -> CUstream {
+        self.stream.get()
+    }
+
+    /// Makes the context current in this thread, and `stream` the stream of later operations; `None`: the context's own.
+    pub(super) fn use_stream(&self, stream: Option<u64>) -> Result<(), GpuError> {
+        // SAFETY: the context is retained while `self` lives.
+        let code = unsafe { call!(self.driver, cuCtxSetCurrent(self.handle)) };
+        self.driver.check(code, || "use the GPU in this thread".into())?;
+        // CUDA's default stream is 0.
+        self.stream.set(stream.map_or(self.own, |stream| stream as usize as CUstream));
+        Ok(())
     }
 
     /// Free and total device memory, bytes.
@@ -70,8 +87,8 @@ impl Drop for Context {
         }
         // SAFETY: created by `new`; this is their last use.
         unsafe {
-            call!(self.driver, cuStreamSynchronize(self.stream));
-            call!(self.driver, cuStreamDestroy_v2(self.stream));
+            call!(self.driver, cuStreamSynchronize(self.own));
+            call!(self.driver, cuStreamDestroy_v2(self.own));
             call!(self.driver, cuDevicePrimaryCtxRelease_v2(self.device));
         }
     }

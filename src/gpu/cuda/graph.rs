@@ -22,7 +22,7 @@ impl CudaGpu {
     pub fn capture<E: From<GpuError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph<'_>, E> {
         let driver = self.driver;
         let check = |code, what: &str| driver.check(code, || what.to_string());
-        let stream = self.context.stream;
+        let stream = self.context.stream();
         // Thread-local mode: calls of other threads, such as NVSHMEM's proxy, stay allowed.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the context owns the stream, which is not being captured.
@@ -49,7 +49,7 @@ impl Recording for Graph<'_> {
     unsafe fn replay(&self) -> Result<(), GpuError> {
         let driver = self.gpu.driver;
         // SAFETY: guaranteed by the caller.
-        let code = unsafe { call!(driver, cuGraphLaunch(self.executable, self.gpu.context.stream)) };
+        let code = unsafe { call!(driver, cuGraphLaunch(self.executable, self.gpu.context.stream())) };
         driver.check(code, || "launch the recorded kernels".into())
     }
 }
@@ -61,7 +61,7 @@ impl Drop for Graph<'_> {
         }
         // SAFETY: created by `capture`; its running launches complete first.
         unsafe {
-            call!(self.gpu.driver, cuStreamSynchronize(self.gpu.context.stream));
+            call!(self.gpu.driver, cuStreamSynchronize(self.gpu.context.stream()));
             call!(self.gpu.driver, cuGraphExecDestroy(self.executable));
         }
     }

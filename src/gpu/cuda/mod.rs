@@ -3,7 +3,7 @@
 //! The driver, NVSHMEM's host library and NCCL are loaded at run time, so the binary starts on any machine, and opening a
 //! device reports in one line which of them is missing. A single PE needs neither NVSHMEM nor NCCL.
 //!
-//! All operations use one stream and therefore run in call order.
+//! All operations use one stream at a time and therefore run in call order.
 
 mod cluster;
 mod context;
@@ -26,7 +26,10 @@ use std::ptr;
 use std::time::{Duration, Instant};
 
 use context::Context;
-use cudarc::driver::sys::{CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule};
+use cudarc::driver::sys::{
+    CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
+    CUmodule,
+};
 pub use device::DeviceInfo;
 use driver::{Driver, call};
 pub use graph::Graph;
@@ -277,7 +280,7 @@ impl CudaGpu {
         let start = Instant::now();
         loop {
             // SAFETY: the context owns the stream and lives as long as `self`.
-            match unsafe { call!(self.driver, cuStreamQuery(self.context.stream)) } {
+            match unsafe { call!(self.driver, cuStreamQuery(self.context.stream())) } {
                 driver::NOT_READY => {}
                 code => return self.driver.check(code, || "wait for the kernels".into()),
             }
@@ -356,7 +359,7 @@ unsafe impl Gpu for CudaGpu {
         // SAFETY: guaranteed by the caller. Earlier launches may still use the memory, so the stream is drained first; the next
         // call reports their errors.
         unsafe {
-            call!(self.driver, cuStreamSynchronize(self.context.stream));
+            call!(self.driver, cuStreamSynchronize(self.context.stream()));
             call!(self.driver, cuMemFree_v2(address));
         }
     }
@@ -385,7 +388,7 @@ unsafe impl Gpu for CudaGpu {
         let what = || format!("copy {} bytes to the device", from.len());
         // SAFETY: the caller guarantees the destination; `from` has been read when the synchronisation returns.
         unsafe {
-            let stream = self.context.stream;
+            let stream = self.context.stream();
             self.driver
                 .check(call!(self.driver, cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream)), what)?;
             self.driver.check(call!(self.driver, cuStreamSynchronize(stream)), what)
@@ -399,7 +402,7 @@ unsafe impl Gpu for CudaGpu {
         let what = || "copy from the device".to_string();
         // SAFETY: the caller guarantees the source; `to` has been written when the synchronisation returns.
         unsafe {
-            let stream = self.context.stream;
+            let stream = self.context.stream();
             self.driver.check(
                 call!(self.driver, cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream)),
                 what,
@@ -413,7 +416,7 @@ unsafe impl Gpu for CudaGpu {
             return Ok(());
         }
         // SAFETY: guaranteed by the caller.
-        let code = unsafe { call!(self.driver, cuMemsetD8Async(to, 0, bytes as usize, self.context.stream)) };
+        let code = unsafe { call!(self.driver, cuMemsetD8Async(to, 0, bytes as usize, self.context.stream())) };
         self.driver.check(code, || format!("set {bytes} bytes of the device to 0"))
     }
 
@@ -441,7 +444,7 @@ unsafe impl Gpu for CudaGpu {
         }
         // Clusters may not fill all multiprocessors, since each must fit into one group of them.
         // SAFETY: `function` belongs to a loaded module.
-        let clusters = unsafe { cluster::resident(self.driver, function, launch, self.context.stream) };
+        let clusters = unsafe { cluster::resident(self.driver, function, launch, self.context.stream()) };
         let clusters = clusters.or_else(|code| self.driver.check(code, what).map(|()| 0))?;
         Ok(clusters.min(blocks / cluster) * cluster)
     }
@@ -473,7 +476,7 @@ unsafe impl Gpu for CudaGpu {
             bytemuck::cast_slice_mut(copy)[..arg.len()].copy_from_slice(arg);
         }
         let mut pointers: Vec<*mut c_void> = copies.iter_mut().map(|copy| copy.as_mut_ptr().cast()).collect();
-        let (parameters, stream) = (pointers.as_mut_ptr(), self.context.stream);
+        let (parameters, stream) = (pointers.as_mut_ptr(), self.context.stream());
         // SAFETY: the caller guarantees the parameters; the driver copies them before the call returns.
         let code = unsafe {
             if cooperative != 0 && cluster > 1 {
@@ -509,7 +512,7 @@ unsafe impl Gpu for CudaGpu {
 
     fn synchronise(&self) -> Result<(), GpuError> {
         // SAFETY: the context owns the stream and lives as long as `self`.
-        let code = unsafe { call!(self.driver, cuStreamSynchronize(self.context.stream)) };
+        let code = unsafe { call!(self.driver, cuStreamSynchronize(self.context.stream())) };
         self.driver.check(code, || "wait for the kernels".into())
     }
 
@@ -517,7 +520,7 @@ unsafe impl Gpu for CudaGpu {
         let start = Instant::now();
         if let Symmetric::Nvshmem(nvshmem) = &self.symmetric {
             // SAFETY: the stream belongs to this PE's context.
-            unsafe { nvshmem.quiet_on_stream(self.context.stream.cast()) }
+            unsafe { nvshmem.quiet_on_stream(self.context.stream().cast()) }
         }
         self.synchronise_within(limit)?;
         self.bootstrap.barrier(limit.saturating_sub(start.elapsed()))
@@ -533,7 +536,7 @@ unsafe impl Gpu for CudaGpu {
             mark.set(event);
         }
         // SAFETY: event and stream are destroyed only when `self` is dropped.
-        self.driver.check(unsafe { call!(self.driver, cuEventRecord(mark.get(), self.context.stream)) }, what)
+        self.driver.check(unsafe { call!(self.driver, cuEventRecord(mark.get(), self.context.stream())) }, what)
     }
 
     fn elapsed(&self, from: usize, to: usize) -> Result<Duration, GpuError> {
@@ -547,6 +550,29 @@ unsafe impl Gpu for CudaGpu {
         let code = unsafe { call!(self.driver, cuEventElapsedTime(&raw mut milliseconds, first, second)) };
         self.driver.check(code, what)?;
         Duration::try_from_secs_f64(f64::from(milliseconds) * 1e-3).map_err(|error| GpuError::failed(what(), error))
+    }
+
+    fn use_stream(&self, stream: Option<u64>) -> Result<(), GpuError> {
+        self.context.use_stream(stream)
+    }
+
+    fn alloc_host_raw(&self, bytes: u64) -> Result<u64, GpuError> {
+        const FLAGS: u32 = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
+        let mut memory: *mut c_void = ptr::null_mut();
+        // SAFETY: writes the address; exactly the allocated bytes are set. With unified addressing the device uses the same address.
+        unsafe {
+            let code = call!(self.driver, cuMemHostAlloc(&raw mut memory, bytes as usize, FLAGS));
+            self.driver.check(code, || format!("allocate {bytes} bytes of the host's memory for the device"))?;
+            memory.cast::<u8>().write_bytes(0, bytes as usize);
+        }
+        Ok(memory.expose_provenance() as u64)
+    }
+
+    unsafe fn free_host_raw(&self, address: u64) {
+        if !self.context.stuck.get() {
+            // SAFETY: guaranteed by the caller.
+            unsafe { call!(self.driver, cuMemFreeHost(ptr::with_exposed_provenance_mut(address as usize))) };
+        }
     }
 
     fn tensor_map(&self, matrix: TensorMap) -> Result<[u8; 128], GpuError> {

@@ -29,7 +29,7 @@ impl CudaGpu {
     /// [`GpuError::Failed`] without NVSHMEM, as with a single PE.
     pub unsafe fn put_on_stream(&self, transfer: Transfer) -> Result<(), GpuError> {
         // SAFETY: the caller guarantees the transfer; the stream belongs to this PE's context.
-        unsafe { self.nvshmem()?.put_on_stream(transfer, self.context.stream.cast()) };
+        unsafe { self.nvshmem()?.put_on_stream(transfer, self.context.stream().cast()) };
         Ok(())
     }
 
@@ -42,7 +42,7 @@ impl CudaGpu {
     /// [`GpuError::Failed`] without NVSHMEM, as with a single PE.
     pub unsafe fn get_on_stream(&self, transfer: Transfer) -> Result<(), GpuError> {
         // SAFETY: the caller guarantees the transfer; the stream belongs to this PE's context.
-        unsafe { self.nvshmem()?.get_on_stream(transfer, self.context.stream.cast()) };
+        unsafe { self.nvshmem()?.get_on_stream(transfer, self.context.stream().cast()) };
         Ok(())
     }
 
@@ -55,7 +55,7 @@ impl CudaGpu {
     /// [`GpuError::Failed`] without NVSHMEM, as with a single PE.
     pub unsafe fn put_signal_on_stream(&self, transfer: Transfer, signal: u64, value: u64) -> Result<(), GpuError> {
         // SAFETY: the caller guarantees transfer and signal; the stream belongs to this PE's context.
-        unsafe { self.nvshmem()?.put_signal_on_stream(transfer, signal, value, self.context.stream.cast()) };
+        unsafe { self.nvshmem()?.put_signal_on_stream(transfer, signal, value, self.context.stream().cast()) };
         Ok(())
     }
 
@@ -75,7 +75,7 @@ impl CudaGpu {
             ));
         }
         // SAFETY: the caller guarantees the signal; the stream belongs to this PE's context.
-        unsafe { self.nvshmem()?.wait_signal_on_stream(signal, value, self.context.stream.cast()) };
+        unsafe { self.nvshmem()?.wait_signal_on_stream(signal, value, self.context.stream().cast()) };
         Ok(())
     }
 
@@ -85,7 +85,7 @@ impl CudaGpu {
     /// [`GpuError::Failed`] without NVSHMEM, as with a single PE.
     pub fn quiet_on_stream(&self) -> Result<(), GpuError> {
         // SAFETY: the stream belongs to this PE's context.
-        unsafe { self.nvshmem()?.quiet_on_stream(self.context.stream.cast()) };
+        unsafe { self.nvshmem()?.quiet_on_stream(self.context.stream().cast()) };
         Ok(())
     }
 }

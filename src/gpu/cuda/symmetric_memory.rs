@@ -46,7 +46,7 @@ impl CudaGpu {
             // SAFETY: guaranteed by the caller. Launches that do not communicate may still use the memory, so they complete
             // first.
             Symmetric::Nccl(windows) => unsafe {
-                call!(self.driver, cuStreamSynchronize(self.context.stream));
+                call!(self.driver, cuStreamSynchronize(self.context.stream()));
                 windows.free(address);
             },
             // SAFETY: guaranteed by the caller; allocated by `alloc_raw`.

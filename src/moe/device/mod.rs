@@ -3,6 +3,8 @@
 //! A pass launches kernels and returns at once. The host neither waits for the device between passes nor reads counts
 //! from it; [`MoeLayer::finish`](super::MoeLayer::finish) waits and returns the outcome of the last pass.
 
+mod elements;
+mod experts;
 mod pass;
 mod record;
 mod relays;
@@ -18,11 +20,12 @@ mod windows;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use elements::to_elements;
+pub use experts::{DeviceExperts, ExpertAddresses, ExpertsBackward, ExpertsForward};
 pub use record::{RecordedLayer, RecordedPass};
 pub use saved::DeviceSaved;
 pub use shape::{DeviceOptions, check, symmetric_bytes};
 pub use tiles::{GemmPath, Tile};
-pub use weights::to_elements;
 
 use relays::Relays;
 use shape::{MAX_ROUTER_PARTS, ShapeOf, lay_out};
@@ -76,12 +79,29 @@ impl<'g> DeviceLayer<'g> {
         source: &dyn WeightSource,
         device: &DeviceOptions,
     ) -> Result<Self, MoeError> {
+        let mut layer = Self::build(gpu, spec, Some(source), device)?;
+        layer.reserve(1)?;
+        // No PE may signal before the signal words of all PEs are zero.
+        gpu.barrier(layer.spec.options.wait_limit)?;
+        Ok(layer)
+    }
+
+    /// Makes the layer except for states of passes, and without a barrier. Without a source, weights and gradients are the
+    /// caller's: their addresses come with each pass.
+    fn build(
+        gpu: &'g dyn Gpu,
+        spec: LayerSpec,
+        source: Option<&dyn WeightSource>,
+        device: &DeviceOptions,
+    ) -> Result<Self, MoeError> {
         static LAYERS: AtomicU64 = AtomicU64::new(0);
         let (my_pe, n_pes) = (gpu.my_pe(), gpu.n_pes());
         let groups = device.groups(&spec, my_pe, n_pes)?;
         let (group, me) = groups.position(my_pe);
         check(&spec.config, spec.dtype, &spec.options)?;
         let limits = gpu.limits()?;
+        let available = limits.multiprocessors;
+        let limits = device.without_spare(limits)?;
         let all_reachable = gpu.all_reachable()?;
         let router_parts = MAX_ROUTER_PARTS;
         let mut shape_of = ShapeOf { spec: &spec, device, groups: &groups, my_pe, all_reachable, router_parts };
@@ -95,7 +115,10 @@ impl<'g> DeviceLayer<'g> {
         // The number of resident blocks depends on the shared memory per block, which is independent of the number of
         // blocks, and largest with the maximum number of planes of the router's weights.
         let probe = shape_of.shape(&limits, 2)?;
-        let mut weights = DeviceWeights::new(gpu, &spec, me, source, path)?;
+        let mut weights = match source {
+            Some(source) => DeviceWeights::new(gpu, &spec, me, source, path)?,
+            None => DeviceWeights::of_caller(gpu, &spec, me, path)?,
+        };
         let (probed, _) = lay_out(&probe, &weights.tables, 0, 0)?;
         let infix = shape_of.tile(&limits)?.infix();
         let names = Kernel::ALL.map(|kernel| kernel.on(infix, probe.dtype));
@@ -114,6 +137,7 @@ impl<'g> DeviceLayer<'g> {
                 blocks = blocks.min(gpu.resident_blocks(name, launch)?);
             }
         }
+        blocks = (u64::from(blocks) * u64::from(limits.multiprocessors) / u64::from(available.max(1))) as u32;
         if blocks < 2 {
             let message = format!("only {blocks} of its blocks run at a time, and the layer needs 2");
             return Err(GpuError::failed("run the layer on this device", message).into());
@@ -131,7 +155,7 @@ impl<'g> DeviceLayer<'g> {
         }
         let id = LAYERS.fetch_add(1, Ordering::Relaxed);
         let (version, trace, pool) = (0, false, Vec::new());
-        let mut layer = DeviceLayer {
+        Ok(DeviceLayer {
             gpu,
             spec,
             groups,
@@ -146,11 +170,7 @@ impl<'g> DeviceLayer<'g> {
             symmetric,
             trace,
             pool,
-        };
-        layer.reserve(1)?;
-        // No PE may signal before the signal words of all PEs are zero.
-        gpu.barrier(layer.spec.options.wait_limit)?;
-        Ok(layer)
+        })
     }
 
     /// Allocates the state of `forwards` forward passes, so that this many can await their backward without an

@@ -89,7 +89,7 @@ pub fn error(record: &ErrorRecord, me: usize, members: &[usize], options: &Optio
     match kind {
         params::ERROR_NONE => None,
         params::ERROR_ROUTING => {
-            let id = seen as u32 as i32;
+            let id = seen as i64;
             let why = match record.what {
                 params::WHAT_TWICE => format!("token {index} has expert {id} twice"),
                 _ => format!("token {index} has expert {id}, expected 0 to {}, or -1 for none", expected - 1),

@@ -34,9 +34,25 @@ pub struct DeviceOptions {
     /// The host of each PE of the world, if there are several groups and rows cross to other hosts once. A layer's
     /// [`Options::hosts`] must be those of its group ([`Hosts::of`]).
     pub hosts: Hosts,
+    /// Multiprocessors that the layer leaves to other kernels that wait for peers, such as NCCL's. Otherwise two PEs could
+    /// wait for each other, one with this layer's blocks resident and the other with NCCL's.
+    pub spare_multiprocessors: u32,
 }
 
 impl DeviceOptions {
+    /// The limits of the part of a device that the layer uses.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if no multiprocessor is left.
+    pub(super) fn without_spare(&self, limits: DeviceLimits) -> Result<DeviceLimits, MoeError> {
+        let (all, spare) = (limits.multiprocessors, self.spare_multiprocessors);
+        match all.checked_sub(spare) {
+            Some(left) if left > 0 => Ok(DeviceLimits { multiprocessors: left, ..limits }),
+            _ => Err(config_error("the spare multiprocessors", spare, &format!("fewer than the device's {all}"))),
+        }
+    }
+
     /// The groups of the world, for a layer of `spec` on PE `pe` of `n_pes`.
     ///
     /// # Errors

@@ -1,19 +1,14 @@
 //! Weights, tables and gradients of a PE on its device.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-use half::{bf16, f16};
-
+use super::elements::{Planes, put_elements, to_elements, to_f32};
 use super::relays::Relays;
-use super::shape::MAX_ROUTER_PARTS;
 use super::sums::Sums;
 use super::tensor_maps::tensor_maps;
 use super::tiles::GemmPath;
 use crate::gpu::params::{Kernel, Tables};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
-use crate::moe::parallel::par_chunks;
 use crate::moe::spec::{
-    Dtype, Gradients, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightError,
+    Gradients, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightError,
     WeightId, WeightSource, proj_index,
 };
 
@@ -31,85 +26,6 @@ impl Bump {
         let at = self.used;
         self.used += (bytes as u64).next_multiple_of(ALIGN_BYTES);
         at
-    }
-}
-
-/// Rounds values to the layer's element type.
-///
-/// # Errors
-///
-/// Returns an error with `name` and the index if a finite value overflows the element type.
-pub fn to_elements(values: &[f32], dtype: Dtype, name: &str) -> Result<Vec<u16>, MoeError> {
-    let mut elements = Vec::new();
-    put_elements(values, dtype, name, &mut elements)?;
-    Ok(elements)
-}
-
-/// [`to_elements`] into a reused vector.
-fn put_elements(values: &[f32], dtype: Dtype, name: &str, elements: &mut Vec<u16>) -> Result<(), MoeError> {
-    let round = |x: f32| match dtype {
-        Dtype::F16 => f16::from_f32(x).to_bits(),
-        _ => bf16::from_f32(x).to_bits(),
-    };
-    elements.resize(values.len(), 0);
-    let first_too_large = AtomicUsize::new(usize::MAX);
-    par_chunks(elements, |first, part| {
-        for (at, (e, &x)) in (first..).zip(part.iter_mut().zip(&values[first..])) {
-            *e = round(x);
-            if x.is_finite() && !to_f32(*e, dtype).is_finite() {
-                first_too_large.fetch_min(at, Ordering::Relaxed);
-                return;
-            }
-        }
-    });
-    match first_too_large.into_inner() {
-        usize::MAX => Ok(()),
-        at => Err(MoeError::Weights(WeightError::new(format!(
-            "{name}: element {at} is {}, too large for {}",
-            values[at],
-            dtype.name()
-        )))),
-    }
-}
-
-fn to_f32(bits: u16, dtype: Dtype) -> f32 {
-    match dtype {
-        Dtype::F16 => f16::from_bits(bits).to_f32(),
-        _ => bf16::from_bits(bits).to_f32(),
-    }
-}
-
-/// A router's weights as a sum of planes of the element type. The vectors are reused from one split to the next.
-#[derive(Default)]
-struct Planes {
-    /// [`MAX_ROUTER_PARTS`] planes; unneeded ones are zeros.
-    planes: Vec<u16>,
-    /// Number of planes needed.
-    parts: u32,
-    rest: Vec<f32>,
-    plane: Vec<u16>,
-}
-
-impl Planes {
-    /// Splits `values` into at most three planes, which together hold 24 bits of a value. With f16 they hold only bits down to its
-    /// smallest step, 2^-24.
-    fn split(&mut self, values: &[f32], dtype: Dtype, name: &str) -> Result<(), MoeError> {
-        self.planes.clear();
-        self.parts = 0;
-        self.rest.clear();
-        self.rest.extend_from_slice(values);
-        while self.parts < MAX_ROUTER_PARTS {
-            put_elements(&self.rest, dtype, name, &mut self.plane)?;
-            // Exact: the difference of a number and its rounding.
-            self.rest.iter_mut().zip(&self.plane).for_each(|(r, &p)| *r -= to_f32(p, dtype));
-            self.planes.extend_from_slice(&self.plane);
-            self.parts += 1;
-            if self.rest.iter().all(|&r| r == 0.0) {
-                break;
-            }
-        }
-        self.planes.resize(MAX_ROUTER_PARTS as usize * values.len(), 0);
-        Ok(())
     }
 }
 
@@ -294,6 +210,29 @@ impl<'g> DeviceWeights<'g> {
             made.tables.gradient_strides = bytemuck::cast(strides);
             made.tables.shared_gradients = bytemuck::cast(shared);
         }
+        Ok(made)
+    }
+
+    /// The tables of a layer whose caller has the weights. The addresses of weights, gradients and tensor maps come with each
+    /// pass.
+    pub fn of_caller(gpu: &'g dyn Gpu, spec: &LayerSpec, me: usize, path: GemmPath) -> Result<Self, MoeError> {
+        // Not an address: sizes of a layer depend on whether there are tensor maps.
+        let tensor_maps = u64::from(path == GemmPath::Hopper);
+        let mut made = DeviceWeights {
+            tables: Tables { tensor_maps, ..Tables::default() },
+            bytes: 0,
+            router_parts: 1,
+            gradients: None,
+            mlps: Buffer::new(gpu, 0)?,
+            offsets: Vec::new(),
+            router: None,
+            router_bias: None,
+            shared_gate: None,
+            kept: Vec::new(),
+            elements: Vec::new(),
+            planes: Planes::default(),
+        };
+        made.set_experts(gpu, &spec.placement, &Relays::new(&spec.placement, &spec.options.hosts), me)?;
         Ok(made)
     }
 
@@ -590,37 +529,3 @@ impl MlpOffsets {
 }
 
 const _: () = assert!(matches!((Proj::Gate as usize, Proj::Up as usize, Proj::Down as usize), (0, 1, 2)));
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn weights_split_into_the_fewest_planes_for_24_bits() {
-        // Several splits into the same vectors.
-        let mut split = Planes::default();
-        for (values, dtype, parts) in [
-            (vec![1.0f32, -0.5, 3.0], Dtype::Bf16, 1),
-            (vec![1.0 + f32::EPSILON * 32768.0, 0.0], Dtype::Bf16, 2),
-            (vec![1.0 / 3.0, 0.1, -1e-3], Dtype::Bf16, 3),
-            (vec![1.0 + 1.0 / 1024.0, 2.0], Dtype::F16, 1),
-            (vec![1.0], Dtype::Bf16, 1),
-        ] {
-            split.split(&values, dtype, "w").unwrap();
-            assert_eq!(split.parts, parts, "{values:?}");
-            assert_eq!(split.planes.len(), 3 * values.len());
-            for (i, &v) in values.iter().enumerate() {
-                let sum: f64 = split.planes.chunks(values.len()).map(|p| f64::from(to_f32(p[i], dtype))).sum();
-                assert!((sum - f64::from(v)).abs() <= f64::from(v).abs() * 2f64.powi(-23));
-            }
-        }
-    }
-
-    #[test]
-    fn too_large_value_is_reported() {
-        assert_eq!(to_elements(&[1.0, 65504.0], Dtype::F16, "w").unwrap()[1], f16::MAX.to_bits());
-        let error = to_elements(&[1.0, 70000.0], Dtype::F16, "experts.0.up").unwrap_err();
-        assert_eq!(error.to_string(), "experts.0.up: element 1 is 70000, too large for f16");
-        assert!(to_elements(&[f32::INFINITY], Dtype::F16, "w").is_ok());
-    }
-}

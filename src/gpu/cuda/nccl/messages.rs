@@ -30,7 +30,7 @@ impl CudaGpu {
         assert!(buffer.bytes() >= 512, "a buffer of {} bytes, expected at least 512", buffer.bytes());
         let deadline = Deadline::after(limit);
         let (me, n) = (self.bootstrap.my_pe(), self.bootstrap.n_pes());
-        let (stream, address) = (self.context.stream as usize, buffer.address());
+        let (stream, address) = (self.context.stream() as usize, buffer.address());
         let first = move |library: &'static Library, Communicator(communicator)| {
             let (next, before) = (((me + 1) % n) as c_int, ((me + n - 1) % n) as c_int);
             let (stream, byte) = (stream as cudaStream_t, ncclDataType_t::ncclUint8);
@@ -57,7 +57,7 @@ impl CudaGpu {
 
 impl Nccl<'_> {
     fn stream(&self) -> cudaStream_t {
-        self.gpu.context.stream.cast()
+        self.gpu.context.stream().cast()
     }
 
     /// Enqueues a send of `bytes` bytes to `pe`, which must receive as many. Returns without waiting.
