@@ -237,11 +237,36 @@ fn hot_experts_are_replicated() {
         (tokens, "--physical-experts 16 --devices 3", "a multiple of --devices, 3"),
         (json!({"weight": [[1, -2]]}), "--physical-experts 2 --devices 1", "loads.json: weight[0][1] is -2"),
         (json!({}), "--physical-experts 2 --devices 1", "loads.json: weight is missing"),
+        (
+            json!({"weight": [[5, 1, 1, 1], [1, 2, 3, 4]]}),
+            "--physical-experts 9223372036854775807 --devices 9223372036854775807",
+            "--physical-experts is 9223372036854775807, expected at most 16384",
+        ),
+        (
+            json!({"weight": [[5, 1, 1, 1]]}),
+            "--physical-experts 4294967296 --devices 16",
+            "--physical-experts is 4294967296, expected at most 16384",
+        ),
+        (
+            json!({"weight": [[5, 1, 1, 1]]}),
+            "--physical-experts 16400 --devices 16",
+            "--physical-experts is 16400, expected at most 16384",
+        ),
+        (
+            json!({"weight": vec![[5, 1]; 100]}),
+            "--physical-experts 2622 --devices 2",
+            "--physical-experts is 2622, expected at most 2621, 262144 in 100 layers",
+        ),
     ] {
         let output = rebalance(loads, args);
         let line = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.code() == Some(1) && line.contains(part), "{line:?} does not say {part:?}");
     }
+    // An expert with half of 16,384 replicas among 8,192 experts.
+    let skewed: Vec<u32> = (0..8193).map(|e| if e == 0 { 1_000_000 } else { 1 }).collect();
+    let output = rebalance(json!({"weight": [skewed]}), "--physical-experts 16384 --devices 1 --json");
+    let line = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(1) && line.contains("a log2phy of more than 67108864 numbers"), "{line}");
 }
 
 #[test]

@@ -20,6 +20,11 @@ const UNDER: f64 = 0.004;
 const HOT: f64 = 0.3;
 const COLD: f64 = 0.001;
 
+/// Maximum physical experts of a layer, of all layers together, and numbers in `log2phy`: they bound the time to seconds a layer and the result to 512 MiB.
+const MOST: usize = 16_384;
+const MOST_IN_ALL: usize = 262_144;
+const MOST_LISTED: usize = 1 << 26;
+
 /// The placement of the physical experts of some layers.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 #[non_exhaustive]
@@ -40,7 +45,8 @@ pub struct Rebalanced {
 /// `num_groups` the groups that experts are routed in, each kept on one node if `num_nodes` divides them, and `num_ranks` the devices.
 ///
 /// # Errors
-/// Returns an error if layers differ in length, a load is negative or not a number, or a count does not divide as required.
+/// Returns an error if layers differ in length, a load is negative or not a number, a count does not divide as required, or `num_replicas` exceeds 16,384, or
+/// 262,144 in all layers, or `log2phy` would exceed 2^26 numbers.
 pub fn rebalance_experts(
     weight: &[Vec<f64>],
     num_replicas: usize,
@@ -60,6 +66,7 @@ pub fn rebalance_experts(
         imbalance: Vec::new(),
         imbalance_least: Vec::new(),
     };
+    let mut listed = 0;
     for weight in weight {
         let mut phy2log = Vec::with_capacity(num_replicas);
         for node in spread_groups(weight, groups, nodes) {
@@ -70,6 +77,11 @@ pub fn rebalance_experts(
         let mut logcnt = vec![0; experts];
         phy2log.iter().for_each(|&e| logcnt[e] += 1);
         let most = logcnt.iter().copied().max().unwrap_or(0);
+        listed += most * experts;
+        if listed > MOST_LISTED {
+            let found = format!("is {num_replicas}, which makes a log2phy of more than {MOST_LISTED} numbers");
+            return Err(InputError::value("num_replicas", found, "fewer"));
+        }
         let mut log2phy = vec![vec![-1; most]; experts];
         let mut seen = vec![0; experts];
         for (physical, &e) in phy2log.iter().enumerate() {
@@ -141,6 +153,13 @@ fn check(
     }
     if num_replicas < experts || !num_replicas.is_multiple_of(num_ranks) {
         let expected = format!("at least {experts}, one for each expert, and a multiple of num_ranks, {num_ranks}");
+        return wrong("num_replicas", num_replicas, expected);
+    }
+    if num_replicas > MOST.min(MOST_IN_ALL / weight.len()) {
+        let expected = match MOST * weight.len() > MOST_IN_ALL {
+            false => format!("at most {MOST}"),
+            true => format!("at most {}, {MOST_IN_ALL} in {} layers", MOST_IN_ALL / weight.len(), weight.len()),
+        };
         return wrong("num_replicas", num_replicas, expected);
     }
     if !num_ranks.is_multiple_of(num_nodes) {
