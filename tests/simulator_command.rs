@@ -314,6 +314,61 @@ fn rows_are_sent_once_per_expert_pe_or_host() {
     assert!(node[all].as_f64() > pe[all].as_f64());
 }
 
+/// A cluster of 4 equal devices on one host.
+fn four_devices() -> Value {
+    let device = |id: usize| json!({"id": id, "host": "h", "flop_per_ms": 1e7, "memory_experts": 16});
+    let tiers = json!({"tiers": [{"size": 4, "alpha_ms": 0.01, "beta_ms_per_mb": 0.1}]});
+    json!({"version": 1, "devices": (0..4).map(device).collect::<Vec<_>>(), "links": tiers})
+}
+
+/// Bytes of the exchange in a step: of a run on 4 PEs, and simulated.
+fn exchanged(folder: &Path, layer: &str, simulated: &str) -> [f64; 2] {
+    let run = parsed(folder, &format!("run --pes 4 --json {layer}"));
+    let kinds = run["traffic"]["remote_bytes"].as_object().unwrap();
+    let bytes: f64 =
+        kinds.iter().filter(|(kind, _)| *kind != "all_reduce").map(|(_, bytes)| bytes.as_f64().unwrap()).sum();
+    let steps = run["config"]["steps"].as_f64().unwrap();
+    let simulated = parsed(folder, &format!("simulate --cluster c.json --dtype f32 --json {simulated}"));
+    assert_eq!(simulated["tokens_per_expert"], run["tokens_per_expert"], "{layer}");
+    [bytes / steps, simulated["exchange_bytes_per_step"].as_f64().unwrap()]
+}
+
+#[test]
+fn simulated_bytes_are_those_of_a_run_with_unequal_shares() {
+    let folder = folder(&[("c.json", four_devices())]);
+    for more in ["--experts 4", "--experts 5", "--experts 6 --top-k 3", "--experts 7", "--experts 9 --forward-only"] {
+        let layer = format!("--tokens 61 --hidden 16 --intermediate 8 {more}");
+        let [run, simulated] = exchanged(folder.path(), &layer, &layer);
+        assert_eq!(run, simulated, "{more}");
+    }
+}
+
+#[test]
+fn ragged_tokens_of_a_routing_file_stay_on_their_pes() {
+    let (experts, top_k, counts) = (8, 2, [9, 3, 0, 4]);
+    let choice = |token: usize| [token * 3 % experts, (token * 3 + 1 + token / 8) % experts];
+    let choices: Vec<usize> = (0..16).flat_map(choice).collect();
+    let record = |counts: &[usize], step: usize| json!({"layer": 0, "step": step, "tokens_per_node": counts, "choices": choices});
+    let file = |nodes: usize, records: &[Value]| json!({"version": 1, "experts": experts, "top_k": top_k, "nodes": nodes, "records": records});
+    let ragged = file(4, &[record(&counts, 0), record(&counts, 1)]);
+    let moving = file(4, &[record(&counts, 0), record(&[4, 4, 4, 4], 1)]);
+    let folder = folder(&[("c.json", four_devices()), ("r.json", ragged.clone()), ("moving.json", moving)]);
+    let layer = "--hidden 16 --intermediate 8 --experts 8 --top-k 2";
+    let args = format!("{layer} --steps 2 --check --save-routing again.json --routing r.json");
+    let [run, simulated] = exchanged(folder.path(), &args, &format!("{layer} --routing r.json"));
+    assert_eq!(run, simulated);
+    let again: Value = serde_json::from_slice(&std::fs::read(folder.path().join("again.json")).unwrap()).unwrap();
+    for step in 0..2 {
+        assert_eq!(again["records"][step]["tokens_per_node"], json!(counts));
+    }
+    let expected = "r.json: tokens_per_node is [9, 3, 0, 4], expected 4 PEs";
+    refused(folder.path(), &format!("run --pes 3 {layer} --routing r.json"), &[expected]);
+    let moved = "moving.json: records[1].tokens_per_node is [4, 4, 4, 4], expected [9, 3, 0, 4]";
+    refused(folder.path(), &format!("run --pes 4 {layer} --routing moving.json"), &[moved]);
+    let bench = format!("bench moe --pes 4 --iterations 1 --tokens 16 {layer} --routing r.json");
+    refused(folder.path(), &bench, &["tokens_per_node is [9, 3, 0, 4], expected the same number for all"]);
+}
+
 #[test]
 fn a_run_is_repeated_by_its_routing() {
     let folder = folder(&[]);

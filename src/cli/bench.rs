@@ -140,7 +140,8 @@ impl MoeArgs {
         Synthetic::new(layer.clone())?;
         if let Some(path) = &self.routing {
             ensure!(device == DeviceKind::Cpu, "--routing on a device, expected --device cpu");
-            GivenRouting::read(path, 0, (experts, top_k), Some(tokens))?;
+            let given = GivenRouting::read(path, 0, (experts, top_k), Some(tokens))?;
+            given.check_even("the same number for all: the benchmark gives each PE as many")?;
         }
         let pes = check_pes(self.pes.or(started).or_else(settled_pes).unwrap_or(2))?;
         Ok(MoeBench {

@@ -9,6 +9,7 @@ pub mod spec;
 pub mod synthetic;
 
 pub use cpu::{Layer, Replicas, kernels};
+pub(crate) use spec::header_words;
 pub use spec::{
     Activation, ConfigError, Dtype, ExpertState, Glu, GradientSink, Gradients, GroupLimit, GroupScore, Groups, Hosts,
     LayerConfig, LayerSpec, Layout, Load, MlpConfig, MlpGradients, MlpGradientsMut, MlpId, Mode, MoeError, MoeLayer,

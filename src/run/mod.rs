@@ -51,6 +51,8 @@ pub struct PreparedRun {
     source: Source,
     config: LayerConfig,
     tokens: usize,
+    /// The tokens of each PE.
+    pe_tokens: Vec<Range<usize>>,
     backward: bool,
     /// The remaining PEs of the job, ascending.
     world: Vec<usize>,
@@ -139,12 +141,17 @@ impl PreparedRun {
                 Some(tokens),
             )?),
         };
+        let pe_tokens = match &routing {
+            Some(routing) => routing.tokens_of_pes(request.pes)?,
+            None => (0..request.pes).map(|pe| block(tokens, request.pes, pe)).collect(),
+        };
         let injected = request.inject.as_deref().map(|path| inject::read(path, &request)).transpose()?;
         let world = (0..request.pes).collect();
         let mut run = PreparedRun {
             source,
             config,
             tokens,
+            pe_tokens,
             backward,
             world,
             groups,
@@ -235,7 +242,7 @@ impl PreparedRun {
 
     /// The tokens of a PE.
     fn tokens_of(&self, pe: usize) -> Range<usize> {
-        block(self.tokens, self.request.pes, pe)
+        self.pe_tokens[pe].clone()
     }
 
     /// The shape of the captured routing.
@@ -245,7 +252,7 @@ impl PreparedRun {
 
     /// The largest number of tokens of a PE.
     fn max_tokens(&self) -> usize {
-        self.tokens.div_ceil(self.request.pes)
+        self.pe_tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0)
     }
 
     /// The layout of the result file.

@@ -19,6 +19,8 @@ pub(crate) struct GivenRouting {
     top_k: usize,
     /// The experts of all PEs' tokens, `[tokens, top_k]`, for each record.
     steps: Vec<Vec<u32>>,
+    /// Tokens of each node, the same in each record.
+    by_node: Vec<usize>,
 }
 
 impl GivenRouting {
@@ -29,8 +31,38 @@ impl GivenRouting {
     /// A file of another model, without that layer, or with a choice that is not an expert.
     pub fn read(path: &Path, layer: u64, model: (usize, usize), tokens: Option<usize>) -> Result<GivenRouting> {
         let routing = Routing::read(path)?;
-        let steps = of_layer(routing, layer, model, tokens).map_err(|error| error.in_file(path))?;
-        Ok(GivenRouting { file: path.to_owned(), top_k: model.1, steps })
+        let (steps, by_node) = of_layer(routing, layer, model, tokens).map_err(|error| error.in_file(path))?;
+        Ok(GivenRouting { file: path.to_owned(), top_k: model.1, steps, by_node })
+    }
+
+    /// The tokens of each of `pes` PEs: those of its node if the file has as many nodes, otherwise even blocks.
+    ///
+    /// # Errors
+    /// Nodes with unequal numbers of tokens, and another number of PEs.
+    pub fn tokens_of_pes(&self, pes: usize) -> Result<Vec<Range<usize>>> {
+        if self.by_node.len() == pes {
+            let mut end = 0;
+            let next = |tokens: &usize| {
+                end += tokens;
+                end - tokens..end
+            };
+            return Ok(self.by_node.iter().map(next).collect());
+        }
+        self.check_even(&format!("{} PEs, as the file has nodes, or the same number for all", self.by_node.len()))?;
+        Ok((0..pes).map(|pe| block(self.tokens(), pes, pe)).collect())
+    }
+
+    /// # Errors
+    /// Numbers of tokens per node that differ by more than one; the line includes `expected`.
+    pub fn check_even(&self, expected: &str) -> Result<()> {
+        let (least, most) = (self.by_node.iter().min(), self.by_node.iter().max());
+        ensure!(
+            most.zip(least).is_none_or(|(most, least)| most - least <= 1),
+            "{}: tokens_per_node is {:?}, expected {expected}",
+            self.file.display(),
+            self.by_node
+        );
+        Ok(())
     }
 
     /// Tokens of a step over all PEs.
@@ -69,10 +101,10 @@ fn of_layer(
     layer: u64,
     (experts, top_k): (usize, usize),
     tokens: Option<usize>,
-) -> Result<Vec<Vec<u32>>, InputError> {
+) -> Result<(Vec<Vec<u32>>, Vec<usize>), InputError> {
     routing.check_model(experts, top_k)?;
     let layers: Vec<u64> = routing.records.iter().map(|record| record.layer).collect();
-    let mut steps = Vec::new();
+    let (mut steps, mut by_node) = (Vec::new(), Vec::new());
     let mut expected = tokens.map(|tokens| (tokens, "the run's"));
     for (r, record) in routing.records.into_iter().enumerate().filter(|(_, record)| record.layer == layer) {
         let tokens = record.choices.len() / top_k;
@@ -85,13 +117,21 @@ fn of_layer(
             let expected = "an expert: a run cannot repeat what a capacity left out";
             return Err(InputError::value(format!("records[{r}].choices[{at}]"), "is -1", expected));
         }
+        if steps.is_empty() {
+            by_node = record.tokens_per_node;
+        } else if by_node != record.tokens_per_node {
+            let found = format!("is {:?}", record.tokens_per_node);
+            let expected =
+                format!("{by_node:?}, as in the layer's first record: a PE has the same tokens in each step");
+            return Err(InputError::value(format!("records[{r}].tokens_per_node"), found, expected));
+        }
         steps.push(record.choices);
     }
     if steps.is_empty() {
         let expected = format!("one of layer {layer}, the run's");
         return Err(InputError::value("records", format!("have layer {}", layers[0]), expected));
     }
-    Ok(steps)
+    Ok((steps, by_node))
 }
 
 /// A routing file that a run writes. The PEs write `chosen` step by step.
@@ -135,15 +175,14 @@ impl SavedRouting {
         Ok(SavedRouting { chosen, out: OutputFile::create_empty(path)? })
     }
 
-    /// Writes the routing of a layer on `pes` PEs, for publication.
+    /// Writes the routing of a layer on PEs with these tokens, for publication.
     pub(super) fn complete(
         self,
         captured: Captured,
         layer: u64,
         config: &LayerConfig,
-        pes: usize,
+        tokens_per_node: &[usize],
     ) -> Result<OutputFile> {
-        let tokens_per_node: Vec<usize> = (0..pes).map(|pe| block(captured.tokens, pes, pe).len()).collect();
         let mut records = Vec::with_capacity(captured.steps);
         for step in 0..captured.steps {
             let mut choices = vec![0u32; captured.tokens * captured.top_k];
@@ -151,9 +190,9 @@ impl SavedRouting {
                 self.chosen.read_exact_at(bytemuck::cast_slice_mut(&mut choices), captured.offset_bytes(step, 0));
             read.context("cannot read the routing back")?;
             leave_out(config, &mut choices);
-            records.push(Record { layer, step: step as u64, tokens_per_node: tokens_per_node.clone(), choices });
+            records.push(Record { layer, step: step as u64, tokens_per_node: tokens_per_node.to_vec(), choices });
         }
-        let routing = Routing::new(config.n_experts, captured.top_k, pes, records);
+        let routing = Routing::new(config.n_experts, captured.top_k, tokens_per_node.len(), records);
         Ok(self.out.with_content(routing.to_json().as_bytes())?)
     }
 }
@@ -200,9 +239,17 @@ mod tests {
         };
         let records = vec![record(3, 0, [0, 1, 2, 3]), record(4, 0, [9, 8, 7, 6]), record(3, 1, [3, 2, 1, 0])];
         let routing = || Routing::new(10, 2, 2, records.clone());
-        let steps = of_layer(routing(), 3, (10, 2), None).unwrap();
-        let given = GivenRouting { file: "r.json".into(), top_k: 2, steps };
+        let (steps, by_node) = of_layer(routing(), 3, (10, 2), None).unwrap();
+        let given = GivenRouting { file: "r.json".into(), top_k: 2, steps, by_node };
         assert_eq!(given.tokens(), 2);
+        assert_eq!(given.tokens_of_pes(2).unwrap(), [0..1, 1..2]);
+        assert_eq!(given.tokens_of_pes(3).unwrap(), [0..1, 1..2, 2..2]);
+        let ragged = GivenRouting { steps: vec![vec![0; 8]], by_node: vec![0, 3, 1], file: "r.json".into(), top_k: 2 };
+        assert_eq!(ragged.tokens_of_pes(3).unwrap(), [0..0, 0..3, 3..4]);
+        let error = ragged.tokens_of_pes(2).unwrap_err().to_string();
+        let expected =
+            "r.json: tokens_per_node is [0, 3, 1], expected 3 PEs, as the file has nodes, or the same number for all";
+        assert_eq!(error, expected);
         assert_eq!(given.of_step(0, 1..2), [2, 3]);
         assert_eq!(given.of_step(3, 0..2), [3, 2, 1, 0]);
         given.check(1, &[2, 3, 0, 1]).unwrap();
@@ -211,6 +258,10 @@ mod tests {
         let error = |layer, tokens| of_layer(routing(), layer, (10, 2), tokens).unwrap_err().to_string();
         assert_eq!(error(5, None), "records have layer 3, expected one of layer 5, the run's");
         assert_eq!(error(3, Some(7)), "records[0] has 2 tokens, expected 7, the run's");
+        let mut other = routing();
+        other.records[2].tokens_per_node = vec![2, 0];
+        let error = of_layer(other, 3, (10, 2), None).unwrap_err().to_string();
+        assert!(error.starts_with("records[2].tokens_per_node is [2, 0], expected [1, 1], as in"), "{error}");
         let mut none = routing();
         none.records[2].choices[3] = NO_EXPERT;
         let error = of_layer(none, 3, (10, 2), None).unwrap_err().to_string();

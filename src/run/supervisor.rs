@@ -199,7 +199,8 @@ impl Outputs {
             files.push(trace.file);
         }
         if let Some(routing) = routing {
-            files.push(routing.complete(job.captured(), job.request.work.layer(), &job.config, job.request.pes)?);
+            let tokens: Vec<usize> = job.pe_tokens.iter().map(|tokens| tokens.len()).collect();
+            files.push(routing.complete(job.captured(), job.request.work.layer(), &job.config, &tokens)?);
         }
         files.extend(weights);
         // A file in memory is not published.

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::plans::{Plans, host_of};
 use super::{GRADIENT_BYTES, ModelTime, Simulated};
-use crate::moe::{Layout, Mode};
+use crate::moe::{Layout, Mode, header_words};
 use crate::report::{PassTimes, Spread, median};
 use crate::sim::step::{LayerCost, PeTime, StepTimes};
 
@@ -129,7 +129,7 @@ impl SimulatedReport {
             .collect();
         would_help.sort_by(|a, b| b.speedup.total_cmp(&a.speedup));
         let tokens = simulated.tokens() as u64;
-        let (steps, headers) = (times.step_s.len() as f64, headers(simulated));
+        let (steps, headers) = (times.step_s.len() as f64, header_bytes(simulated));
         SimulatedReport {
             config: SimulatedConfig {
                 pes: simulated.pes(),
@@ -152,8 +152,8 @@ impl SimulatedReport {
             tokens_per_s: tokens as f64 / step_s,
             forward: pass_times(times, 0),
             backward: simulated.backward.then(|| pass_times(times, 1)),
-            exchange_bytes_per_step: times.sent_bytes / steps + headers[0] as f64 * cost.header_bytes,
-            network_bytes_per_step: times.network_bytes / steps + headers[1] as f64 * cost.header_bytes,
+            exchange_bytes_per_step: times.sent_bytes / steps + headers[0] as f64,
+            network_bytes_per_step: times.network_bytes / steps + headers[1] as f64,
             tokens_per_expert: plans.tokens_per_expert(simulated.config.n_experts),
             overlap_efficiency: times.overlap_efficiency(),
             stragglers: stragglers(&times.straggler_s),
@@ -165,18 +165,22 @@ impl SimulatedReport {
     }
 }
 
-/// The number of headers in a step, one from each PE to each other PE of its group; and the number between hosts.
-fn headers(simulated: &Simulated) -> [usize; 2] {
+/// Bytes of the headers in a step, one from each PE to each other PE of its group; and of those between hosts. A header has a count for each expert of
+/// its receiver.
+fn header_bytes(simulated: &Simulated) -> [usize; 2] {
     let host_of = host_of(simulated);
-    let mut headers = [0; 2];
+    let mut bytes = [0; 2];
     for g in 0..simulated.groups.len() {
         let members = simulated.groups.members(g);
         let mut on_host = BTreeMap::new();
         members.iter().for_each(|&pe| *on_host.entry(host_of[pe]).or_insert(0) += 1);
-        headers[0] += members.len() * (members.len() - 1);
-        headers[1] += on_host.values().map(|here| here * (members.len() - here)).sum::<usize>();
+        for (index, pe) in members.iter().enumerate() {
+            let of_one = 4 * header_words(&simulated.config, simulated.groups.placement(g).experts(index).len());
+            bytes[0] += (members.len() - 1) * of_one;
+            bytes[1] += (members.len() - on_host[&host_of[*pe]]) * of_one;
+        }
     }
-    headers
+    bytes
 }
 
 /// The mean over the steps of each PE, then the median and the maximum over the PEs.

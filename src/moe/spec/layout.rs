@@ -19,6 +19,11 @@ pub const HEADER_WORDS: usize = 6;
 /// Bits of a chunk's signal that hold the number of the window refill; the bits above hold the pass.
 pub const ROUND_BITS: u32 = 24;
 
+/// Words of a header to a PE with `local` experts, without those for relays.
+pub(crate) fn header_words(config: &LayerConfig, local: usize) -> usize {
+    HEADER_WORDS + local + if config.has_losses() { 2 + 3 * config.n_experts } else { 0 }
+}
+
 /// Sizes of the layer's symmetric memory; the same on every PE.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
@@ -104,10 +109,7 @@ impl Layout {
             chunk_rows,
             window_chunks,
             max_chunks,
-            header_words: HEADER_WORDS
-                + max_local
-                + if config.has_losses() { 2 + 3 * config.n_experts } else { 0 }
-                + members,
+            header_words: header_words(config, max_local) + members,
             capacity_words: if config.capacity_factor.is_some() { config.n_experts } else { 0 },
             return_bytes: if peers == 0 {
                 0
