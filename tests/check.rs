@@ -7,12 +7,12 @@ mod sample;
 
 use std::ops::Range;
 
-use aristos::check::{self, Bounds, Comparison, Problem, Reference, judge};
+use aristos::check::{self, Bounds, Comparison, Problem, Reference, Wire, judge};
 use aristos::moe::kernels::Element;
 use aristos::moe::synthetic::RouterKind;
 use aristos::moe::{
-    Activation, Dtype, Layer, LayerConfig, MlpConfig, Options, Proj, RouterConfig, SharedConfig, WeightError, WeightId,
-    WeightSource,
+    Activation, Dtype, Layer, LayerConfig, MlpConfig, Options, Placement, Proj, RouterConfig, SharedConfig,
+    WeightError, WeightId, WeightSource,
 };
 use common::{Step, even, on_pes, one_step, shm, spec};
 use half::{bf16, f16};
@@ -24,6 +24,8 @@ use sample::Sample;
 struct Case {
     config: LayerConfig,
     dtype: Dtype,
+    /// Element type of rows between PEs, if it differs.
+    wire: Option<Dtype>,
     x: Vec<f32>,
     grad_output: Vec<f32>,
     weights: Vec<(WeightId, Vec<f32>)>,
@@ -136,7 +138,7 @@ impl Case {
             }
             weights.push((id, data));
         }
-        Case { config, dtype, x, grad_output, weights }
+        Case { config, dtype, wire: None, x, grad_output, weights }
     }
 
     fn tokens(&self) -> usize {
@@ -152,7 +154,7 @@ impl Case {
 
     /// One step on `n` PEs.
     fn run_as<E: Element>(&self, n: usize) -> Step {
-        let options = with!(Options::default(); chunk_rows = Some(7), tile_rows = Some(64));
+        let options = with!(Options::default(); chunk_rows = Some(7), tile_rows = Some(64), wire = self.wire);
         let spec = spec::<E>(&self.config, n, self.tokens().div_ceil(n), &options);
         let splits = even(self.tokens(), n);
         let by_pe = on_pes(shm(n, spec.heap_bytes().unwrap()), |shmem| {
@@ -170,11 +172,16 @@ impl Case {
         step
     }
 
-    fn reference(&self, chosen: &[u32]) -> Reference {
-        self.reference_of(Some(chosen))
+    fn reference(&self, n: usize, chosen: &[u32]) -> Reference {
+        self.reference_of(n, Some(chosen))
     }
 
-    fn reference_of(&self, chosen: Option<&[u32]>) -> Reference {
+    fn reference_of(&self, n: usize, chosen: Option<&[u32]>) -> Reference {
+        let (splits, placement) = (even(self.tokens(), n), Placement::even(self.config.n_experts, n));
+        let pe_of = |token: usize| splits.iter().position(|split| split.contains(&token)).unwrap();
+        let top_k = self.config.router.top_k;
+        let pairs = chosen.unwrap_or_default().iter().enumerate();
+        let sent: Vec<bool> = pairs.map(|(p, &e)| placement.owner(e as usize) != pe_of(p / top_k)).collect();
         check::reference(&Problem {
             config: &self.config,
             tokens: self.tokens(),
@@ -184,12 +191,14 @@ impl Case {
             chosen,
             choice_tolerance: check::CHOICE_TOLERANCE,
             dtype: self.dtype,
+            wire: self.wire.map(|dtype| Wire { dtype, sent: &sent, roundings: 1 }),
         })
         .unwrap()
     }
 
+    /// Compares rows of tokens, which are sent, unlike gradients of weights.
     fn judge(&self, name: &str, got: &[f32], want: &[f64], bounds: &Bounds) -> Comparison {
-        judge(name, got, want, bounds, self.dtype)
+        judge(name, got, want, bounds, self.wire.unwrap_or(self.dtype))
     }
 
     /// Runs the check; returns every tensor that fails it.
@@ -204,7 +213,7 @@ impl Case {
             ),
         ];
         for (id, grad) in &want.grads {
-            all.push(self.judge(&format!("{id:?}"), &step.grads[id], grad, &want.grad_bounds[id]));
+            all.push(judge(&format!("{id:?}"), &step.grads[id], grad, &want.grad_bounds[id], self.dtype));
         }
         all.retain(|comparison| !comparison.passed());
         all
@@ -234,9 +243,9 @@ fn random_case(seed: u64) -> (Case, usize, String) {
     // If all sigmoid scores of a token underflow to 0, each expert's share in the balance loss is NaN in f32.
     config.aux_loss_coef = if numbers == Numbers::Large { 0.0 } else { [0.0, 0.01, 1000.0][pick(&[0, 0, 1, 2])] };
     config.z_loss_coef = [0.0, 0.001, 1000.0][pick(&[0, 0, 1, 2])];
-    let dtype = [Dtype::F32, Dtype::Bf16][pick(&[0, 1])];
-    let what = format!("seed {seed}, {tokens} tokens on {n} PEs, {numbers:?}, {dtype:?}, {config:?}");
-    (Case::new(config, dtype, tokens, numbers, seed), n, what)
+    let (dtype, wire) = [(Dtype::F32, None), (Dtype::Bf16, None), (Dtype::F32, Some(Dtype::Bf16))][pick(&[0, 1, 2, 2])];
+    let what = format!("seed {seed}, {tokens} tokens on {n} PEs, {numbers:?}, {dtype:?}, wire {wire:?}, {config:?}");
+    (Case { wire, ..Case::new(config, dtype, tokens, numbers, seed) }, n, what)
 }
 
 #[test]
@@ -246,7 +255,7 @@ fn correct_runs_of_any_shape_pass() {
     for seed in sample.numbers() {
         let (case, n, what) = random_case(seed);
         let step = case.run(n);
-        let want = case.reference(&step.chosen);
+        let want = case.reference(n, &step.chosen);
         let finite = |values: &[f64]| values.iter().all(|v| v.is_finite());
         let mut all = want.grads.values().chain([&want.output]).chain(&want.grad_hidden_states);
         if !all.all(|values| finite(values)) {
@@ -278,9 +287,9 @@ fn clear_case(seed: u64) -> (Case, usize, String) {
     let expert = with!(expert; gated = pick(&[0, 1]) == 1, bias = pick(&[0, 1]) == 1);
     let kind = [RouterKind::Softmax, RouterKind::SoftmaxRenormalised, RouterKind::Sigmoid][pick(&[0, 1, 2])];
     let config = LayerConfig::new(hidden, n_experts, kind.config(n_experts, top_k), expert);
-    let dtype = [Dtype::F32, Dtype::Bf16][seed as usize % 2];
-    let what = format!("seed {seed}, {tokens} tokens, {dtype:?}, {config:?}");
-    (Case::new(config, dtype, tokens, Numbers::Even, seed), pick(&[1, 2, 3]), what)
+    let (dtype, wire) = [(Dtype::F32, None), (Dtype::Bf16, None), (Dtype::F32, Some(Dtype::Bf16))][seed as usize % 3];
+    let what = format!("seed {seed}, {tokens} tokens, {dtype:?}, wire {wire:?}, {config:?}");
+    (Case { wire, ..Case::new(config, dtype, tokens, Numbers::Even, seed) }, pick(&[1, 2, 3]), what)
 }
 
 /// The check detects a lost token, swapped experts, an expert's weights of another step, and a gradient with the wrong sign, in any shape.
@@ -288,9 +297,9 @@ fn clear_case(seed: u64) -> (Case, usize, String) {
 fn injected_faults_are_detected() {
     for seed in Sample::new(20, 500).numbers() {
         let (case, n, what) = clear_case(seed);
-        let fault = ["lost row", "swapped experts", "stale weight", "wrong sign"][(seed / 2) as usize % 4];
+        let fault = ["lost row", "swapped experts", "stale weight", "wrong sign"][(seed / 3) as usize % 4];
         let mut step = case.run(n);
-        let want = case.reference(&step.chosen);
+        let want = case.reference(n, &step.chosen);
         let right = case.wrong(&step, &want);
         assert!(right.is_empty(), "{what}: {right:?}");
         let h = case.config.hidden;
@@ -307,7 +316,7 @@ fn injected_faults_are_detected() {
             "wrong sign" => {
                 let id = WeightId::Expert(
                     used[rng.random_range(0..used.len())],
-                    [Proj::Up, Proj::Down][seed as usize / 8 % 2],
+                    [Proj::Up, Proj::Down][seed as usize / 12 % 2],
                 );
                 step.grads.get_mut(&id).unwrap().iter_mut().for_each(|g| *g = -*g);
             }
@@ -363,10 +372,10 @@ fn dtypes() -> Vec<Dtype> {
 fn computed(case: &Case) -> (Step, Reference) {
     if case.dtype != Dtype::F16 {
         let step = case.run(3);
-        let want = case.reference(&step.chosen);
+        let want = case.reference(3, &step.chosen);
         return (step, want);
     }
-    let want = case.reference_of(None);
+    let want = case.reference_of(1, None);
     let rounded = |v: &[f64]| v.iter().map(|&v| f16::from_f64(v).to_f32()).collect::<Vec<_>>();
     let step = Step {
         output: rounded(&want.output),
@@ -424,7 +433,7 @@ fn wrong_row_among_thousands_is_detected() {
         let mut without = Case::new(plain_config(8), dtype, TOKENS, Numbers::Even, 77);
         let down = without.weights.iter_mut().find(|(id, _)| *id == WeightId::Expert(lost, Proj::Down)).unwrap();
         down.1.fill(0.0);
-        let without = without.reference(&step.chosen);
+        let without = without.reference(3, &step.chosen);
         let tensors = [
             (
                 Rows { name: "output", got: &step.output, want: &want.output, bounds: &want.output_bounds },
@@ -514,8 +523,9 @@ fn token_missing_from_a_gradient_is_detected_above_rounding() {
                 grad_output: case.grad_output[range].to_vec(),
                 weights: case.weights.clone(),
                 dtype,
+                wire: None,
             };
-            let share = alone.reference(&step.chosen[2 * t..2 * t + 2]);
+            let share = alone.reference(1, &step.chosen[2 * t..2 * t + 2]);
             for &expert in &step.chosen[2 * t..2 * t + 2] {
                 for proj in [Proj::Gate, Proj::Up, Proj::Down] {
                     let id = WeightId::Expert(expert as usize, proj);

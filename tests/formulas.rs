@@ -180,6 +180,7 @@ fn passes(source: &Synthetic, config: &LayerConfig, step: &Step) -> bool {
         chosen: Some(&step.chosen),
         choice_tolerance: CHOICE_TOLERANCE,
         dtype: Dtype::F32,
+        wire: None,
     };
     let want = reference_with(&problem, &mut |id, grad| -> Result<(), aristos::check::CheckError> {
         good &= judge("grad", &step.grads[&id], &grad.values, &grad.bounds, Dtype::F32).passed();

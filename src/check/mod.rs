@@ -26,6 +26,8 @@ pub use compare::{
     judge,
 };
 
+use half::{bf16, f16};
+
 pub use error::CheckError;
 
 use crate::moe::{Dtype, LayerConfig, MlpConfig, MlpId, WeightId};
@@ -58,6 +60,40 @@ pub struct Problem<'a> {
     pub choice_tolerance: f64,
     /// The run's element type, for the bounds.
     pub dtype: Dtype,
+    /// The rounding of rows between PEs; `None` if they have the run's element type.
+    pub wire: Option<Wire<'a>>,
+}
+
+/// The rounding of rows between PEs, to a coarser type than the run's: an expert on another PE computes with rounded rows of `hidden_states` and
+/// `grad_output`, and its result is rounded.
+#[derive(Clone, Copy, Debug)]
+pub struct Wire<'a> {
+    /// Element type of rows between PEs.
+    pub dtype: Dtype,
+    /// Whether the pair's expert is on another PE than its token, `[tokens, top_k]` in the order of `chosen`.
+    pub sent: &'a [bool],
+    /// How often a result is rounded at most: by its PE, and by a relay that adds results of other PEs.
+    pub roundings: u32,
+}
+
+impl Wire<'_> {
+    /// Rounds a row as the sender does.
+    fn round(&self, row: &mut [f64]) {
+        let round = |v: f64| match self.dtype {
+            Dtype::F32 => v,
+            Dtype::Bf16 => bf16::from_f32(v as f32).to_f64(),
+            Dtype::F16 => f16::from_f32(v as f32).to_f64(),
+        };
+        row.iter_mut().for_each(|v| *v = round(*v));
+    }
+
+    /// The largest error of a result of this norm in transit.
+    fn error(&self, norm: f64, len: usize) -> f64 {
+        let rounding = Rounding::of(self.dtype);
+        let once = rounding.unit * norm + rounding.floor * (len as f64).sqrt();
+        // A second rounding acts on the result of the first.
+        f64::from(self.roundings) * once * (1.0 + rounding.unit)
+    }
 }
 
 /// The results of the reference.
@@ -128,6 +164,9 @@ pub fn reference_with<E: From<CheckError>>(
     let x = rows("hidden_states", problem.hidden_states)?;
     let grad_output = problem.grad_output.map(|g| rows("grad_output", g)).transpose()?;
     let k = config.router.top_k;
+    if let Some(len) = problem.wire.map(|wire| wire.sent.len()).filter(|&len| len != tokens * k) {
+        return Err(CheckError::Input(format!("the wire has {len} pairs, expected {tokens} x {k}")).into());
+    }
     if let Some(len) = problem.chosen.map(<[u32]>::len)
         && len != tokens * k
     {
@@ -216,6 +255,24 @@ struct Layer<'a, E> {
     backward: Option<Backward<'a, E>>,
 }
 
+/// The rows of the pairs' tokens as their experts receive them.
+fn received(from: &Matrix, pairs: &[usize], k: usize, wire: Option<Wire<'_>>) -> Matrix {
+    let mut rows = Matrix::zeros(pairs.len(), from.cols);
+    for (r, &p) in pairs.iter().enumerate() {
+        rows.row_mut(r).copy_from_slice(from.row(p / k));
+        if let Some(wire) = wire.filter(|wire| wire.sent[p]) {
+            wire.round(rows.row_mut(r));
+        }
+    }
+    rows
+}
+
+/// The largest error of a pair's result, `factor * row`, in transit. A PE rounds the sum of its experts' results; the norm of a sum is at most the sum of the norms.
+fn in_transit(wire: Option<Wire<'_>>, pair: usize, factor: f64, row: &[f64], row_bound: f64) -> f64 {
+    let wire = wire.filter(|wire| wire.sent[pair]);
+    wire.map_or(0.0, |wire| wire.error(factor.abs() * (bound::norm(row) + row_bound), row.len()))
+}
+
 /// The state of the backward pass.
 struct Backward<'a, E> {
     /// The output's gradient.
@@ -248,13 +305,8 @@ impl<E: From<CheckError>> Layer<'_, E> {
         }
         let id = MlpId::Routed(expert);
         let mlp = Mlp::load(config, config.expert, self.rounding, id, self.problem.weights)?;
-        let rows_of = |from: &Matrix| {
-            let mut rows = Matrix::zeros(pairs.len(), config.hidden);
-            for (r, &p) in pairs.iter().enumerate() {
-                rows.row_mut(r).copy_from_slice(from.row(p / k));
-            }
-            rows
-        };
+        let wire = self.problem.wire;
+        let rows_of = |from: &Matrix| received(from, &pairs, k, wire);
         let tokens = rows_of(&self.x);
         let weights: Vec<Bounded> = pairs.iter().map(|&p| routing.weights[p]).collect();
         if config.router.weigh_input {
@@ -264,6 +316,8 @@ impl<E: From<CheckError>> Layer<'_, E> {
         let trace = mlp.forward(&rows, 0.0);
         for (r, &p) in pairs.iter().enumerate() {
             self.add_output(p / k, factors[r], trace.output.row(r), trace.output_bounds[r]);
+            self.output_bounds[p / k] +=
+                in_transit(wire, p, factors[r].value, trace.output.row(r), trace.output_bounds[r]);
         }
         let Some(b) = &mut self.backward else { return Ok(()) };
         let mut grads = Gradients::new();
@@ -271,6 +325,7 @@ impl<E: From<CheckError>> Layer<'_, E> {
         for (r, &p) in pairs.iter().enumerate() {
             b.d_weights[p] = d.factors[r];
             b.add_dx(p / k, d.x.row(r), d.x_bounds[r], self.rounding);
+            b.dx_bounds[p / k] += in_transit(wire, p, 1.0, d.x.row(r), d.x_bounds[r]);
         }
         grads.into_iter().try_for_each(|(id, grad)| (b.on_grad)(id, grad))
     }
@@ -289,14 +344,13 @@ impl<E: From<CheckError>> Layer<'_, E> {
         }
         let ones = vec![Bounded::ONE; pairs.len()];
         let trace = mlp.forward(&rows, error);
+        let wire = self.problem.wire;
         for (r, &p) in pairs.iter().enumerate() {
             self.add_output(p / k, Bounded::ONE, trace.output.row(r), trace.output_bounds[r]);
+            self.output_bounds[p / k] += in_transit(wire, p, 1.0, trace.output.row(r), trace.output_bounds[r]);
         }
         let Some(b) = &mut self.backward else { return Ok(()) };
-        let mut dy = Matrix::zeros(pairs.len(), tokens.cols);
-        for (r, &p) in pairs.iter().enumerate() {
-            dy.row_mut(r).copy_from_slice(b.dy.row(p / k));
-        }
+        let dy = received(&b.dy, pairs, k, wire);
         let mut grads = Gradients::new();
         let d = mlp.backward(&rows, &trace, &dy, &ones, &mut grads);
         for (r, &p) in pairs.iter().enumerate() {
@@ -307,6 +361,7 @@ impl<E: From<CheckError>> Layer<'_, E> {
             let weighed: Vec<f64> = dx.iter().map(|d| d * weight.value).collect();
             let bound = weight.value.abs() * d.x_bounds[r] + weight.bound * (bound::norm(dx) + d.x_bounds[r]);
             b.add_dx(p / k, &weighed, bound, self.rounding);
+            b.dx_bounds[p / k] += in_transit(wire, p, 1.0, &weighed, bound);
         }
         grads.into_iter().try_for_each(|(id, grad)| (b.on_grad)(id, grad))
     }

@@ -57,6 +57,7 @@ impl Data {
             chosen,
             choice_tolerance: tolerance,
             dtype: Dtype::F32,
+            wire: None,
         })
     }
 

@@ -381,6 +381,7 @@ mod tests {
             chosen: None,
             choice_tolerance: CHOICE_TOLERANCE,
             dtype: Dtype::Bf16,
+            wire: None,
         };
         reference(&problem).unwrap().chosen
     }

@@ -6,9 +6,11 @@ use std::os::unix::fs::FileExt;
 use anyhow::{Context, Result};
 use half::{bf16, f16};
 
+use super::routing::leave_out;
 use super::{PreparedRun, gradient_name};
-use crate::check::{Bounds, CHOICE_TOLERANCE, Comparison, Problem, judge, reference_with};
+use crate::check::{Bounds, CHOICE_TOLERANCE, Comparison, Problem, Wire, judge, reference_with};
 use crate::checkpoint::{InputTensor, ResultLayout};
+use crate::job::request::RowsPer;
 use crate::moe::{Dtype, WeightId, WeightSource};
 use crate::report::{CheckReport, SliceCheck, TensorCheck};
 
@@ -44,8 +46,10 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         routing.check(job.request.steps - 1, &choice)?;
         config.router.groups = None;
     }
-    // Rows sent in a coarser type have the rounding error of that type.
-    let coarsest = job.request.options.wire(job.request.dtype);
+    let dtype = job.request.dtype;
+    let on_wire = job.request.options.wire(dtype);
+    let sent = if on_wire == dtype { Vec::new() } else { sent(job, &choice) };
+    let roundings = if job.request.rows_per == RowsPer::Host { 2 } else { 1 };
     let mut tensors = Vec::new();
     let problem = Problem {
         config: &config,
@@ -55,10 +59,12 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         weights: &weights,
         chosen: Some(&choice),
         choice_tolerance: if job.routing.is_some() { ANY_CHOICE } else { CHOICE_TOLERANCE },
-        dtype: coarsest,
+        dtype,
+        wire: (on_wire != dtype).then_some(Wire { dtype: on_wire, sent: &sent, roundings }),
     };
-    let mut test = |name: &str, got: &[f32], want: &[f64], bounds: &Bounds| -> Result<()> {
-        let Comparison { deviation, tolerance, worst } = judge(name, got, want, bounds, coarsest);
+    // Gradients of weights are computed from the rounded rows, and are not sent as rows.
+    let mut test = |name: &str, got: &[f32], want: &[f64], bounds: &Bounds, dtype: Dtype| -> Result<()> {
+        let Comparison { deviation, tolerance, worst } = judge(name, got, want, bounds, dtype);
         let worst = worst.map(|slice| SliceCheck {
             axis: slice.axis.name().to_string(),
             index: slice.index,
@@ -72,7 +78,7 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         let place = job.weight_slice(id);
         let name = gradient_name(&place.tensor);
         if place.is_whole() {
-            return test(&name, &results.read(file, &name)?, &grad.values, &grad.bounds);
+            return test(&name, &results.read(file, &name)?, &grad.values, &grad.bounds, dtype);
         }
         // If only a part of the tensor belongs to this weight, the name includes that part.
         let span = place.span();
@@ -81,12 +87,28 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
             WeightId::Expert(e, proj) | WeightId::ExpertBias(e, proj) => format!("{e}, {proj:?}"),
             other => format!("{other:?}"),
         };
-        test(&format!("{name} ({part})"), &got, &grad.values, &grad.bounds)
+        test(&format!("{name} ({part})"), &got, &grad.values, &grad.bounds, dtype)
     })?;
-    test("output", &results.read(file, "output")?, &want.output, &want.output_bounds)?;
+    test("output", &results.read(file, "output")?, &want.output, &want.output_bounds, on_wire)?;
     if let Some(grad) = &want.grad_hidden_states {
         let name = "grad_hidden_states";
-        test(name, &results.read(file, name)?, grad, &want.grad_hidden_states_bounds)?;
+        test(name, &results.read(file, name)?, grad, &want.grad_hidden_states_bounds, on_wire)?;
     }
     Ok(CheckReport::new(tensors))
+}
+
+/// Whether the expert of each pair is on another PE than the token, `[tokens, top_k]`.
+fn sent(job: &PreparedRun, choice: &[u32]) -> Vec<bool> {
+    let top_k = job.config.router.top_k;
+    let mut kept = choice.to_vec();
+    leave_out(&job.config, &mut kept);
+    let mut sent = Vec::with_capacity(kept.len());
+    for pe in 0..job.request.pes {
+        let tokens = job.tokens_of(pe);
+        let (group, source) = job.groups.position(pe);
+        let holders =
+            job.groups.placement(group).holders_of_pairs(source, &kept[tokens.start * top_k..tokens.end * top_k]);
+        sent.extend(holders.into_iter().map(|holder| holder.is_some_and(|holder| holder != source)));
+    }
+    sent
 }

@@ -129,6 +129,10 @@ impl PreparedRun {
                 replan.every
             );
         }
+        ensure!(
+            !request.check || request.replan.is_none() || request.options.wire.is_none(),
+            "`check` with `wire` and `replan_every`, expected two of them: the check does not follow experts that move to the rows that are rounded"
+        );
         let routing = match &request.routing {
             None => None,
             Some(_) if request.device != DeviceKind::Cpu => {

@@ -198,7 +198,7 @@ impl SavedRouting {
 }
 
 /// Sets choices without a row to [`NO_EXPERT`]: identity experts, and choices beyond the capacity, which the first tokens fill.
-fn leave_out(config: &LayerConfig, choices: &mut [u32]) {
+pub(super) fn leave_out(config: &LayerConfig, choices: &mut [u32]) {
     let routed = |choice: &u32| (*choice as usize) < config.n_experts;
     let pairs = choices.iter().filter(|choice| routed(choice)).count() as u64;
     let mut left = vec![config.expert_capacity(pairs).unwrap_or(u64::MAX); config.n_experts];

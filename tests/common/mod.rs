@@ -321,6 +321,7 @@ pub fn reference_rounded(source: &Synthetic, tokens: usize, chosen: &[u32], roun
         chosen: Some(chosen),
         choice_tolerance: check::CHOICE_TOLERANCE,
         dtype: Dtype::F32,
+        wire: None,
     })
     .unwrap()
 }

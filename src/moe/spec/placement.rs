@@ -209,6 +209,16 @@ impl Placement {
         ReplicaAssigner { placement: self, replicated }
     }
 
+    /// The PE that computes each pair of `source`'s tokens, `experts` being their experts in the order of tokens; `None` for an id that is not an
+    /// expert.
+    pub fn holders_of_pairs(&self, source: usize, experts: &[u32]) -> Vec<Option<usize>> {
+        let is_expert = |e: u32| (e as usize) < self.n_experts();
+        let mut pairs = vec![0; self.n_experts()];
+        experts.iter().filter(|&&e| is_expert(e)).for_each(|&e| pairs[e as usize] += 1);
+        let mut assigner = self.replica_assigner(source, |e| pairs[e]);
+        experts.iter().map(|&e| is_expert(e).then(|| assigner.next(e as usize).0)).collect()
+    }
+
     /// The experts of `pe`, ascending.
     pub fn experts(&self, pe: usize) -> &[usize] {
         &self.by_pe[pe]
