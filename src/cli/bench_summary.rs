@@ -8,7 +8,7 @@ use super::progress::Progress;
 use super::shared::{BenchLayerArgs, PlotArgs, plot_report, print_report};
 use super::values::{DeviceArg, DtypeArg, ModeArg, check_pes};
 use crate::bench::kernel_summary::KernelSummary;
-use crate::job::request::{OnFailure, RowsPer, RunRequest, Work};
+use crate::job::request::{NonFinitePolicy, OnFailure, RowsPer, RunRequest, Work};
 use crate::moe::Options;
 use crate::moe::synthetic::SyntheticSpec;
 use crate::run::{PreparedRun, supervisor};
@@ -87,6 +87,7 @@ impl RunArgs {
             save_weights: None,
             routing: None,
             save_routing: None,
+            non_finite: NonFinitePolicy::Stop,
             check: false,
             trace: None,
             json: false,

@@ -14,7 +14,7 @@ use super::ranks::Over;
 use super::shared::KernelArgs;
 use super::shared::{TransportArgs, WaitArgs};
 use super::values::{
-    ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, OnFailureArg, RowsPerArg, TransportArg, WireArg,
+    ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, NonFiniteArg, OnFailureArg, RowsPerArg, TransportArg, WireArg,
     check_memory_mb, check_pes,
 };
 use crate::job::launch::settled_pes;
@@ -65,6 +65,9 @@ pub struct Args {
     /// Reaction to the death of a PE: with several EP groups the others can continue
     #[arg(long, value_enum, default_value = "stop", requires = "plan")]
     on_failure: OnFailureArg,
+    /// Reaction to a value that is not finite in a result, a loss, a gradient or a weight; it is named with its step, PE and expert
+    #[arg(long, value_enum, default_value = "stop")]
+    non_finite: NonFiniteArg,
     /// With --plan auto: replicate experts on several PEs of a group if that helps; at most N more experts on each PE, or
     /// as many as its memory holds (auto)
     #[arg(long, value_name = "N|auto", value_parser = replication, requires = "plan")]
@@ -363,6 +366,7 @@ impl Args {
             save_weights: self.save_weights.clone(),
             routing: self.routing.clone(),
             save_routing: self.save_routing.clone(),
+            non_finite: self.non_finite.into(),
             options: Options {
                 mode: self.mode.into(),
                 budget_factor: self.budget_factor,

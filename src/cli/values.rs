@@ -4,7 +4,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use crate::job::launch::{LaunchError, MAX_PES};
-use crate::job::request::{DeviceKind, OnFailure, RowsPer};
+use crate::job::request::{DeviceKind, NonFinitePolicy, OnFailure, RowsPer};
 use crate::moe::{Activation, Dtype, Mode};
 use crate::simulate::MAX_CORES;
 
@@ -151,6 +151,24 @@ impl From<OnFailureArg> for OnFailure {
         match on_failure {
             OnFailureArg::Stop => OnFailure::Stop,
             OnFailureArg::Continue => OnFailure::Continue,
+        }
+    }
+}
+
+/// `--non-finite`.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+pub enum NonFiniteArg {
+    /// The run ends after the step, writes its files, and the exit code is 1
+    Stop,
+    /// The run continues and logs a warning
+    Warn,
+}
+
+impl From<NonFiniteArg> for NonFinitePolicy {
+    fn from(non_finite: NonFiniteArg) -> Self {
+        match non_finite {
+            NonFiniteArg::Stop => NonFinitePolicy::Stop,
+            NonFiniteArg::Warn => NonFinitePolicy::Warn,
         }
     }
 }

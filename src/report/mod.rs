@@ -7,6 +7,7 @@
 
 mod cluster;
 mod models;
+mod non_finite;
 mod pe;
 mod plan;
 mod run;
@@ -22,6 +23,8 @@ use serde::Serialize;
 
 pub(crate) use cluster::cluster_text;
 pub(crate) use models::{exchange_text, linear_text, sweep_text};
+pub(crate) use non_finite::nulls_are_nan;
+pub use non_finite::{NonFinite, NonFiniteKind};
 pub use pe::{ExpertRows, PassReport, PeReport, Replanned, StepReport, SymmetricMemory, TraceSpan, TrafficReport};
 pub(crate) use plan::{explanation_text, plan_text, rebalanced_text, replan_text};
 pub(crate) use run::median;

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::non_finite::NonFinite;
+
 /// One PE's part of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PeReport {
@@ -42,6 +44,9 @@ pub struct PeReport {
     /// Changes of the plan during the run, on all PEs the same except for their times.
     #[serde(default)]
     pub replanned: Vec<Replanned>,
+    /// The first values found that are not finite.
+    #[serde(default)]
+    pub non_finite: Vec<NonFinite>,
 }
 
 /// One step of one PE.

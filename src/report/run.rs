@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
+use super::non_finite::{self, NonFinite, null_is_nan, nulls_are_nan};
 use super::pe::{PassReport, PeReport, Replanned, StepReport, SymmetricMemory, TrafficReport};
 use super::text::ranges;
 
@@ -253,13 +254,17 @@ pub struct RunReport {
     /// Symmetric memory: the maximum of each figure over the PEs.
     pub symmetric: SymmetricMemory,
     /// Auxiliary losses by name ("load_balancing", "z"), as weighted in the total loss. The caller of
-    /// [`RunReport::merge`] adds them.
+    /// [`RunReport::merge`] adds them. Null in JSON if not finite.
+    #[serde(deserialize_with = "nulls_are_nan")]
     pub aux_losses: BTreeMap<String, f64>,
     /// The plan, with `--plan`. The caller of [`RunReport::merge`] adds it.
     pub plan: Option<PlanReport>,
     /// The lost EP groups in the order of the losses. The caller of [`RunReport::merge`] adds them.
     #[serde(default)]
     pub lost: Vec<LostGroups>,
+    /// The first values that are not finite, the cause first; at most 16 tensors.
+    #[serde(default)]
+    pub non_finite: Vec<NonFinite>,
     /// The result of `--check`. The caller of [`RunReport::merge`] adds it.
     pub check: Option<CheckReport>,
 }
@@ -318,6 +323,7 @@ impl RunReport {
             aux_losses: BTreeMap::new(),
             plan: None,
             lost: Vec::new(),
+            non_finite: non_finite::merge(pes.iter().flat_map(|pe| pe.non_finite.iter().cloned())),
             check: None,
             config,
         }
@@ -357,10 +363,6 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
         n if n % 2 == 1 => values[middle],
         _ => (values[middle - 1] + values[middle]) / 2.0,
     }
-}
-
-fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
 #[cfg(test)]
@@ -486,6 +488,7 @@ pub(super) mod tests {
         let (config, pes) = example();
         let mut report = RunReport::merge(config, &pes);
         report.check = Some(CheckReport::new(vec![TensorCheck::new("output", 0.0, 1e-5, None)]));
+        report.non_finite.push(NonFinite::default());
         let page = include_str!("../../docs/report.md");
         let mut missing = Vec::new();
         let mut visit = vec![serde_json::to_value(&report).unwrap()];

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::report::{PeReport, TraceSpan};
+use crate::report::{PeReport, TraceSpan, nulls_are_nan};
 
 /// The job's file of results.
 pub const RESULTS: &str = "results";
@@ -32,5 +32,6 @@ pub struct Done {
     /// The PE's measurements.
     pub report: PeReport,
     /// The losses over all PEs' tokens, by name, weighted.
+    #[serde(deserialize_with = "nulls_are_nan")]
     pub losses: BTreeMap<String, f64>,
 }

@@ -11,6 +11,7 @@ mod hooks;
 mod inject;
 pub mod memory;
 mod messages;
+mod non_finite;
 pub mod pe;
 mod pe_results;
 pub mod peers;

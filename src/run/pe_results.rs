@@ -1,17 +1,17 @@
 //! A PE's report, and the results that it writes.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use anyhow::Result;
 
 pub use super::messages::{CHOSEN, Done, Message, RESULTS, ROUTING, WEIGHTS};
+use super::non_finite::losses;
 use super::steps::Results;
 use super::{PreparedRun, gradient_name};
 use crate::checkpoint::ResultLayout;
 use crate::job::host::Host;
 use crate::moe::metrics::Phase;
-use crate::moe::{Groups, Load, WeightId, WeightSource};
+use crate::moe::{Groups, WeightId, WeightSource};
 use crate::report::PeReport;
 
 /// The names of a PE's phases by status code: outside the layer, then the layer's phases.
@@ -141,12 +141,4 @@ impl Target<'_> {
         let what = format!("tensor {tensor} to {}", self.path);
         Ok(self.host.write(self.file, at, bytemuck::cast_slice(values), &what)?)
     }
-}
-
-/// The weighted losses over all PEs' tokens.
-fn losses(job: &PreparedRun, load: &Load) -> BTreeMap<String, f64> {
-    let (aux, z) = (job.config.aux_loss_coef, job.config.z_loss_coef);
-    let all = [("load_balancing", aux, load.aux_loss()), ("z", z, load.z_loss())];
-    let weighted = all.into_iter().filter(|(_, coef, _)| *coef != 0.0);
-    weighted.map(|(name, coef, loss)| (name.to_string(), f64::from(coef) * loss)).collect()
 }

@@ -49,14 +49,27 @@ impl Steps<'_> {
         tracing::debug!(pe, experts = job.experts(pe).len(), "the layer is ready");
         let zeros = vec![0.0; tokens.len() * job.config.hidden];
         let input = layer.rows(&job.rows_in(InputTensor::HiddenStates, tokens.clone(), first)?, "hidden_states")?;
-        let mut output = layer.values(&zeros)?;
+        let output = layer.values(&zeros)?;
         let mut backward = None;
         if job.backward {
             let grad_output = layer.rows(&job.rows(InputTensor::GradOutput, tokens)?, "grad_output")?;
             backward = Some((grad_output, layer.values(&zeros)?));
         }
         let (routed, groups) = (Routed::default(), job.groups.clone());
-        let mut run = StepContext { job, host, pe, layer, step: first, input, routed, groups, progress };
+        let mut run = StepContext {
+            job,
+            host,
+            pe,
+            layer,
+            step: first,
+            input,
+            output,
+            backward,
+            stopped: false,
+            routed,
+            groups,
+            progress,
+        };
         let mut hooks = hooks(&mut run, settle, gather)?;
         let needs_routing = hooks.iter().any(|hook| hook.needs_routing());
         let show = |pass: Pass| passes.iter().for_each(|codes| host.status().set_phase(codes[pass as usize]));
@@ -67,13 +80,13 @@ impl Steps<'_> {
             host.status().set_progress(step as u64, job.request.steps as u64);
             hooks.iter_mut().try_for_each(|hook| hook.before(&mut run))?;
             show(Pass::Forward);
-            let mut saved = run.layer.forward(run.input.borrow(), output.borrow_mut())?;
+            let mut saved = run.layer.forward(run.input.borrow(), run.output.borrow_mut())?;
             let outcome = run.layer.finish(&saved)?;
             if needs_routing || step + 1 == job.request.steps {
                 run.routed = run.layer.routed(&saved)?;
             }
             hooks.iter_mut().try_for_each(|hook| hook.after_pass(&mut run, Pass::Forward, &outcome))?;
-            if let Some((grad_output, grad_input)) = &mut backward {
+            if let Some((grad_output, grad_input)) = &mut run.backward {
                 show(Pass::Backward);
                 let (x, grad_output) = (run.input.borrow(), (*grad_output).borrow());
                 run.layer.backward(&mut saved, x, grad_output, grad_input.borrow_mut())?;
@@ -82,12 +95,15 @@ impl Steps<'_> {
             }
             run.layer.recycle(saved);
             hooks.iter_mut().try_for_each(|hook| hook.after(&mut run))?;
+            if run.stopped {
+                break;
+            }
         }
-        hooks.iter_mut().try_for_each(|hook| hook.finish(&mut run, report))?;
         report.all_steps_s = begin.elapsed().as_secs_f64();
+        hooks.iter_mut().try_for_each(|hook| hook.finish(&mut run, report))?;
         drop(hooks);
 
-        let StepContext { layer, routed, groups, .. } = run;
+        let StepContext { layer, output, backward, routed, groups, .. } = run;
         let rows = groups.experts(job.rank(pe)).iter().zip(&routed.expert_rows);
         report.expert_rows = rows.map(|(&expert, &rows)| ExpertRows { expert, rows }).collect();
         let weights = if job.request.save_weights.is_some() { read_weights(layer)? } else { Vec::new() };

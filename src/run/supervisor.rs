@@ -5,12 +5,12 @@ use std::io::{self, BufWriter};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use super::PreparedRun;
 use super::check::check;
 use super::pe_results::{CHOSEN, Done, Message, PHASE_NAMES, RESULTS, ROUTING, WEIGHTS};
-use super::routing::SavedRouting;
+use super::routing::{Captured, SavedRouting};
 use crate::checkpoint::{OutputFile, ResultLayout, memory_file, real_path};
 #[cfg(feature = "cuda")]
 use crate::job::heap;
@@ -18,7 +18,7 @@ use crate::job::launch::{FailureDomains, GoOn, LaunchError, Processes, StatusVie
 use crate::job::messages::collect;
 #[cfg(feature = "cuda")]
 use crate::job::request::DeviceKind;
-use crate::job::request::{OnFailure, PlanSource, Request, RunRequest, Work};
+use crate::job::request::{NonFinitePolicy, OnFailure, PlanSource, Request, RunRequest, Work};
 use crate::moe::gemm_flop;
 use crate::moe::metrics::now_ns;
 use crate::report::{LostGroups, PeReport, Report, RunConfig, RunReport, TraceSpan, TraceWriter};
@@ -29,10 +29,16 @@ use crate::stdio::say;
 /// Prints the report; returns whether the check, if requested, passed.
 ///
 /// # Errors
-/// The output cannot be written.
+/// The output cannot be written, or a value of the results is not finite and the request does not allow that.
 pub fn print(job: &PreparedRun, report: &RunReport) -> Result<bool> {
     let text = if job.request.json { report.to_json() } else { report.render_table() };
     print_line(&text)?;
+    if let Some(first) = report.non_finite.first() {
+        match job.request.non_finite {
+            NonFinitePolicy::Stop => bail!("{first}"),
+            NonFinitePolicy::Warn => tracing::warn!("{first}"),
+        }
+    }
     Ok(report.check.as_ref().is_none_or(|c| c.passed))
 }
 
@@ -181,6 +187,7 @@ impl Outputs {
         if let Some(output) = &output {
             leave_out(job, &layout, output.file(), &report.lost)?;
         }
+        let mut checked = None;
         let first = reports.iter().min_by_key(|report| report.pe);
         if let (Some(plan), Some(first)) = (&mut report.plan, first) {
             plan.replanned = first.replanned.clone();
@@ -190,7 +197,8 @@ impl Outputs {
                 report.lost.is_empty(),
                 "`check`: a part of the tokens was lost with its EP group, nothing is compared"
             );
-            report.check = Some(check(job, &layout, output.file(), chosen)?);
+            // The files are published before an error of the check is returned.
+            checked = Some(check(job, &layout, output.file(), chosen));
         }
         let mut files = Vec::new();
         if let (Some(trace), Some(path)) = (trace, &job.request.trace) {
@@ -199,13 +207,15 @@ impl Outputs {
             files.push(trace.file);
         }
         if let Some(routing) = routing {
+            let captured = Captured { steps: report.config.steps as usize, ..job.captured() };
             let tokens: Vec<usize> = job.pe_tokens.iter().map(|tokens| tokens.len()).collect();
-            files.push(routing.complete(job.captured(), job.request.work.layer(), &job.config, &tokens)?);
+            files.push(routing.complete(captured, job.request.work.layer(), &job.config, &tokens)?);
         }
         files.extend(weights);
         // A file in memory is not published.
         files.extend(output);
         OutputFile::publish_all(files)?;
+        report.check = checked.transpose()?;
         Ok(report)
     }
 }
@@ -280,7 +290,7 @@ fn run_config(job: &PreparedRun, reports: &[PeReport]) -> RunConfig {
         tile: reports.first().and_then(|r| r.tile.clone()),
         mode: job.mode().to_string(),
         pes: job.request.pes,
-        steps: job.request.steps as u64,
+        steps: reports.iter().map(|report| report.n_steps).min().unwrap_or(0),
         backward: job.backward,
         threads: job.request.options.threads,
         flop_per_step: gemm_flop(config, rows, tokens, job.backward),

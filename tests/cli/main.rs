@@ -10,5 +10,6 @@ mod cpu;
 mod ends;
 mod files;
 mod jobs;
+mod non_finite;
 mod outputs;
 mod pe;

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 pub use bench::{Inject, MoeBench, Op, P2pBench, Scope, StragglerBench, StragglerMode};
 pub use field::FieldError;
 pub use probe::{ProbeRequest, ProbedExpert};
-pub use run::{DeviceKind, OnFailure, PlanSource, Replanning, RowsPer, RunRequest, Work};
+pub use run::{DeviceKind, NonFinitePolicy, OnFailure, PlanSource, Replanning, RowsPer, RunRequest, Work};
 
 use super::launch::VERSION;
 
@@ -175,6 +175,7 @@ mod tests {
             save_weights: Some(PathBuf::from(OsStr::from_bytes(b"w\xfe"))),
             routing: Some(PathBuf::from(OsStr::from_bytes(b"r\xfe"))),
             save_routing: None,
+            non_finite: NonFinitePolicy::Stop,
             check: true,
             trace: None,
             json: false,

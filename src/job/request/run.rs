@@ -89,6 +89,17 @@ pub enum OnFailure {
     Continue,
 }
 
+/// The reaction to a value that is not finite.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NonFinitePolicy {
+    /// The run ends after the step, writes its files, and fails.
+    #[default]
+    Stop,
+    /// The run continues, with a warning.
+    Warn,
+}
+
 /// The unit that receives a row once, for all of its experts there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -167,6 +178,9 @@ pub struct RunRequest {
     pub steps: usize,
     /// The learning rate of a stochastic gradient descent update after each step, if enabled.
     pub sgd: Option<f32>,
+    /// The reaction to a value that is not finite.
+    #[serde(default)]
+    pub non_finite: NonFinitePolicy,
     /// How the layer runs.
     pub options: Options,
     /// Coefficients of the load-balancing and the z-loss, overriding the layer's.

@@ -4,6 +4,7 @@
 
 mod commit;
 mod hot_shift;
+mod non_finite;
 mod progress;
 mod replan;
 mod routing;
@@ -37,6 +38,7 @@ pub(super) fn hooks<'h, L: MoeLayer>(
     if request.save_routing.is_some() {
         hooks.push(Box::new(routing::SaveRouting));
     }
+    hooks.push(Box::new(non_finite::FindNonFinite::new(run, gather)));
     if let Some(rate) = request.sgd {
         hooks.push(Box::new(sgd::Sgd::new(run, rate)?));
     }

@@ -2,7 +2,7 @@
 
 use crate::moe::WeightId;
 use crate::moe::metrics::Traffic;
-use crate::report::{StepReport, StepSample, TraceSpan};
+use crate::report::{NonFinite, StepReport, StepSample, TraceSpan};
 
 /// The progress of this PE. It outlives the layer when the job continues after a loss.
 #[derive(Default)]
@@ -17,6 +17,8 @@ pub(in crate::run) struct Progress {
     pub(super) weights_before: Vec<(WeightId, Vec<f32>)>,
     /// Spans that are not sent yet.
     pub(super) spans: Vec<TraceSpan>,
+    /// The first values found that are not finite.
+    pub(super) non_finite: Vec<NonFinite>,
     pub(super) sample: StepSample,
     pub(super) traffic: Traffic,
     pub(super) all_reduce_bytes: u64,

@@ -184,6 +184,9 @@ impl<L: MoeLayer> StepHook<L> for Replanner<'_> {
     }
 
     fn after(&mut self, run: &mut StepContext<'_, L>) -> Result<()> {
+        if run.stopped {
+            return Ok(());
+        }
         let Some(groups) = self.replan(run.job, run.step)? else { return Ok(()) };
         tracing::info!(pe = run.pe, step = run.step, "experts move");
         let start = Instant::now();

@@ -5,6 +5,7 @@ use anyhow::Result;
 use super::{StepContext, StepHook};
 use crate::job::request::OnFailure;
 use crate::moe::{MoeLayer, WeightId};
+use crate::run::non_finite::{Largest, Place};
 
 /// Updates the weights from their gradients after each step. [`Progress::weights`](super::Progress) has them in f32, whatever the layer's
 /// element type, so that small updates accumulate.
@@ -27,11 +28,19 @@ impl Sgd {
 
 impl<L: MoeLayer> StepHook<L> for Sgd {
     fn after(&mut self, run: &mut StepContext<'_, L>) -> Result<()> {
+        if run.stopped {
+            return Ok(());
+        }
         let progress = &mut *run.progress;
         if run.job.request.on_failure == OnFailure::Continue {
             progress.weights_before.clone_from(&progress.weights);
         }
-        descend(run.layer, self.rate * run.job.gradient_scale(), &mut progress.weights)
+        let finite = descend(run.layer, self.rate * run.job.gradient_scale(), &mut progress.weights)?;
+        if !finite && progress.non_finite.is_empty() {
+            let place = Place { job: run.job, pe: run.pe, step: run.step };
+            progress.non_finite.extend(place.of_weights(&progress.weights));
+        }
+        Ok(())
     }
 }
 
@@ -47,15 +56,20 @@ pub(in crate::run) fn read_weights<L: MoeLayer>(layer: &L) -> Result<Vec<(Weight
     Ok(weights)
 }
 
-fn descend<L: MoeLayer>(layer: &mut L, rate: f32, weights: &mut [(WeightId, Vec<f32>)]) -> Result<()> {
+/// Returns whether the new weights are finite.
+fn descend<L: MoeLayer>(layer: &mut L, rate: f32, weights: &mut [(WeightId, Vec<f32>)]) -> Result<bool> {
     let (placement, me) = (layer.spec().placement.clone(), layer.my_pe());
     let gradients = layer.gradients()?;
+    let mut largest = Largest::default();
     for (id, weight) in weights.iter_mut() {
         let gradient = gradients.get(*id, &placement, me).unwrap_or_default();
-        weight.iter_mut().zip(gradient).for_each(|(weight, gradient)| *weight -= rate * gradient);
+        for (weight, gradient) in weight.iter_mut().zip(gradient) {
+            *weight -= rate * gradient;
+            largest.add(*weight);
+        }
     }
     for (id, weight) in weights.iter().filter(|(id, _)| id.has_gradient()) {
         layer.set_weights(*id, weight)?;
     }
-    Ok(())
+    Ok(largest.is_finite())
 }

@@ -20,6 +20,12 @@ pub(in crate::run) struct StepContext<'c, L: MoeLayer> {
     pub step: usize,
     /// This PE's rows of `hidden_states`, `[tokens, hidden]`.
     pub input: L::RowsBuf,
+    /// `[tokens, hidden]` of the current step.
+    pub output: L::ValuesBuf,
+    /// With a backward pass, this PE's rows of `grad_output`, and `grad_hidden_states` of the current step.
+    pub backward: Option<(L::RowsBuf, L::ValuesBuf)>,
+    /// Whether the run ends after the current step, without an update: the step has values that are not finite.
+    pub stopped: bool,
     /// The routing of the current step, if a hook [needs it](StepHook::needs_routing), and of the last step.
     pub routed: Routed,
     /// The experts of every PE.
