@@ -9,7 +9,7 @@
 //! - [`checkpoint`]: reads Hugging Face checkpoints, writes result files;
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
 //! - [`job`]: requests, and the PEs that execute them: processes, launchers, TCP, MPI;
-//! - [`stdio`]: standard output and standard error;
+//! - [`stdio`]: standard output and standard error; [`out_of_memory`]: the end after a failed allocation;
 //! - [`formats`] (package `aristos-formats`): files, with [`cluster`]: devices and links;
 //! - [`plan`] (package `aristos-plan`): the planner of groups and placement;
 //! - [`probe`]: measures a cluster over a transport;
@@ -39,6 +39,7 @@ pub mod doctor;
 pub mod gpu;
 pub mod job;
 pub mod moe;
+pub mod out_of_memory;
 #[cfg(feature = "command")]
 pub mod plot;
 pub mod probe;

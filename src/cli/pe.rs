@@ -12,6 +12,7 @@ use crate::job::launch::PeContext;
 use crate::job::request::Request;
 use crate::job::{JobError, PeFailure};
 use crate::moe::MoeError;
+use crate::out_of_memory::leave_to_supervisor;
 use crate::probe::ProbeError;
 use crate::run::{self, PreparedRun};
 use crate::stdio::{one_line, with_causes};
@@ -21,6 +22,7 @@ use crate::stdio::{one_line, with_causes};
 /// # Errors
 /// No supervisor has started this process.
 pub fn main() -> Result<ExitCode> {
+    leave_to_supervisor();
     let mut context = PeContext::take()?;
     let request = Request::from_bytes(context.request());
     if let Err(error) = request.map_err(Into::into).and_then(|request| carry_out(request, &mut context)) {

@@ -359,6 +359,34 @@ fn low_limit_on_open_files_is_one_error() {
     assert!((3..30).contains(&refused), "{refused}");
 }
 
+/// Under a limit on memory a job ends with one line, and so does a command without PEs.
+#[test]
+fn low_limit_on_memory_is_one_error() {
+    let limited = |kib: usize, args: &str| {
+        let mut command = Command::new("sh");
+        let script = format!("ulimit -c 0; ulimit -v {kib}; exec \"$0\" \"$@\"");
+        command.args(["-c", &script]).arg(aristos([""; 0]).get_program());
+        run({
+            command.args(args.split_whitespace());
+            command
+        })
+    };
+    let mut by_allocation = 0;
+    for kib in (60_000..460_000).step_by(40_000) {
+        let outcome =
+            limited(kib, "run --pes 2 --tokens 20000 --hidden 512 --intermediate 256 --experts 8 --forward-only");
+        if outcome.status.success() {
+            continue;
+        }
+        by_allocation += usize::from(outcome.refused(&[]).stderr.contains("ran out of memory"));
+    }
+    assert!(by_allocation > 0);
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("r.json");
+    let routing = format!("sim routing --experts 64 --tokens 4000000 --top-k 8 --nodes 8 --out {}", out.display());
+    limited(100_000, &routing).refused(&["out of memory", "bytes cannot be allocated", "ulimit -v"]);
+}
+
 /// A warning about an unsupported feature of the model is printed once, not by each PE.
 #[test]
 fn warning_is_printed_once() {

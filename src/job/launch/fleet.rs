@@ -13,6 +13,7 @@ use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair}
 use super::child::Start;
 use super::rendezvous::{ParentLink, Rendezvous};
 use super::{LaunchError, signals};
+use crate::out_of_memory::OUT_OF_MEMORY;
 use crate::shmem::control::frame::Kind;
 
 /// How long killed processes may take to end. SIGKILL takes effect at once, except in a process that
@@ -186,6 +187,9 @@ pub(super) fn describe(status: ExitStatus) -> String {
             name => format!("was killed by {name}"),
         },
         (None, Some(0)) => "exited with code 0 before it was done".to_string(),
+        (None, Some(code)) if code == i32::from(OUT_OF_MEMORY) => {
+            "ran out of memory: an allocation exceeds the machine's memory, or the limit of ulimit -v".to_string()
+        }
         (None, code) => format!("exited with code {}", code.unwrap_or(-1)),
     }
 }
