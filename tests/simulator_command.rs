@@ -314,6 +314,35 @@ fn rows_are_sent_once_per_expert_pe_or_host() {
     assert!(node[all].as_f64() > pe[all].as_f64());
 }
 
+#[test]
+fn commands_that_would_run_for_minutes_are_refused() {
+    let folder = folder(&[("c.json", four_devices())]);
+    let routing = "sim routing --experts 4 --tokens 1 --top-k 1 --nodes 1 --out r.json";
+    for (more, part) in [
+        ("--layers 1000000", "--layers is 1000000, expected at most 262144 records"),
+        ("--layers 1000 --steps 1000", "--steps is 1000, expected at most 262144 records"),
+    ] {
+        refused(folder.path(), &format!("{routing} {more}"), &[part]);
+    }
+    let simulate = "simulate --cluster c.json --tokens 4 --hidden 8 --intermediate 8 --experts 4 --steps 1000000";
+    refused(folder.path(), simulate, &["--steps is 1000000, expected at most 131072"]);
+}
+
+/// A node's sent and received bytes together are at most a NIC's bytes in a round (docs/simulator.md).
+#[test]
+fn nic_limits_sent_and_received_bytes_together() {
+    // Two nodes send each other 40 bytes over two links that each carry 40 bytes in a round.
+    let params =
+        |nic: u64| json!({"num_links": 2, "intra_bw_bytes_per_ms": 40, "packet_size_bytes": 20, "nic_rate_bytes": nic});
+    let load = json!({"load_bytes": [[0, 40], [40, 0]]});
+    let folder = folder(&[("40.json", params(40)), ("80.json", params(80)), ("l.json", load)]);
+    let rounds = |nic: u64| {
+        let args = format!("sim comms --params {nic}.json --traffic l.json --json");
+        parsed(folder.path(), &args)["rounds"].clone()
+    };
+    assert_eq!((rounds(80), rounds(40)), (json!(1), json!(2)));
+}
+
 /// A cluster of 4 equal devices on one host.
 fn four_devices() -> Value {
     let device = |id: usize| json!({"id": id, "host": "h", "flop_per_ms": 1e7, "memory_experts": 16});

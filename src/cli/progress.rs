@@ -1,6 +1,7 @@
 //! A progress bar, if standard error is a terminal.
 
 use std::io::IsTerminal;
+use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -33,6 +34,14 @@ impl Progress {
     /// Phases of PE 0, if all PEs run the same ones.
     pub fn of_first_pe() -> Progress {
         Progress::new("{bar:30} {pos}/{len}, {elapsed}, {msg}", Followed::FirstPe)
+    }
+
+    /// The elapsed time of work whose progress is not known.
+    pub fn of_work(text: &'static str) -> Progress {
+        let progress = Progress::new("{msg}, {elapsed}", Followed::FirstPe);
+        progress.bar.set_message(text);
+        progress.bar.enable_steady_tick(Duration::from_millis(200));
+        progress
     }
 
     fn new(template: &str, followed: Followed) -> Progress {

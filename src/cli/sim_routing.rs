@@ -6,6 +6,7 @@ use anyhow::Result;
 
 use super::files;
 use super::flags::of_flags;
+use super::progress::Progress;
 use super::shared::PlotArgs;
 use crate::checkpoint::OutputFile;
 use crate::plot::plot_expert_load;
@@ -106,7 +107,10 @@ pub fn command(args: &Args) -> Result<bool> {
         seed: args.seed,
     };
     args.plots.create()?;
-    let routing = workload.routing().map_err(of_flags)?;
+    let progress = Progress::of_work("drawing experts");
+    let drawn = workload.routing().map_err(of_flags);
+    progress.clear();
+    let routing = drawn?;
     let loads = match &args.save_traffic {
         Some(_) => Some(dispatch_load(&routing, &args.payload.payload()).map_err(of_flags)?),
         None => None,

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::files;
+use super::progress::Progress;
 use super::run::SyntheticArgs;
 use super::shared::{ClusterArgs, PlotArgs, show};
 use super::sim_linear::read_device;
@@ -230,7 +231,10 @@ pub fn command(args: &Args) -> Result<bool> {
     let simulated = args.simulated()?;
     args.plots.create()?;
     let file = files::create(args.trace.as_ref())?;
-    let (report, times) = simulated.run()?;
+    let progress = Progress::of_work("simulating");
+    let done = simulated.run();
+    progress.clear();
+    let (report, times) = done?;
     files::write(file, simulated_trace_json("PE", &times.spans)?)?;
     args.plots.save("stragglers", || plot::plot_stragglers(&report.stragglers.ecdf_s))?;
     show(args.json, &report, || simulated_text(&report))?;

@@ -21,6 +21,8 @@ const MAX_PAIRS: usize = 1 << 25;
 const MAX_GROUP: usize = 2048;
 /// Maximum choices of experts in a step.
 const MAX_CHOICES: usize = 1 << 26;
+/// Maximum steps. More take longer than seconds, however small the layer.
+const MAX_STEPS: usize = 1 << 17;
 /// Maximum chunks over all passes. More would take too long.
 const MAX_CHUNKS: usize = 1 << 26;
 
@@ -182,6 +184,7 @@ impl Simulated {
         self.config.validate()?;
         self.options.validate(self.dtype)?;
         ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
+        ensure!(self.steps <= MAX_STEPS, "`steps` is {}, expected at most {MAX_STEPS}", self.steps);
         ensure!(self.dense.as_ref().is_none_or(|dense| dense.sequence > 0), "`sequence` is 0, expected at least 1");
         ensure!(
             self.calibration.is_none() || self.rows_per != RowsPer::Host,

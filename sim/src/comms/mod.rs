@@ -1,7 +1,7 @@
 //! An all-to-all exchange over a full mesh, in rounds.
 //!
 //! Each pair of nodes has a number of half-duplex links. In a round a link takes the direction of its first packet and carries the bytes of
-//! one millisecond; the NIC of a node limits the bytes that the node sends and receives. A round ends when no more packets fit. It takes a
+//! one millisecond; the NIC of a node limits the sum of the bytes that the node sends and receives. A round ends when no more packets fit. It takes a
 //! base delay, plus the time in which the slowest link prepares and transfers its packets.
 //!
 //! [`Schedule::Compat`] is the published program's arithmetic; [`Schedule::Fair`], the default, corrects its faults. `docs/simulator.md`

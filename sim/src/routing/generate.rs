@@ -8,6 +8,9 @@ use rand_chacha::ChaCha8Rng;
 /// Maximum number of rejected draws (of experts that the token has already) before the remaining experts are enumerated.
 const DRAWS_MOST: usize = 16;
 
+/// Maximum number of records, layers times steps. More take longer than seconds, whatever the number of tokens.
+const RECORDS_MOST: usize = 1 << 18;
+
 /// The distribution of the experts' popularity.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Popularity {
@@ -92,6 +95,14 @@ impl Workload {
             if !(1..=most).contains(&value) {
                 return wrong(field, format!("is {value}"), format!("1 to {most}"));
             }
+        }
+        if self.layers.saturating_mul(self.steps) > RECORDS_MOST {
+            let (field, value) = if self.layers > self.steps { ("layers", self.layers) } else { ("steps", self.steps) };
+            return wrong(
+                field,
+                format!("is {value}"),
+                format!("at most {RECORDS_MOST} records, one a layer and step"),
+            );
         }
         let all = [self.top_k, self.layers, self.steps].iter().fold(self.tokens, |all, n| all.saturating_mul(*n));
         if all > CHOICES_MOST {
