@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Maximum entries in a report.
 const LISTED: usize = 16;
 
-/// What is not finite, in the order in which one causes the next.
+/// Kinds of values, in the order in which one causes the next.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NonFiniteKind {
@@ -31,7 +31,7 @@ pub enum NonFiniteKind {
 pub struct NonFinite {
     /// The step, from 0.
     pub step: u64,
-    /// What it is.
+    /// Kind of the values.
     pub kind: NonFiniteKind,
     /// Name of the tensor in its file, or of the loss.
     pub name: String,
