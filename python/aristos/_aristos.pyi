@@ -29,8 +29,49 @@ class Layer:
     def forward(self, tensors: list[_View], experts: list[_View | None]) -> Saved: ...
     def sent_bytes(self) -> int: ...
 
+# Only in a wheel with devices.
+class DeviceLayer:
+    def __new__(
+        cls,
+        key: str,
+        rank: int,
+        size: int,
+        *,
+        device: str,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        activation: str,
+        gated: bool,
+        bias: bool,
+        limit: float,
+        limit_after: bool,
+        plus_one: bool,
+        dtype: str,
+        max_tokens: int,
+        wait_limit_s: float,
+        spare_multiprocessors: int,
+    ) -> DeviceLayer: ...
+    def state_bytes(self) -> int: ...
+    def forward(self, tokens: int, tensors: list[int], experts: list[int], state: int, *, wide_ids: bool, stream: int | None) -> None: ...
+    def backward(
+        self,
+        tokens: int,
+        tensors: list[int],
+        experts: list[int],
+        gradients: list[int],
+        state: int,
+        *,
+        accumulate: bool,
+        stream: int | None,
+    ) -> None: ...
+    def check(self) -> None: ...
+
 class Saved:
     def backward(self, tensors: list[_View], experts: list[_View | None], gradients: list[_View | None]) -> None: ...
+
+DEVICES: list[str]
 
 def families() -> list[str]: ...
 def family_expert(config: str) -> dict[str, str | bool | float]: ...

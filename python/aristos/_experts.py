@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import _group
+from . import _device, _group
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -59,7 +59,8 @@ def experts(
     _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit)
     shared = -1 if batch_group is None else batch_group.number
     form = (activation, gated, float(limit), limit_after, plus_one)
-    output, _ = torch.ops.aristos.experts(x, ids, weights, up, down, up_bias, down_bias, group.number, shared, *form)
+    op = torch.ops.aristos.experts if _device.kind(x) is None else torch.ops.aristos.device_experts
+    output, _ = op(x, ids, weights, up, down, up_bias, down_bias, group.number, shared, *form)
     return output
 
 
@@ -90,8 +91,11 @@ def _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, device="
     for name, tensor, shape in expected:
         if list(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {shape}")
-    if x.dtype not in _DTYPES:
+    kind = _device.kind(x)
+    if kind is None and x.dtype not in _DTYPES:
         raise ValueError(f"x has type {x.dtype}, expected float32 or bfloat16")
+    if kind is not None and x.dtype not in _device.DTYPES:
+        raise ValueError(f"x has type {x.dtype}, expected bfloat16 or float16 on a device")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"ids has type {ids.dtype}, expected integers")
     if not weights.is_floating_point():

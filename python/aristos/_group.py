@@ -17,6 +17,8 @@ _default = None
 _MAX_WAIT_S = 31_536_000
 # Unlikely to be used by a program's own messages.
 _BARRIER_TAG = 0x4152
+# Multiprocessors left to NCCL's kernels, which wait for peers as the experts' do.
+_SPARE_FOR_NCCL = 8
 _settings = dict(wait_limit_s=60.0, max_tokens=None)
 
 
@@ -128,38 +130,36 @@ class Group:
         """The indices of this process's experts: an even contiguous block of `experts`."""
         return _aristos.local_experts(experts, self.rank, self.size)
 
-    def layer(self, tokens, **shape):
-        """The native layer of this shape, shared by all identical layers. The first call is collective."""
+    def layer(self, tokens, device=None, **shape):
+        """The native layer of this shape, on this kind of device, shared by all identical layers. The first call is collective."""
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked after its group was made: start it by spawn instead, or, alone, call aristos.init() in it")
-        key = tuple(shape.values())
+        key = (device, *shape.values())
         if key not in self._layers:
-            self._layers[key] = self._make(tokens, shape)
+            self._layers[key] = self._make(tokens, device, shape)
         native, max_tokens = self._layers[key]
         if tokens > max_tokens:
             raise ValueError(f"x has {tokens} tokens, expected at most {max_tokens}, the group's max_tokens")
         return native
 
     def sent_bytes(self):
-        """Bytes that this process has put to other processes, over all layers."""
-        return sum(native.sent_bytes() for native, _ in self._layers.values())
+        """Bytes that this process has put to other processes, over all layers on the CPU."""
+        return sum(native.sent_bytes() for native, _ in self._layers.values() if isinstance(native, _aristos.Layer))
 
-    def _make(self, tokens, shape):
-        tokens = max(1, tokens if self.max_tokens is None else self.max_tokens)
-        for rank, (theirs, their_shape) in enumerate(self.gather((tokens, shape))):
-            for field, value in shape.items():
+    def _make(self, tokens, device, shape):
+        # Symbolic in a compiler's trace.
+        tokens = int(max(1, tokens if self.max_tokens is None else self.max_tokens))
+        for rank, (theirs, their_shape) in enumerate(self.gather((tokens, dict(shape, device=device)))):
+            for field, value in dict(shape, device=device).items():
                 if their_shape.get(field) != value:
                     theirs = their_shape.get(field)
                     raise ValueError(f"{field} is {value} here (rank {self.rank}), but {theirs} on rank {rank}: expected the same on all")
             tokens = max(tokens, theirs)
-        native = _aristos.Layer(
-            f"{self._key}-{self._starts}-{len(self._layers)}",
-            self.rank,
-            self.size,
-            max_tokens=tokens,
-            wait_limit_s=self.wait_limit_s,
-            **shape,
-        )
+        key = f"{self._key}-{self._starts}-{len(self._layers)}"
+        kind = _aristos.Layer
+        if device is not None:
+            kind, shape = _aristos.DeviceLayer, dict(shape, device=device, spare_multiprocessors=_SPARE_FOR_NCCL if device == "cuda" else 0)
+        native = kind(key, self.rank, self.size, max_tokens=tokens, wait_limit_s=self.wait_limit_s, **shape)
         return native, tokens
 
     def gather(self, value, *, purpose="make a layer", limit_s=None):

@@ -4,31 +4,29 @@
 use std::marker::PhantomData;
 use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use aristos::checkpoint::{ACTIVATIONS, Family};
 use aristos::moe::cpu::BorrowedGradients;
 use aristos::moe::cpu::experts::Mlp;
 use aristos::moe::kernels::{Borrowed, Element, InstructionSet};
 use aristos::moe::placement::block;
-use aristos::moe::{
-    self, Activation, Dtype, Glu, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpGradientsMut, MoeError, MoeLayer,
-    Options, Proj, RouterConfig, proj_index,
-};
+use aristos::moe::{self, Dtype, LayerConfig, MlpGradients, MlpGradientsMut, MoeLayer, Proj, proj_index};
 use aristos::shmem::{ShmTransport, Shmem};
 use half::bf16;
-use pyo3::create_exception;
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+#[cfg(feature = "emulate")]
+mod device;
 mod signals;
+mod spec;
 mod views;
 
 use signals::Signals;
+use spec::{AristosError, Form, SizesOf, error, moe_error, spec_of};
 use views::{ExpertViews, Of, Shapes, View};
-
-create_exception!(_aristos, AristosError, PyRuntimeError, "What the runtime reports: one line.");
 
 type CpuLayer<E> = moe::Layer<Shmem<ShmTransport>, E>;
 type SavedOf<E> = <CpuLayer<E> as MoeLayer>::Saved;
@@ -44,18 +42,6 @@ enum Engine {
 enum PassState {
     F32(SavedOf<f32>),
     Bf16(SavedOf<bf16>),
-}
-
-fn error(e: impl std::fmt::Display) -> PyErr {
-    AristosError::new_err(e.to_string())
-}
-
-/// Converts an error; wrong arguments become Python's `ValueError`.
-fn moe_error(e: MoeError) -> PyErr {
-    match e {
-        MoeError::Config(_) | MoeError::Shape { .. } | MoeError::Usage { .. } => PyValueError::new_err(e.to_string()),
-        e => error(e),
-    }
 }
 
 /// A slice of the caller's memory.
@@ -329,15 +315,6 @@ fn lock(state: &Mutex<State>) -> PyResult<MutexGuard<'_, State>> {
     state.lock().map_err(|_| error("the layer failed before"))
 }
 
-/// Looks up an activation by its name in configurations.
-fn activation_named(name: &str) -> PyResult<Activation> {
-    let known = ACTIVATIONS.iter().find(|(known, _)| *known == name);
-    known.map(|&(_, activation)| activation).ok_or_else(|| {
-        let names: Vec<&str> = ACTIVATIONS.iter().map(|(known, _)| *known).collect();
-        PyValueError::new_err(format!("activation is {name:?}, expected one of {}", names.join(", ")))
-    })
-}
-
 #[pymethods]
 impl Layer {
     /// Creates the layer together with the other processes that pass the same `key` (collective). `limit`, `limit_after` and
@@ -365,29 +342,23 @@ impl Layer {
         max_tokens: usize,
         wait_limit_s: f64,
     ) -> PyResult<Layer> {
-        let elements = match dtype {
-            "float32" => Dtype::F32,
-            "bfloat16" => Dtype::Bf16,
-            _ => return Err(PyValueError::new_err(format!("dtype is {dtype:?}, expected float32 or bfloat16"))),
-        };
-        let wait_limit = Duration::try_from_secs_f64(wait_limit_s)
-            .map_err(|_| PyValueError::new_err(format!("the wait limit is {wait_limit_s} s, expected a time")))?;
-        let mut mlp = MlpConfig::gated(intermediate, activation_named(activation)?);
-        (mlp.gated, mlp.bias, mlp.glu) = (gated, bias, Glu { limit, limit_after, plus_one });
-        let config = LayerConfig::new(hidden, experts, RouterConfig::external(top_k), mlp);
-        let mut options = Options::default();
-        options.wait_limit = wait_limit;
-        let spec = LayerSpec::new(config, size, max_tokens).dtype(elements).options(options);
+        let form = Form { activation, gated, bias, limit, limit_after, plus_one };
+        let sizes = SizesOf { hidden, intermediate, experts, top_k, max_tokens };
+        let spec = spec_of(sizes, &form, dtype, size, wait_limit_s)?;
+        if spec.dtype == Dtype::F16 {
+            return Err(PyValueError::new_err(format!("dtype is {dtype:?}, expected float32 or bfloat16 on the CPU")));
+        }
         let local = spec.placement.experts(rank).len();
-        let shapes = Shapes { hidden, intermediate, gated, bias, top_k, local, dtype: elements };
+        let shapes = Shapes { hidden, intermediate, gated, bias, top_k, local, dtype: spec.dtype };
         let signals = Arc::new(Signals::new(rank));
         let watch = signals.clone();
         let engine = py.detach(|| {
             spec.validate(size).map_err(moe_error)?;
             let heap_bytes = spec.heap_bytes().map_err(moe_error)?;
-            let met = aristos::shmem::meet(key, rank, size, heap_bytes, Instant::now() + wait_limit);
+            let deadline = Instant::now() + spec.options.wait_limit;
+            let met = aristos::shmem::meet(key, rank, size, heap_bytes, deadline);
             let pe = Shmem::new(met.map_err(error)?.watched((0..size).collect(), watch));
-            Ok::<_, PyErr>(match elements {
+            Ok::<_, PyErr>(match spec.dtype {
                 Dtype::F32 => Engine::F32(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
                 _ => {
                     let rounded = Box::new(MlpGradients::zeros(&spec.config.expert, spec.config.hidden));
@@ -523,5 +494,12 @@ fn _aristos(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(families, module)?)?;
     module.add_function(wrap_pyfunction!(instruction_set, module)?)?;
     module.add_class::<Layer>()?;
-    module.add_class::<Saved>()
+    module.add_class::<Saved>()?;
+    #[cfg(feature = "emulate")]
+    module.add_class::<device::DeviceLayer>()?;
+    #[cfg(feature = "emulate")]
+    let devices = device::DEVICES;
+    #[cfg(not(feature = "emulate"))]
+    let devices: &[&str] = &[];
+    module.add("DEVICES", devices)
 }

@@ -1,7 +1,8 @@
 """Runs test cases of this folder and prints a line per case: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
-A case is ``docs``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, or a case of test_transformers.py. Processes
-are forked with torchrun's variables after importing torch and transformers, because the imports take longer than most cases.
+A case is ``docs``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, ``device`` (all of test_device.py, for a
+wheel with the emulator), ``device:NAME``, or a case of test_transformers.py. Processes are forked with torchrun's variables after importing torch
+and transformers, because the imports take longer than most cases.
 """
 
 import os
@@ -12,6 +13,7 @@ import time
 import traceback
 
 import harness
+import test_device
 import test_docs
 import test_experts
 import test_transformers
@@ -43,6 +45,8 @@ def cases_of(text, size):
         return [("torchtitan::overridden_experts_equal_torchtitans", torchtitan)]
     if text == "megatron":
         return [("megatron::layer_by_specification_equals_megatrons", megatron)]
+    if module == "device":
+        return test_device.cases(name)
     if module == "experts":
         return test_experts.cases(name, size)
     return [test_transformers.case_named(text)]

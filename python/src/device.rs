@@ -1,0 +1,193 @@
+//! The layer on a device: the same kernels over the addresses of a framework's tensors.
+
+use std::sync::{Mutex, MutexGuard};
+use std::time::Instant;
+
+use aristos::gpu::Gpu;
+use aristos::gpu::emulated::{self, EmulatedDevice};
+use aristos::moe::LayerSpec;
+use aristos::moe::device::{
+    DeviceExperts, DeviceOptions, ExpertAddresses, ExpertsBackward, ExpertsForward, symmetric_bytes,
+};
+use aristos::shmem::{ShmTransport, Shmem};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::spec::{Form, SizesOf, error, moe_error, spec_of};
+
+/// The devices that this wheel can use.
+pub(crate) const DEVICES: &[&str] = &["emulated", "emulated-hopper"];
+/// Bytes beyond the layer's that alignment and a barrier take.
+const HEAP_MARGIN: usize = 64 << 10;
+
+/// A layer, and the reason if it is no longer usable.
+struct State {
+    layer: DeviceExperts<'static>,
+    failed: Option<String>,
+}
+
+// SAFETY: a device is used by one thread at a time, which the mutex of `DeviceLayer` ensures, and every call makes the device
+// usable in its thread (`Gpu::use_stream`).
+unsafe impl Send for State {}
+
+/// This process's part of a layer whose tensors are on a device. All identical layers of a model share one.
+#[pyclass(frozen, module = "aristos._aristos")]
+pub(crate) struct DeviceLayer {
+    state: Mutex<State>,
+}
+
+fn addresses([up, down, up_bias, down_bias]: [u64; 4]) -> ExpertAddresses {
+    ExpertAddresses { up, down, up_bias, down_bias }
+}
+
+/// This process's device with symmetric memory for a layer. The device lives until the process ends, because any thread may drop
+/// the layer.
+fn open(
+    device: &str,
+    (key, rank, size): (&str, usize, usize),
+    spec: &LayerSpec,
+    options: &DeviceOptions,
+) -> PyResult<&'static dyn Gpu> {
+    let mut emulated = EmulatedDevice::default();
+    emulated.hopper = device == "emulated-hopper";
+    let bytes = symmetric_bytes(spec, options, &emulated.limits(), true).map_err(moe_error)?;
+    let heap_bytes = Shmem::<ShmTransport>::heap_bytes_for(size, bytes as usize + HEAP_MARGIN);
+    let deadline = Instant::now() + spec.options.wait_limit;
+    let shmem = Shmem::new(aristos::shmem::meet(key, rank, size, heap_bytes, deadline).map_err(error)?);
+    Ok(Box::leak(Box::new(emulated::attach(shmem, &emulated).map_err(error)?)))
+}
+
+impl DeviceLayer {
+    fn lock(&self) -> PyResult<MutexGuard<'_, State>> {
+        self.state.lock().map_err(|_| error("the layer failed before"))
+    }
+
+    /// Calls `run`, unless an earlier call has failed.
+    fn call(&self, py: Python<'_>, run: impl FnOnce(&DeviceExperts<'static>) -> PyResult<()> + Send) -> PyResult<()> {
+        py.detach(|| {
+            let mut state = self.lock()?;
+            if let Some(why) = &state.failed {
+                return Err(error(format!("the layer failed before, and needs a new group (aristos.init()): {why}")));
+            }
+            run(&state.layer).inspect_err(|error| {
+                if Python::attach(|py| !error.is_instance_of::<PyValueError>(py)) {
+                    state.failed = Some(error.to_string());
+                }
+            })
+        })
+    }
+}
+
+#[pymethods]
+impl DeviceLayer {
+    /// Creates the layer together with the other processes that pass the same `key` (collective). The form of the experts is
+    /// that of `Layer`.
+    #[new]
+    #[pyo3(signature = (key, rank, size, *, device, hidden, intermediate, experts, top_k, activation, gated, bias, limit,
+        limit_after, plus_one, dtype, max_tokens, wait_limit_s, spare_multiprocessors))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        key: &str,
+        rank: usize,
+        size: usize,
+        device: &str,
+        hidden: usize,
+        intermediate: usize,
+        experts: usize,
+        top_k: usize,
+        activation: &str,
+        gated: bool,
+        bias: bool,
+        limit: f32,
+        limit_after: bool,
+        plus_one: bool,
+        dtype: &str,
+        max_tokens: usize,
+        wait_limit_s: f64,
+        spare_multiprocessors: u32,
+    ) -> PyResult<DeviceLayer> {
+        if !DEVICES.contains(&device) {
+            let known = DEVICES.join(" or ");
+            return Err(PyValueError::new_err(format!("device is {device:?}, expected {known}")));
+        }
+        let form = Form { activation, gated, bias, limit, limit_after, plus_one };
+        let sizes = SizesOf { hidden, intermediate, experts, top_k, max_tokens };
+        let spec = spec_of(sizes, &form, dtype, size, wait_limit_s)?.training(true);
+        let mut options = DeviceOptions::default();
+        options.spare_multiprocessors = spare_multiprocessors;
+        let state = py.detach(|| {
+            spec.validate(size).map_err(moe_error)?;
+            let gpu = open(device, (key, rank, size), &spec, &options)?;
+            let layer = DeviceExperts::new(gpu, spec, &options).map_err(moe_error)?;
+            Ok::<_, PyErr>(State { layer, failed: None })
+        })?;
+        Ok(DeviceLayer { state: Mutex::new(state) })
+    }
+
+    /// Bytes of a pass's state.
+    fn state_bytes(&self) -> PyResult<u64> {
+        Ok(self.lock()?.layer.state_bytes())
+    }
+
+    /// Launches `output = sum of weight * expert(x)` (collective). `tensors` holds the addresses of x, ids, weights and output,
+    /// `experts` those of up, down and their biases; output has x's type.
+    #[pyo3(signature = (tokens, tensors, experts, state, *, wide_ids, stream))]
+    #[allow(clippy::too_many_arguments)]
+    fn forward(
+        &self,
+        py: Python<'_>,
+        tokens: usize,
+        tensors: [u64; 4],
+        experts: [u64; 4],
+        state: u64,
+        wide_ids: bool,
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let [x, ids, weights, output] = tensors;
+        let experts = addresses(experts);
+        let forward =
+            ExpertsForward { stream, tokens, x, ids, wide_ids, weights, output, narrow_output: true, experts, state };
+        // SAFETY: the wrapper has checked the tensors' types and sizes. The tensors live during the call; afterwards the
+        // framework's allocator reuses their memory in the order of the stream. Autograd keeps the state for the backward.
+        self.call(py, |layer| unsafe { layer.forward(&forward) }.map_err(moe_error))
+    }
+
+    /// Launches the backward of a forward pass (collective). `tensors` holds the addresses of x, grad_output, grad_x and
+    /// grad_weights; `gradients` are f32, and are added to if `accumulate`.
+    #[pyo3(signature = (tokens, tensors, experts, gradients, state, *, accumulate, stream))]
+    #[allow(clippy::too_many_arguments)]
+    fn backward(
+        &self,
+        py: Python<'_>,
+        tokens: usize,
+        tensors: [u64; 4],
+        experts: [u64; 4],
+        gradients: [u64; 4],
+        state: u64,
+        accumulate: bool,
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let [x, grad_output, grad_x, grad_weights] = tensors;
+        let backward = ExpertsBackward {
+            stream,
+            tokens,
+            x,
+            grad_output,
+            grad_x,
+            narrow_output: true,
+            grad_weights,
+            experts: addresses(experts),
+            gradients: addresses(gradients),
+            accumulate,
+            state,
+        };
+        // SAFETY: as in `forward`.
+        self.call(py, |layer| unsafe { layer.backward(&backward) }.map_err(moe_error))
+    }
+
+    /// Raises the error of a pass that has ended, without waiting.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, |layer| layer.check_passes().map_err(moe_error))
+    }
+}
