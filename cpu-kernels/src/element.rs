@@ -4,7 +4,7 @@ use half::bf16;
 
 use super::gemm_bf16::ProductPath;
 use super::weight::{Borrowed, WeightShape, bf16_from_f32, bf16_to_f32, widen_bf16};
-use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32};
+use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32, scratch};
 
 /// Element type of activations and weights: f32 or bf16. Accumulation is always in f32.
 ///
@@ -63,6 +63,10 @@ pub trait Element: sealed::Sealed + bytemuck::Pod + Default + Send + Sync + 'sta
         c: &mut [f32],
         accumulate: bool,
     );
+
+    /// [`gemm_tn`](Self::gemm_tn) without accumulation, rounded to bf16.
+    #[allow(clippy::too_many_arguments)]
+    fn gemm_tn_bf16(ws: &mut Workspace, m: usize, n: usize, k: usize, a: &[Self], b: &[Self], c: &mut [bf16]);
 }
 
 mod sealed {
@@ -120,6 +124,12 @@ impl Element for f32 {
 
     fn gemm_tn(_: &mut Workspace, m: usize, n: usize, k: usize, a: &[f32], b: &[f32], c: &mut [f32], accumulate: bool) {
         gemm_f32::tn([m, n, k], a, b, c, accumulate);
+    }
+
+    fn gemm_tn_bf16(ws: &mut Workspace, m: usize, n: usize, k: usize, a: &[f32], b: &[f32], c: &mut [bf16]) {
+        let wide = scratch::<f32>(&mut ws.sums, n * k);
+        gemm_f32::tn([m, n, k], a, b, wide, false);
+        gemm_bf16::convert(wide, c);
     }
 }
 
@@ -180,5 +190,9 @@ impl Element for bf16 {
         accumulate: bool,
     ) {
         gemm_bf16::tn(ws, [m, n, k], a, b, c, accumulate);
+    }
+
+    fn gemm_tn_bf16(ws: &mut Workspace, m: usize, n: usize, k: usize, a: &[bf16], b: &[bf16], c: &mut [bf16]) {
+        gemm_bf16::tn_rounded(ws, [m, n, k], a, b, c);
     }
 }

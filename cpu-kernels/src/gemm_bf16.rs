@@ -18,7 +18,9 @@ mod panels;
 use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
-use self::panels::{LeftOperand, RightOperand, pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
+use self::panels::{
+    LeftOperand, Output, RightOperand, pack_panels, pack_panels_transposed, panel_lines, unpack_panels,
+};
 #[cfg(target_arch = "x86_64")]
 use super::Line;
 #[cfg(target_arch = "x86_64")]
@@ -270,7 +272,7 @@ pub(super) fn nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
         #[cfg(target_arch = "x86_64")]
         &Form::Rows { features, ref nn, .. } => {
             let panels = RightOperand::Panels(bytemuck::cast_slice(nn));
-            amx::product(features, ws, shape, LeftOperand::Rows(a), panels, c, accumulate);
+            amx::product(features, ws, shape, LeftOperand::Rows(a), panels, Output::Sums(c, accumulate));
         }
         Form::Wide(w) => {
             let wide = scratch::<f32>(&mut ws.a, a.len());
@@ -283,7 +285,7 @@ pub(super) fn nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
                 #[cfg(target_arch = "x86_64")]
                 ProductPath::Amx(features) => {
                     let rows = RightOperand::Rows(values);
-                    amx::product(features, ws, shape, LeftOperand::Rows(a), rows, c, accumulate);
+                    amx::product(features, ws, shape, LeftOperand::Rows(a), rows, Output::Sums(c, accumulate));
                 }
                 #[cfg(target_arch = "x86_64")]
                 ProductPath::Avx512Bf16(features) => {
@@ -325,7 +327,7 @@ pub(super) fn tn_with_path(
         #[cfg(target_arch = "x86_64")]
         ProductPath::Amx(features) => {
             let (left, right) = (LeftOperand::Columns(a), RightOperand::Rows(b));
-            amx::product(features, ws, [n, k, m], left, right, c, accumulate);
+            amx::product(features, ws, [n, k, m], left, right, Output::Sums(c, accumulate));
         }
         #[cfg(target_arch = "x86_64")]
         ProductPath::Avx512Bf16(features) => {
@@ -335,4 +337,24 @@ pub(super) fn tn_with_path(
         }
         ProductPath::Widen => widen_both(ws, a, b, |a, b| gemm_f32::tn(shape, a, b, c, accumulate)),
     }
+}
+
+/// [`tn`], rounded: `c [n, k] = aᵀ b`.
+pub(super) fn tn_rounded(ws: &mut Workspace, shape: [usize; 3], a: &[bf16], b: &[bf16], c: &mut [bf16]) {
+    let [m, n, k] = shape;
+    assert_eq!(c.len(), n * k, "result of shape [{n}, {k}]");
+    #[cfg(target_arch = "x86_64")]
+    if let ProductPath::Amx(features) = ProductPath::detect()
+        && (1..=amx::MAX_ROUNDED).contains(&m)
+        && n * k > 0
+    {
+        assert!(a.len() == m * n && b.len() == m * k, "operands of shapes [{m}, {n}] and [{m}, {k}]");
+        let (left, right) = (LeftOperand::Columns(a), RightOperand::Rows(b));
+        return amx::product(features, ws, [n, k, m], left, right, Output::Rounded(c));
+    }
+    let mut sums = std::mem::take(&mut ws.sums);
+    let wide = scratch::<f32>(&mut sums, n * k);
+    tn(ws, shape, a, b, wide, false);
+    convert(wide, c);
+    ws.sums = sums;
 }

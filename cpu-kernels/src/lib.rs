@@ -46,6 +46,8 @@ struct Line([u32; 16]);
 pub struct Workspace {
     a: Vec<Line>,
     b: Vec<Line>,
+    /// The f32 sums of a rounded result.
+    sums: Vec<Line>,
 }
 
 /// The first `len` elements of a buffer, grown if needed. Contents are stale.

@@ -123,6 +123,26 @@ fn products_match_float64<E: Element>(
     }
 }
 
+fn rounded_products_are_those_of_f32<E: Element>() {
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    let mut ws = Workspace::default();
+    for [m, n, k] in SHAPES {
+        let (a, b) = (values::<E>(&mut rng, m * n), values::<E>(&mut rng, m * k));
+        let (mut sums, mut want) = (vec![0.0; n * k], vec![bf16::ZERO; n * k]);
+        E::gemm_tn(&mut ws, m, n, k, &a, &b, &mut sums, false);
+        bf16::convert(&sums, &mut want);
+        let mut rounded = vec![bf16::NAN; n * k];
+        E::gemm_tn_bf16(&mut ws, m, n, k, &a, &b, &mut rounded);
+        assert_eq!(rounded, want, "{:?}", [m, n, k]);
+    }
+}
+
+#[test]
+fn rounded_products_round_the_sums() {
+    rounded_products_are_those_of_f32::<f32>();
+    rounded_products_are_those_of_f32::<bf16>();
+}
+
 #[test]
 fn f32_products_match_float64() {
     products_match_float64::<f32>(f32::prepare, f32::gemm_tn);

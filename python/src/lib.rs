@@ -11,7 +11,7 @@ use aristos::moe::cpu::BorrowedGradients;
 use aristos::moe::cpu::experts::Mlp;
 use aristos::moe::kernels::{Borrowed, Element, InstructionSet};
 use aristos::moe::placement::block;
-use aristos::moe::{self, Dtype, LayerConfig, MlpGradients, MlpGradientsMut, MoeLayer, Proj, proj_index};
+use aristos::moe::{self, Dtype, LayerConfig, MatrixGradientMut, MlpGradientsMut, MoeLayer, Proj, proj_index};
 use aristos::shmem::{ShmTransport, Shmem};
 use half::bf16;
 use pyo3::exceptions::PyValueError;
@@ -34,8 +34,7 @@ type SavedOf<E> = <CpuLayer<E> as MoeLayer>::Saved;
 /// A layer of either element type.
 enum Engine {
     F32(CpuLayer<f32>),
-    /// With a buffer for one expert's gradients before rounding.
-    Bf16(CpuLayer<bf16>, Box<MlpGradients>),
+    Bf16(CpuLayer<bf16>),
 }
 
 /// The saved state of a forward pass for its backward pass.
@@ -139,8 +138,7 @@ impl Weights {
         (0..experts).map(expert).collect()
     }
 
-    /// Calls `compute` with expert `local`'s gradients; if the element type is not f32, they are computed in `rounded` and then
-    /// converted.
+    /// Calls `compute` with buffers for expert `local`'s gradients.
     ///
     /// # Safety
     /// As for [`Weights::borrow`]; the gradients are not accessed otherwise meanwhile.
@@ -148,34 +146,24 @@ impl Weights {
         &self,
         config: &LayerConfig,
         local: usize,
-        rounded: &mut MlpGradients,
         compute: &mut dyn FnMut(MlpGradientsMut<'_>),
     ) {
-        let location = |proj| self.matrix_and_bias(config, local, proj, size_of::<E>());
-        if E::NAME == f32::NAME {
-            let none = || -> [&mut [f32]; 3] { [&mut [], &mut [], &mut []] };
-            let (mut matrix, mut bias) = (none(), none());
-            for &proj in config.expert.projections() {
-                let [(address, len), (bias_address, out)] = location(proj);
-                // SAFETY: guaranteed by the caller; the elements are f32, and the projections do not overlap.
-                matrix[proj_index(proj)] = unsafe { write::<f32>(address, len) };
+        let mut matrix = [(); 3].map(|()| MatrixGradientMut::F32(&mut []));
+        let mut biases: [&mut [f32]; 3] = [&mut [], &mut [], &mut []];
+        for &proj in config.expert.projections() {
+            let [(address, len), (bias, out)] = self.matrix_and_bias(config, local, proj, size_of::<E>());
+            // SAFETY: guaranteed by the caller; the elements have this type, and the projections do not overlap.
+            unsafe {
+                matrix[proj_index(proj)] = match E::NAME == f32::NAME {
+                    true => MatrixGradientMut::F32(write(address, len)),
+                    false => MatrixGradientMut::Bf16(write(address, len)),
+                };
                 if config.expert.bias {
-                    // SAFETY: guaranteed by the caller.
-                    bias[proj_index(proj)] = unsafe { write::<f32>(bias_address, out) };
+                    biases[proj_index(proj)] = write(bias, out);
                 }
             }
-            return compute(MlpGradientsMut { matrix, bias });
         }
-        compute(rounded.slices_mut());
-        for &proj in config.expert.projections() {
-            let [(address, len), (bias, out)] = location(proj);
-            // SAFETY: guaranteed by the caller.
-            E::convert(&rounded.matrix[proj_index(proj)], unsafe { write(address, len) });
-            if config.expert.bias {
-                // SAFETY: guaranteed by the caller.
-                unsafe { write::<f32>(bias, out) }.copy_from_slice(&rounded.bias[proj_index(proj)]);
-            }
-        }
+        compute(MlpGradientsMut { matrix, bias: biases });
     }
 }
 
@@ -214,12 +202,7 @@ impl Forward {
 impl Backward {
     /// # Safety
     /// As for [`Forward::run`].
-    unsafe fn run<E: Element>(
-        &self,
-        layer: &mut CpuLayer<E>,
-        saved: &mut SavedOf<E>,
-        rounded: &mut MlpGradients,
-    ) -> PyResult<()> {
+    unsafe fn run<E: Element>(&self, layer: &mut CpuLayer<E>, saved: &mut SavedOf<E>) -> PyResult<()> {
         let (elements, pairs, local) = sizes(layer, self.tokens);
         let [x, grad_output, grad_x, grad_weights] = self.tensors;
         // SAFETY: guaranteed by the caller; the borrowed experts are dropped at the end of this function.
@@ -236,7 +219,7 @@ impl Backward {
         let config = layer.spec().config.clone();
         let mut write_gradients = |local: usize, compute: &mut dyn FnMut(MlpGradientsMut<'_>)| {
             // SAFETY: guaranteed by the caller.
-            unsafe { self.gradients.compute_into::<E>(&config, local, rounded, compute) };
+            unsafe { self.gradients.compute_into::<E>(&config, local, compute) };
         };
         let gradients = BorrowedGradients { input: grad_x, weights: grad_weights, experts: &mut write_gradients };
         layer.experts_borrowed_backward(&experts, saved, x, grad_output, gradients).map_err(moe_error)
@@ -291,7 +274,7 @@ impl State {
         }
         match (&mut self.engine, pass) {
             (Engine::F32(layer), PassState::F32(pass)) => layer.recycle(pass),
-            (Engine::Bf16(layer, _), PassState::Bf16(pass)) => layer.recycle(pass),
+            (Engine::Bf16(layer), PassState::Bf16(pass)) => layer.recycle(pass),
             _ => {}
         }
     }
@@ -360,10 +343,7 @@ impl Layer {
             let pe = Shmem::new(met.map_err(error)?.watched((0..size).collect(), watch));
             Ok::<_, PyErr>(match spec.dtype {
                 Dtype::F32 => Engine::F32(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
-                _ => {
-                    let rounded = Box::new(MlpGradients::zeros(&spec.config.expert, spec.config.hidden));
-                    Engine::Bf16(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?, rounded)
-                }
+                _ => Engine::Bf16(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
             })
         })?;
         let state = Arc::new(Mutex::new(State { engine, has_spare: false, failed: None, signals }));
@@ -388,7 +368,7 @@ impl Layer {
                 // SAFETY: the wrapper keeps the tensors alive; their shapes and types were checked above.
                 Engine::F32(layer) => unsafe { forward.run(layer) }.map(PassState::F32),
                 // SAFETY: as for f32.
-                Engine::Bf16(layer, _) => unsafe { forward.run(layer) }.map(PassState::Bf16),
+                Engine::Bf16(layer) => unsafe { forward.run(layer) }.map(PassState::Bf16),
             })?;
             state.has_spare = false;
             Ok::<_, PyErr>(pass)
@@ -400,7 +380,7 @@ impl Layer {
     fn sent_bytes(&self) -> PyResult<u64> {
         Ok(match &lock(&self.state)?.engine {
             Engine::F32(layer) => layer.bytes_put(),
-            Engine::Bf16(layer, _) => layer.bytes_put(),
+            Engine::Bf16(layer) => layer.bytes_put(),
         })
     }
 }
@@ -433,13 +413,9 @@ impl Saved {
             let mut state = lock(&self.layer)?;
             state.pass(|engine| match (engine, &mut pass) {
                 // SAFETY: the wrapper keeps the tensors alive; their shapes and types were checked above.
-                (Engine::F32(layer), PassState::F32(saved)) => unsafe {
-                    backward.run(layer, saved, &mut MlpGradients::default())
-                },
+                (Engine::F32(layer), PassState::F32(saved)) => unsafe { backward.run(layer, saved) },
                 // SAFETY: as for f32.
-                (Engine::Bf16(layer, rounded), PassState::Bf16(saved)) => unsafe {
-                    backward.run(layer, saved, rounded)
-                },
+                (Engine::Bf16(layer), PassState::Bf16(saved)) => unsafe { backward.run(layer, saved) },
                 _ => Err(gone()),
             })?;
             state.recycle(pass);

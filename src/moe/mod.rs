@@ -12,7 +12,7 @@ pub use cpu::{Layer, Replicas, kernels};
 pub(crate) use spec::header_words;
 pub use spec::{
     Activation, ConfigError, Dtype, ExpertState, Glu, GradientSink, Gradients, GroupLimit, GroupScore, Groups, Hosts,
-    LayerConfig, LayerSpec, Layout, Load, MlpConfig, MlpGradients, MlpGradientsMut, MlpId, Mode, MoeError, MoeLayer,
-    NO_EXPERT, Norm, Options, Placement, Proj, Routed, RouterConfig, Scoring, SharedConfig, SparseMixer, WeightError,
-    WeightId, WeightSlice, WeightSource, gemm_flop, metrics, placement, proj_index,
+    LayerConfig, LayerSpec, Layout, Load, MatrixGradientMut, MlpConfig, MlpGradients, MlpGradientsMut, MlpId, Mode,
+    MoeError, MoeLayer, NO_EXPERT, Norm, Options, Placement, Proj, Routed, RouterConfig, Scoring, SharedConfig,
+    SparseMixer, WeightError, WeightId, WeightSlice, WeightSource, gemm_flop, metrics, placement, proj_index,
 };

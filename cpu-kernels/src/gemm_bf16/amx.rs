@@ -14,8 +14,9 @@ use std::ops::Range;
 
 use half::bf16;
 
+use super::avx512;
 use super::panels::{
-    Block, LeftOperand, NR, RightOperand, STEP, STEP_WORDS, TILE, TILE_ROWS, pack_panel, pack_panel_transposed,
+    Block, LeftOperand, NR, Output, RightOperand, STEP, STEP_WORDS, TILE, TILE_ROWS, pack_panel, pack_panel_transposed,
     pack_tiles, pack_tiles_transposed, panel_words, transpose,
 };
 use crate::cpu::Amx;
@@ -227,32 +228,34 @@ fn resident_blocks(n: usize, k: usize) -> impl Iterator<Item = Range<usize>> {
     (0..n).step_by(length).map(move |start| start..n.min(start + length))
 }
 
-/// Prefetches a block of `c` for writing.
-fn prefetch_sums(c: &[f32], stride: usize, rows: usize) {
+/// Prefetches the rows of a block of `c` for writing.
+fn prefetch_rows<T>(c: &[T], stride: usize, rows: usize) {
     for row in 0..rows {
-        for line in [0, 16] {
+        for column in (0..BLOCK).step_by(size_of::<Line>() / size_of::<T>()) {
             // SAFETY: a prefetch of any address has no effect but on the caches.
-            unsafe { _mm_prefetch::<_MM_HINT_ET0>(c.as_ptr().wrapping_add(row * stride + line).cast()) };
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(c.as_ptr().wrapping_add(row * stride + column).cast()) };
         }
     }
 }
 
+/// Maximum summed elements of a rounded result, which is written once.
+pub(super) const MAX_ROUNDED: usize = KC;
+
 /// `c [m, n] (+)= left [m, k] right [k, n]`; no dimension is zero.
 pub(super) fn product(
     amx: Amx,
-    Workspace { a: left_buffer, b: right_buffer }: &mut Workspace,
+    Workspace { a: left_buffer, b: right_buffer, .. }: &mut Workspace,
     [m, n, k]: [usize; 3],
     left: LeftOperand<'_>,
     right: RightOperand<'_>,
-    c: &mut [f32],
-    accumulate: bool,
+    mut c: Output<'_>,
 ) {
+    assert!(matches!(c, Output::Sums(..)) || k <= MAX_ROUNDED, "{k} summed elements of a rounded result");
     let mut edge = [Line([0; 16]); BLOCK * BLOCK / 16];
     let edge: &mut [f32] = bytemuck::cast_slice_mut(&mut edge);
     let _tiles = Tiles::configure(amx);
     for summed in summed_blocks(k) {
         let steps = summed.len().div_ceil(STEP);
-        let add = accumulate || summed.start > 0;
         for rows in resident_blocks(m, summed.len()) {
             let tiles = scratch::<bf16>(left_buffer, rows.len().div_ceil(TILE_ROWS) * steps * TILE);
             match left {
@@ -290,22 +293,36 @@ pub(super) fn product(
                         Some(next) => Prefetch::share(next, left.stride, call, calls),
                         None => Prefetch { start: left.first, units: 0 },
                     };
-                    let c = &mut c[row * n + j..];
-                    prefetch_sums(c, n, height);
-                    if columns.len() == NR && height == left.tiles * TILE_ROWS {
-                        // SAFETY: `c` has `height` rows of `n` columns, of which 32 are in this block.
-                        unsafe { block(left, panel, prefetch, c.as_mut_ptr(), n * 4, add) };
-                        continue;
-                    }
-                    if add {
-                        for (edge, c) in edge.chunks_mut(BLOCK).zip(c.chunks(n)).take(height) {
-                            edge[..columns.len()].copy_from_slice(&c[..columns.len()]);
+                    match &mut c {
+                        Output::Sums(c, accumulate) => {
+                            let c = &mut c[row * n + j..];
+                            let add = *accumulate || summed.start > 0;
+                            prefetch_rows(c, n, height);
+                            if columns.len() == NR && height == left.tiles * TILE_ROWS {
+                                // SAFETY: `c` has `height` rows of `n` columns, of which 32 are in this block.
+                                unsafe { block(left, panel, prefetch, c.as_mut_ptr(), n * 4, add) };
+                                continue;
+                            }
+                            if add {
+                                for (edge, c) in edge.chunks_mut(BLOCK).zip(c.chunks(n)).take(height) {
+                                    edge[..columns.len()].copy_from_slice(&c[..columns.len()]);
+                                }
+                            }
+                            // SAFETY: `edge` has 32 rows of 32 columns.
+                            unsafe { block(left, panel, prefetch, edge.as_mut_ptr(), BLOCK * 4, add) };
+                            for (edge, c) in edge.chunks(BLOCK).zip(c.chunks_mut(n)).take(height) {
+                                c[..columns.len()].copy_from_slice(&edge[..columns.len()]);
+                            }
                         }
-                    }
-                    // SAFETY: `edge` has 32 rows of 32 columns.
-                    unsafe { block(left, panel, prefetch, edge.as_mut_ptr(), BLOCK * 4, add) };
-                    for (edge, c) in edge.chunks(BLOCK).zip(c.chunks_mut(n)).take(height) {
-                        c[..columns.len()].copy_from_slice(&edge[..columns.len()]);
+                        Output::Rounded(c) => {
+                            let c = &mut c[row * n + j..];
+                            prefetch_rows(c, n, height);
+                            // SAFETY: `edge` has 32 rows of 32 columns.
+                            unsafe { block(left, panel, prefetch, edge.as_mut_ptr(), BLOCK * 4, false) };
+                            for (edge, c) in edge.chunks(BLOCK).zip(c.chunks_mut(n)).take(height) {
+                                avx512::narrow(amx.avx512, &edge[..columns.len()], &mut c[..columns.len()]);
+                            }
+                        }
                     }
                 }
             }
@@ -317,7 +334,7 @@ pub(super) fn product(
 /// are zero.
 pub(super) fn product_transposed(
     amx: Amx,
-    Workspace { a: left_buffer, b: right_buffer }: &mut Workspace,
+    Workspace { a: left_buffer, b: right_buffer, .. }: &mut Workspace,
     [m, n, k]: [usize; 3],
     a: &[bf16],
     (w, stride): (&[bf16], usize),
@@ -367,7 +384,7 @@ pub(super) fn product_transposed(
                         false => Prefetch::share(row.wrapping_add(BLOCK * stride).cast(), left.stride, call, calls),
                     };
                     let c = &mut c[token * n + i..];
-                    prefetch_sums(c, n, width);
+                    prefetch_rows(c, n, width);
                     // SAFETY: `sums` has 32 rows of 32 columns.
                     unsafe { block(left, panel, prefetch, sums.as_mut_ptr(), BLOCK * 4, false) };
                     store_transposed(amx, sums, c, n, [width, height], add);

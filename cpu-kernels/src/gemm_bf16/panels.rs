@@ -50,6 +50,14 @@ pub(super) enum RightOperand<'a> {
     Rows(&'a [bf16]),
 }
 
+/// Result `[m, n]` of the AMX kernel.
+pub(super) enum Output<'a> {
+    /// Sums in f32; true if they are added to the current values.
+    Sums(&'a mut [f32], bool),
+    /// Sums rounded to bf16.
+    Rounded(&'a mut [bf16]),
+}
+
 /// A block of a row-major matrix.
 #[derive(Clone)]
 pub(super) struct Block<'a> {

@@ -7,7 +7,7 @@ use aristos::moe::cpu::experts::Mlp;
 use aristos::moe::cpu::{BorrowedGradients, Saved};
 use aristos::moe::kernels::Borrowed;
 use aristos::moe::{
-    self, Activation, LayerConfig, LayerSpec, MlpConfig, MlpGradientsMut, MoeLayer, Proj, RouterConfig, proj_index,
+    self, Activation, LayerConfig, LayerSpec, MatrixGradientMut, MlpConfig, MlpGradientsMut, MoeLayer, Proj, RouterConfig, proj_index,
 };
 use aristos::shmem::{ShmTransport, Shmem};
 use candle_core::{CpuStorage, CustomOp3, Error, Layout, Result, Shape, Tensor, bail};
@@ -147,7 +147,8 @@ impl CustomOp3 for Pass {
         let mut take = |local: usize, compute: &mut dyn FnMut(MlpGradientsMut<'_>)| {
             let (gate, rest) = grad_parameters[3 * local * size..].split_at_mut(size);
             let (up, rest) = rest.split_at_mut(size);
-            compute(MlpGradientsMut { matrix: [gate, up, &mut rest[..size]], bias: [&mut [], &mut [], &mut []] });
+            let matrix = [gate, up, &mut rest[..size]].map(MatrixGradientMut::F32);
+            compute(MlpGradientsMut { matrix, bias: [&mut [], &mut [], &mut []] });
         };
         let gradients = BorrowedGradients { input: &mut grad_x, weights: &mut grad_weights, experts: &mut take };
         layer

@@ -7,7 +7,9 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use super::kernels::{self, Borrowed, Element, Workspace};
-use crate::moe::spec::{MlpConfig, MlpGradients, MlpGradientsMut, MlpId, MoeError, Proj, WeightId, proj_index};
+use crate::moe::spec::{
+    MatrixGradientMut, MlpConfig, MlpGradients, MlpGradientsMut, MlpId, MoeError, Proj, WeightId, proj_index,
+};
 
 /// The weights of one MLP, packed for the GEMMs. Biases stay f32.
 pub struct Mlp<E: Element> {
@@ -315,11 +317,16 @@ impl<E: Element> Batch<E> {
         let ws = &mut scratch.workspace;
         let (x, g) = (&self.x[..m * h], &self.g[..m * h]);
         let (d_up, hw) = (&self.d_up[..m * i], &self.hw[..m * i]);
+        let mut product = |[n, k]: [usize; 2], a: &[E], b: &[E], to| match to {
+            MatrixGradientMut::F32(to) => E::gemm_tn(ws, m, n, k, a, b, to, false),
+            MatrixGradientMut::Bf16(to) => E::gemm_tn_bf16(ws, m, n, k, a, b, to),
+        };
+        let [gate, up, down] = grads.matrix;
         if mlp.gate.is_some() {
-            E::gemm_tn(ws, m, i, h, &self.d_gate[..m * i], x, grads.matrix[0], false);
+            product([i, h], &self.d_gate[..m * i], x, gate);
         }
-        E::gemm_tn(ws, m, i, h, d_up, x, grads.matrix[1], false);
-        E::gemm_tn(ws, m, h, i, g, hw, grads.matrix[2], false);
+        product([i, h], d_up, x, up);
+        product([h, i], g, hw, down);
         if mlp.config.bias {
             let [gate, up, down] = grads.bias;
             for bias in [&mut *gate, &mut *up, &mut *down] {

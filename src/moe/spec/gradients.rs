@@ -1,5 +1,7 @@
 //! The gradients of the weights that a PE holds.
 
+use half::bf16;
+
 use super::config::{LayerConfig, MlpConfig, Proj, WeightId};
 use super::placement::Placement;
 
@@ -92,7 +94,7 @@ impl MlpGradients {
     /// Mutable slices of all gradients.
     pub fn slices_mut(&mut self) -> MlpGradientsMut<'_> {
         MlpGradientsMut {
-            matrix: self.matrix.each_mut().map(|m| &mut m[..]),
+            matrix: self.matrix.each_mut().map(|m| MatrixGradientMut::F32(m)),
             bias: self.bias.each_mut().map(|b| &mut b[..]),
         }
     }
@@ -111,11 +113,20 @@ impl MlpGradients {
     }
 }
 
+/// A buffer for the gradient of a matrix.
+#[derive(Debug)]
+pub enum MatrixGradientMut<'a> {
+    /// In f32.
+    F32(&'a mut [f32]),
+    /// Rounded to bf16.
+    Bf16(&'a mut [bf16]),
+}
+
 /// Buffers for the gradients of one MLP's weights, as in [`MlpGradients`].
 #[derive(Debug)]
 pub struct MlpGradientsMut<'a> {
     /// Gate, up and down matrices, `[out, in]`.
-    pub matrix: [&'a mut [f32]; 3],
+    pub matrix: [MatrixGradientMut<'a>; 3],
     /// Their biases, `[out]`.
     pub bias: [&'a mut [f32]; 3],
 }

@@ -19,7 +19,7 @@ pub use config::{
     SparseMixer, WeightId, WeightSource, gemm_flop,
 };
 pub use error::{ConfigError, MoeError, WeightError};
-pub use gradients::{GradientSink, Gradients, MlpGradients, MlpGradientsMut, MlpId, proj_index};
+pub use gradients::{GradientSink, Gradients, MatrixGradientMut, MlpGradients, MlpGradientsMut, MlpId, proj_index};
 pub use groups::Groups;
 pub use hosts::Hosts;
 pub use layer::{ExpertState, LayerSpec, MoeLayer, NO_EXPERT, Routed};
