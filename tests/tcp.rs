@@ -544,6 +544,34 @@ const TESTS: &[(&str, fn())] = &[
             assert!(outcome.stderr.contains("its process does not answer"), "{outcome:?}");
         }
     }),
+    ("here::pe_stopped_during_the_start_is_named", || {
+        // As soon as the PEs are connected, while they probe or prepare.
+        for (transport, more, victim) in [("tcp", "", 1), ("hybrid", "--plan auto", 0), ("tcp", "--plan auto", 2)] {
+            let job = commands(3, "localhost", &format!("run {LONG} --timeout 1 {more}"), |_, args| {
+                aristos(with_transport(transport, args))
+            });
+            let running = start_all(job);
+            running.iter().for_each(|pe| _ = wait_until_joined(pe));
+            running[victim].signal(Signal::STOP);
+            let stopped = Instant::now();
+            let mut ended = Vec::new();
+            let mut gone = None;
+            for (pe, running) in running.into_iter().enumerate() {
+                if pe == victim {
+                    gone = Some(running);
+                    continue;
+                }
+                ended.push((pe, running.end(), stopped.elapsed()));
+            }
+            gone.iter().for_each(|running| running.signal(Signal::KILL));
+            for (pe, outcome, took) in ended {
+                assert!(took < SILENT_LIMIT, "{transport} {more}: PE {pe} took {took:?}");
+                assert_eq!(outcome.status.code(), Some(1), "{outcome:?}");
+                outcome
+                    .says(&[&format!("PE {pe} failed"), &format!("PE {victim} is lost: its process does not answer")]);
+            }
+        }
+    }),
     ("hosts::the_suite", || {
         let Some(hosts) = Hosts::make(3) else { return };
         conform(&hosts, "tcp");
