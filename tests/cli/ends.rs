@@ -109,7 +109,8 @@ fn pe_stopped_at_its_start_is_reported_within_the_limit() {
         kill_process(running.pe(victim), Signal::STOP).unwrap();
         let stopped = Instant::now();
         let outcome = running.end();
-        assert!(stopped.elapsed() < STALL_LIMIT, "{:?}", stopped.elapsed());
+        // A busy machine takes some seconds more; a wait without the time limit takes a minute.
+        assert!(stopped.elapsed() < 4 * STALL_LIMIT, "{:?}", stopped.elapsed());
         outcome.refused(&[&format!("PE {victim}")]);
         assert_eq!(names_in(out.path()), [""; 0]);
     }
