@@ -9,6 +9,7 @@ pub mod spec;
 pub mod synthetic;
 
 pub use cpu::{Layer, Replicas, kernels};
+#[cfg(feature = "command")]
 pub(crate) use spec::header_words;
 pub use spec::{
     Activation, ConfigError, Dtype, ExpertState, Glu, GradientSink, Gradients, GroupLimit, GroupScore, Groups, Hosts,

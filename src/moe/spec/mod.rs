@@ -24,6 +24,7 @@ pub use groups::Groups;
 pub use hosts::Hosts;
 pub use layer::{ExpertState, LayerSpec, MoeLayer, NO_EXPERT, Routed};
 pub use layout::Layout;
+#[cfg(feature = "command")]
 pub(crate) use layout::header_words;
 pub(in crate::moe) use layout::{HEADER_WORDS, ROUND_BITS};
 pub use load::Load;
