@@ -59,7 +59,7 @@ pub struct WaitTimeout {
     pub seen: u64,
     /// The comparison that did not hold.
     pub cmp: Cmp,
-    /// The index of the failed wait in the given list (the first, if all failed); in a collective operation, the missing PE.
+    /// The index of the failed wait in the given list; 0 if any of them would have sufficed. In a collective operation, the missing PE.
     pub index: usize,
     /// Duration of the wait.
     pub waited: Duration,

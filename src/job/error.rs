@@ -111,8 +111,7 @@ impl JobError {
 pub struct PeFailure {
     /// One line.
     pub line: String,
-    /// The PE that a failed wait was for. If several PEs report one, the supervisor finds the PE that all of them wait for directly or
-    /// indirectly.
+    /// The PE that a failed wait was for. If several PEs report one, the supervisor prints the first report whose awaited PE has not reported one.
     pub awaited: Option<usize>,
 }
 

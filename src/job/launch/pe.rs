@@ -232,8 +232,8 @@ impl PeContext {
         process::exit(1)
     }
 
-    /// Like [`PeContext::fail`], for a wait for PE `peer` that timed out. If several PEs report time-outs, the supervisor names the PE
-    /// that all of them wait for directly or indirectly.
+    /// Like [`PeContext::fail`], for a wait for PE `peer` that timed out. If several PEs report time-outs, the supervisor prints
+    /// the first report whose awaited PE has not reported one (`first_cause`).
     pub fn fail_on(self, error: &str, peer: usize) -> ! {
         let _ = self.control.send(Kind::FailOn, &[&peer.to_le_bytes()[..], error.as_bytes()].concat(), &[]);
         process::exit(1)

@@ -614,6 +614,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     /// Waits for any event that lets the pass make progress.
     fn wait(&mut self) -> Result<(), MoeError> {
         let mut waits = Vec::new();
+        // If all waits time out, the error names the first entry.
         let mut names = Vec::new();
         for pe in self.peers() {
             let (incoming, outgoing) = (self.saved.inbound[pe].rows, self.saved.routes[pe].tokens.len());
