@@ -67,7 +67,8 @@ fn end(bytes: usize) -> ! {
         let why = "more than the machine, or the limit of ulimit -v, allows";
         let _ = writeln!(to, "aristos: out of memory: {bytes} bytes cannot be allocated, {why}");
         let end = to.position() as usize;
-        let _ = std::io::stderr().write_all(&line[..end]);
+        // SAFETY: `line` is readable up to `end`. Not through `stderr()`, whose lock a thread that waits here may hold.
+        unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), end) };
     }
     let code = if is_pe { OUT_OF_MEMORY } else { 1 };
     // SAFETY: ends the process at once, without handlers, which might allocate.

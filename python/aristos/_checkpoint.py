@@ -81,6 +81,8 @@ class _Save:
 
     def begin(self):
         """Returns the save's token (rank 0) and the bytes of this process's shard."""
+        # Gradients of a failed pass must not reach a checkpoint without a word.
+        self.group.check()
         token = None
         if self.group.rank == 0:
             os.makedirs(self.folder, exist_ok=True)
@@ -141,13 +143,17 @@ class _Save:
 
     def remove_old(self, previous, written):
         """Removes the previous checkpoint's files, and those of saves that were killed."""
-        _sync(self.folder)
-        old = {name for name in os.listdir(self.folder) if name in previous or _OWN_NAMES.fullmatch(name)}
-        for name in old - {shard for shard, _, _ in written}:
-            path = os.path.join(self.folder, name)
-            # The next save tries again if this fails.
-            with contextlib.suppress(OSError):
-                (shutil.rmtree if os.path.isdir(path) else os.remove)(path)
+        # The new checkpoint is in place. If a removal fails, the next save tries again.
+        with contextlib.suppress(OSError):
+            _sync(self.folder)
+            for name in set(os.listdir(self.folder)) - {shard for shard, _, _ in written}:
+                path = os.path.join(self.folder, name)
+                with contextlib.suppress(OSError):
+                    if _OWN_NAMES.fullmatch(name) and os.path.isdir(path):
+                        shutil.rmtree(path)
+                    # The previous index may be of another program, and name other files than shards.
+                    elif _OWN_NAMES.fullmatch(name) or (name in previous and name.endswith(".safetensors")):
+                        os.remove(path)
 
 
 @contextlib.contextmanager

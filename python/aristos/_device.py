@@ -44,12 +44,12 @@ class Part:
         return rows if self._group is None else self._group.gather_rows(rows, self._counts)
 
 
-def _layer(group, x, top_k, up, down, up_bias, form):
-    """The native layer of this process for these tensors. The first call is collective."""
+def _layer(group, tokens, x, top_k, up, down, up_bias, form):
+    """The native layer of this process for these tensors, of which it computes `tokens` rows. The first call is collective."""
     owner = _group.numbered(group)
     activation, gated, limit, limit_after, plus_one = form
     return owner.layer(
-        x.shape[0],
+        tokens,
         kind(x),
         hidden=int(x.shape[1]),  # symbolic in a compiler's trace, like the following ones
         intermediate=int(down.shape[2]),
@@ -104,7 +104,7 @@ def _forward(
     _experts._check(x, ids, weights, up, down, up_bias, down_bias, gated, limit)
     part = Part(batch_group, x.shape[0])
     x, ids, weights = part.mine(x), part.mine(ids), part.mine(weights)
-    native = _layer(group, x, ids.shape[1], up, down, up_bias, (activation, gated, limit, limit_after, plus_one))
+    native = _layer(group, x.shape[0], x, ids.shape[1], up, down, up_bias, (activation, gated, limit, limit_after, plus_one))
     wide = ids.dtype != torch.int32
     ids, weights = _plain(ids, torch.int64 if wide else None), _plain(weights, torch.float32)
     x, up, down = _plain(x), _plain(up), _plain(down)
@@ -120,7 +120,9 @@ def _forward(
 def _(x, ids, weights, up, down, up_bias, down_bias, group, batch_group, activation, gated, limit, limit_after, plus_one):
     # The size of the state is the native layer's, which a compiler's trace must be able to create.
     with unset_fake_temporarily():
-        native = _layer(group, x, ids.shape[1], up, down, up_bias, (activation, gated, limit, limit_after, plus_one))
+        # The largest part of a batch group's tokens.
+        tokens = x.shape[0] if batch_group < 0 else -(-x.shape[0] // _group.numbered(batch_group).size)
+        native = _layer(group, tokens, x, ids.shape[1], up, down, up_bias, (activation, gated, limit, limit_after, plus_one))
     return x.new_empty(x.shape), x.new_empty(native.state_bytes(), dtype=torch.uint8)
 
 
@@ -141,7 +143,7 @@ def _run_backward(grad_output, state, x, weights, up, down, up_bias, down_bias, 
     _check_backward(grad_output, x, weights, up, down, up_bias, down_bias, into)
     part = Part(batch_group, x.shape[0])
     x, grad_output, weights = part.mine(x), part.mine(grad_output), part.mine(weights)
-    native = _layer(group, x, weights.shape[1], up, down, up_bias, form)
+    native = _layer(group, x.shape[0], x, weights.shape[1], up, down, up_bias, form)
     if state.dtype != torch.uint8 or state.numel() != native.state_bytes():
         raise ValueError(f"state has {state.numel()} elements of {state.dtype}, expected the {native.state_bytes()} bytes of a forward pass")
     if state.data_ptr() % 64 or not state.is_contiguous():
@@ -258,7 +260,6 @@ def _backward_formula(ctx, grad_output, _):
     # The operators do not declare that they write the state: a compiler would copy it, and no other operator reads it.
     if ctx.spent:
         raise ValueError("the forward pass has had its backward, which overwrites its state")
-    ctx.spent = True
     state, x, weights, up, down, up_bias, down_bias = ctx.saved_tensors
     # The backward is collective: another process's loss may depend on these experts even if this one's does not.
     if grad_output is None:
@@ -270,6 +271,7 @@ def _backward_formula(ctx, grad_output, _):
     else:
         grad_x, grad_weights, *biases = torch.ops.aristos.device_experts_backward_into(*tensors, *mains, *ctx.form)
         grad_up, grad_down = _added(up), _added(down)
+    ctx.spent = True
     grad_up_bias, grad_down_bias = biases if up_bias is not None else (None, None)
     return (grad_x, None, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias, *[None] * 7)
 

@@ -146,6 +146,12 @@ class Group:
         """Bytes that this process has put to other processes, over all layers on the CPU."""
         return sum(native.sent_bytes() for native, _ in self._layers.values() if isinstance(native, _aristos.Layer))
 
+    def check(self):
+        """Raises the error of a pass on a device that has ended, without waiting. Other calls raise it when the next pass begins."""
+        for native, _ in self._layers.values():
+            if not isinstance(native, _aristos.Layer):
+                native.check()
+
     def _make(self, tokens, device, shape):
         # Symbolic in a compiler's trace.
         tokens = int(max(1, tokens if self.max_tokens is None else self.max_tokens))

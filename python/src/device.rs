@@ -13,7 +13,7 @@ use aristos::shmem::{ShmTransport, Shmem};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::spec::{Form, SizesOf, error, moe_error, spec_of};
+use crate::spec::{Form, SizesOf, check_rank, error, moe_error, spec_of};
 
 /// The devices that this wheel can use.
 pub(crate) const DEVICES: &[&str] = &["emulated", "emulated-hopper"];
@@ -34,6 +34,7 @@ unsafe impl Send for State {}
 #[pyclass(frozen, module = "aristos._aristos")]
 pub(crate) struct DeviceLayer {
     state: Mutex<State>,
+    state_bytes: u64,
 }
 
 fn addresses([up, down, up_bias, down_bias]: [u64; 4]) -> ExpertAddresses {
@@ -111,6 +112,7 @@ impl DeviceLayer {
             let known = DEVICES.join(" or ");
             return Err(PyValueError::new_err(format!("device is {device:?}, expected {known}")));
         }
+        check_rank(rank, size)?;
         let form = Form { activation, gated, bias, limit, limit_after, plus_one };
         let sizes = SizesOf { hidden, intermediate, experts, top_k, max_tokens };
         let spec = spec_of(sizes, &form, dtype, size, wait_limit_s)?.training(true);
@@ -122,12 +124,14 @@ impl DeviceLayer {
             let layer = DeviceExperts::new(gpu, spec, &options).map_err(moe_error)?;
             Ok::<_, PyErr>(State { layer, failed: None })
         })?;
-        Ok(DeviceLayer { state: Mutex::new(state) })
+        // Stored, because awaiting the mutex with the GIL held would block all threads during a pass.
+        let state_bytes = state.layer.state_bytes();
+        Ok(DeviceLayer { state: Mutex::new(state), state_bytes })
     }
 
     /// Bytes of a pass's state.
-    fn state_bytes(&self) -> PyResult<u64> {
-        Ok(self.lock()?.layer.state_bytes())
+    fn state_bytes(&self) -> u64 {
+        self.state_bytes
     }
 
     /// Launches `output = sum of weight * expert(x)` (collective). `tensors` holds the addresses of x, ids, weights and output,

@@ -25,7 +25,7 @@ mod spec;
 mod views;
 
 use signals::Signals;
-use spec::{AristosError, Form, SizesOf, error, moe_error, spec_of};
+use spec::{AristosError, Form, SizesOf, check_rank, error, moe_error, spec_of};
 use views::{ExpertViews, Of, Shapes, View};
 
 type CpuLayer<E> = moe::Layer<Shmem<ShmTransport>, E>;
@@ -325,6 +325,7 @@ impl Layer {
         max_tokens: usize,
         wait_limit_s: f64,
     ) -> PyResult<Layer> {
+        check_rank(rank, size)?;
         let form = Form { activation, gated, bias, limit, limit_after, plus_one };
         let sizes = SizesOf { hidden, intermediate, experts, top_k, max_tokens };
         let spec = spec_of(sizes, &form, dtype, size, wait_limit_s)?;
@@ -377,10 +378,13 @@ impl Layer {
     }
 
     /// Total bytes put to other processes.
-    fn sent_bytes(&self) -> PyResult<u64> {
-        Ok(match &lock(&self.state)?.engine {
-            Engine::F32(layer) => layer.bytes_put(),
-            Engine::Bf16(layer) => layer.bytes_put(),
+    fn sent_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        // Without the GIL: a pass of another thread holds the lock, and may need the GIL to end.
+        py.detach(|| {
+            Ok(match &lock(&self.state)?.engine {
+                Engine::F32(layer) => layer.bytes_put(),
+                Engine::Bf16(layer) => layer.bytes_put(),
+            })
         })
     }
 }

@@ -22,6 +22,13 @@ pub(crate) fn moe_error(e: MoeError) -> PyErr {
     }
 }
 
+pub(crate) fn check_rank(rank: usize, size: usize) -> PyResult<()> {
+    match rank < size {
+        true => Ok(()),
+        false => Err(PyValueError::new_err(format!("rank is {rank}, expected less than size, which is {size}"))),
+    }
+}
+
 /// The form of the experts, as in `aristos.experts`.
 pub(crate) struct Form<'a> {
     pub(crate) activation: &'a str,

@@ -1,6 +1,7 @@
 //! A progress bar, if standard error is a terminal.
 
 use std::io::IsTerminal;
+use std::thread;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -40,7 +41,17 @@ impl Progress {
     pub fn of_work(text: &'static str) -> Progress {
         let progress = Progress::new("{msg}, {elapsed}", Followed::FirstPe);
         progress.bar.set_message(text);
-        progress.bar.enable_steady_tick(Duration::from_millis(200));
+        if !progress.bar.is_hidden() {
+            let bar = progress.bar.clone();
+            let tick = move || {
+                while !bar.is_finished() {
+                    bar.tick();
+                    thread::sleep(Duration::from_millis(200));
+                }
+            };
+            // Not `enable_steady_tick`, which panics if no thread can be started. Without a thread the time is not shown.
+            let _ = thread::Builder::new().spawn(tick);
+        }
         progress
     }
 

@@ -158,7 +158,7 @@ impl From<OnFailureArg> for OnFailure {
 /// `--non-finite`.
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 pub enum NonFiniteArg {
-    /// The run ends after the step, writes its files, and the exit code is 1
+    /// The run writes its files and ends with exit code 1; with --sgd on CPUs after the step
     Stop,
     /// The run continues and logs a warning
     Warn,

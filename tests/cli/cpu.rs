@@ -16,6 +16,16 @@ fn every_instruction_set_passes_the_check() {
 }
 
 #[test]
+fn benchmark_names_the_instruction_set() {
+    let mut command =
+        aristos(["bench", "moe", "--pes", "1", "--tokens", "16", "--hidden", "16", "--intermediate", "16"]);
+    command.args(["--experts", "2", "--top-k", "1", "--iterations", "1", "--warmup", "0", "--dtype", "bf16", "--json"]);
+    command.env("ARISTOS_CPU", "scalar");
+    let summary: serde_json::Value = serde_json::from_str(&run(command).success().stdout).unwrap();
+    assert_eq!(summary["setting"]["instruction_set"], "scalar");
+}
+
+#[test]
 fn unknown_instruction_set_is_refused() {
     let mut command = aristos(["sim", "--help"]);
     command.env("ARISTOS_CPU", "avx");

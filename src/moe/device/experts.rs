@@ -212,6 +212,7 @@ impl<'g> DeviceExperts<'g> {
     /// Returns the error of an earlier pass, and an error for an unaligned address or too many tokens.
     pub unsafe fn forward(&self, forward: &ExpertsForward) -> Result<(), MoeError> {
         let ExpertsForward { tokens, x, ids, weights, output, state, .. } = *forward;
+        self.check_passes()?;
         self.check_call(tokens, &[("x", x), ("output", output)], &[("ids", ids), ("weights", weights)])?;
         let pass = Pass {
             tokens: tokens as u32,
@@ -238,7 +239,7 @@ impl<'g> DeviceExperts<'g> {
     ///
     /// # Errors
     ///
-    /// As for [`DeviceExperts::forward`].
+    /// As for [`DeviceExperts::forward`], except for invalid choices: the peers launch their backward, which waits for this one.
     pub unsafe fn backward(&self, backward: &ExpertsBackward) -> Result<(), MoeError> {
         let ExpertsBackward { tokens, x, grad_output, grad_x, grad_weights, gradients, state, .. } = *backward;
         if !self.layer.spec.training {
@@ -283,16 +284,8 @@ impl<'g> DeviceExperts<'g> {
     ///
     /// Returns the error of a pass.
     pub fn check_passes(&self) -> Result<(), MoeError> {
-        let stopped = self.errors.read(offset_of!(HostErrors, stopped));
-        let routing = self.errors.read(offset_of!(HostErrors, routing));
-        let layer = &self.layer;
-        let me = layer.gpu.my_pe();
-        let members = layer.groups.members(layer.groups.position(me).0);
-        let error = |record: ErrorRecord| report::error(&record, me, members, &layer.spec.options);
-        if let Some(error) = stopped.and_then(error) {
-            return Err(error);
-        }
-        let Some(wrong) = routing.and_then(error) else { return Ok(()) };
+        self.check_stopped()?;
+        let Some(wrong) = self.error_at(offset_of!(HostErrors, routing)) else { return Ok(()) };
         self.errors.clear(offset_of!(HostErrors, routing));
         match wrong {
             MoeError::Usage { why, .. } => Err(MoeError::Usage { what: "route by the ids of an earlier pass", why }),
@@ -300,9 +293,22 @@ impl<'g> DeviceExperts<'g> {
         }
     }
 
-    /// Returns an error unless a call has valid arguments and earlier passes were right.
+    /// Returns the error of a pass that did not complete.
+    fn check_stopped(&self) -> Result<(), MoeError> {
+        self.error_at(offset_of!(HostErrors, stopped)).map_or(Ok(()), Err)
+    }
+
+    /// The error in the record at this offset in `HostErrors`.
+    fn error_at(&self, offset: usize) -> Option<MoeError> {
+        let layer = &self.layer;
+        let me = layer.gpu.my_pe();
+        let members = layer.groups.members(layer.groups.position(me).0);
+        self.errors.read(offset).and_then(|record| report::error(&record, me, members, &layer.spec.options))
+    }
+
+    /// Returns an error unless a call has valid arguments and earlier passes completed.
     fn check_call(&self, tokens: usize, rows: &[(&str, u64)], choices: &[(&str, u64)]) -> Result<(), MoeError> {
-        self.check_passes()?;
+        self.check_stopped()?;
         let max = self.layer.spec.max_tokens;
         if tokens > max {
             return Err(MoeError::Shape { what: "tokens".into(), got: tokens, expected: format!("at most {max}") });
@@ -367,7 +373,8 @@ impl<'g> DeviceExperts<'g> {
             // guarantees the addresses of both. Kernels validate ids and data from peers before they use them as an index.
             unsafe { gpu.launch(name(kernel), info.launch(kernel), &args)? };
         }
-        Ok(())
+        // An emulated pass has ended here; that of a GPU may have.
+        self.check_stopped()
     }
 
     fn weight_maps(&self, tables: &Tables) -> Result<[[u64; 16]; WEIGHT_MAPS], MoeError> {

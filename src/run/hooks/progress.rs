@@ -49,6 +49,7 @@ impl Progress {
             self.settle();
         } else if self.pending.take().is_some() {
             self.weights = std::mem::take(&mut self.weights_before);
+            self.non_finite.retain(|found| (found.step as usize) < step);
         }
     }
 }
