@@ -31,7 +31,7 @@ DEVICE float sum_warp(float v) {
     return v;
 }
 
-// One warp. The gradient of a slot's weight: <q, h> from the tiles in a fixed order, and <dY, down bias>.
+// One warp. The gradient of a slot's weight: the tiles' parts of <q, h>, added in a fixed order, plus <dY, down bias>.
 template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 position) {
     const SlotStore& store = store_of(l, batch);
     const float* parts = store.d_weight + u64(position) * store.d_weight_stride;
@@ -95,8 +95,8 @@ DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 position,
 }
 DEVICE u64 arrived_stamp(const Block& b) { return stamp(b.pass, stamp_step(b.step.round, b.step.mode, *b.l.received.overflow)); }
 
-// One thread. For an inter-node source: whether its relay, if that is this PE, has the other PEs' partial results; otherwise whether the
-// buffer for this PE's partial results is free.
+// One thread. Whether chunk `index` of the results for an inter-node source can be summed. If this PE is the source's relay, the other
+// PEs' partial results must have arrived; if not, this PE's buffer at the relay must be free.
 template <class Missing> DEVICE bool relay_parts_arrived(const Block& b, u32 source, u32 index, Missing missing) {
     const Layer& l = b.l;
     const u64 value = arrived_stamp(b);
@@ -151,7 +151,7 @@ DEVICE RowMembers row_members(const Layer& l, u32 source, u32 row) {
     const u32 chunk = row / l.shape.chunk_rows, r = row % l.shape.chunk_rows, *starts = relay_starts(l, source, chunk);
     return {relay_members(l, source, chunk) + starts[r], starts[r + 1] - starts[r]};
 }
-// Row `r` of another PE's partial results of a chunk, and the offset of the gradients of its slots' weights.
+// In another PE's partial results of a chunk: row `r`, and the offset of the gradients of that row's slot weights.
 DEVICE const char* part_row(const Layer& l, u32 member, u32 source, u32 index, u32 r) {
     return reinterpret_cast<const char*>(part_buffer(l, member, source, index)) + u64(r) * l.sizes.row_bytes;
 }
@@ -204,7 +204,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
     enter(b, PHASE_COMBINE);
     const u32 end = return_items(l) > 1 && rows - first > RETURN_ROWS ? first + RETURN_ROWS : rows;
     u32 numbers = index * l.shape.chunk_rows;  // in the round
-    // Either all slots are computed, or the source has not numbered its rows by their last experts.
+    // A slot that is not computed means that the source did not number its rows by their last experts.
     bool done = true;
     for (u32 i = dev::thread(), most = l.sizes.max_slots; i < (end - first) * most; i += dev::threads()) {
         const ReturnRow row = return_row(b, source, numbers + first + i / most);
@@ -222,7 +222,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
     for (u32 r = first + dev::warp(); r < end; r += dev::threads() / 32) {
         const ReturnRow row = return_row(b, source, numbers + r);
         if (part && row.first == row.end) continue;
-        // Members whose partial sums are added, this PE's in its place.
+        // Bit set of the members whose partial sums are added, in ascending order. This PE is one of them.
         u32 members = 1u << l.shape.member;
         if (serving) {
             const RowMembers all = row_members(l, source, row.row);

@@ -1,9 +1,10 @@
 // Epilogues: all of them on Ampere; on Hopper those that gemm_hopper_store.h does not cover.
 //
-// A warp passes units of 16 rows by 64 columns, the common layout of mma.m16n8k16 and of a warp's share of wgmma: eight times 8 columns,
-// of which lane l holds columns 2 (l % 4), + 1 of row l / 4, then of row l / 4 + 8. `stage_unit` writes a unit to the warp's own 4 KiB of
-// shared memory. `finish_unit` reads it with 8 consecutive columns of a row per lane (4 for f32 gradients), so that all global loads and
-// stores have 16 bytes per lane and 8 (or 16) lanes cover a row of the unit. Only warp barriers are needed.
+// A warp passes units of 16 rows by 64 columns, the common layout of mma.m16n8k16 and of a warp's share of wgmma. A unit is eight blocks of
+// 8 columns; of each block, lane l holds columns 2 (l % 4) and 2 (l % 4) + 1, first of row l / 4, then of row l / 4 + 8. `stage_unit` writes
+// a unit to the warp's own 4 KiB of shared memory. `finish_unit` reads it with 8 consecutive columns of a row per lane (4 for f32
+// gradients), so that all global loads and stores have 16 bytes per lane and 8 (or 16) lanes cover a row of the unit. Only warp barriers
+// are needed.
 #pragma once
 #include "activation.h"
 #include "gemm.h"
@@ -255,8 +256,8 @@ template <class T, u32 TILE_M, u32 TILE_N, u32 THREADS> DEVICE void prefetch_fin
     for (u32 i = thread, lines = finish_lines<TILE_M, TILE_N>(t); i < lines; i += THREADS) prefetch_finish_line<T, TILE_M, TILE_N>(t, i);
 }
 
-// BACKWARD_DOWN: the tile's partial sum for each row, after a barrier among the warps that called `finish_unit`. At least `tile_m`
-// threads, numbered `thread`; columns in ascending order.
+// BACKWARD_DOWN: stores the tile's part of the gradient of each row's slot weight: the sum of `row_sums` over the tile's units, in column
+// order. Called by at least `tile_m` threads, numbered `thread`, after a barrier among the warps that called `finish_unit`.
 DEVICE void finish_d_weight(const GemmTask& t, const float* row_sums, u32 tile_m, u32 tile_n, u32 thread) {
     if (t.kind != BACKWARD_DOWN || !t.d_weight || thread >= tile_m || t.m0 + thread >= t.rows) return;
     float sum = 0.0f;
