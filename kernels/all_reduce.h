@@ -51,7 +51,7 @@ KERNEL(aristos_all_reduce, REDUCE_THREADS, 1)(const Layer* layer, Pass pass) {
             advance(l, pass, copied);
         }
     }
-    // For the next pass.
+    // Resets the channel's progress for the next pass.
     if (dev::thread() == 0) progress = {};
 }
 REGISTER_KERNEL(aristos_all_reduce)

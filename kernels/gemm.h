@@ -98,19 +98,19 @@ DEVICE u32 tile_columns(u32 kind, bool gated, u32 tile_n) { return kind == FORWA
 // MN-major: contiguous along M (A) or N (B), so a row is one step of K across all output rows or columns.
 DEVICE bool a_mn_major(u32 kind) { return kind == GRAD_UP || kind == GRAD_DOWN; }
 DEVICE bool b_mn_major(u32 kind) { return kind != FORWARD_UP && kind != FORWARD_DOWN; }
-// For a kernel with code for KINDS only: known at compile time if these leave no choice.
+// For a kernel with code for KINDS only: false at compile time if no kind of KINDS is MN-major.
 constexpr u32 A_MN_MAJOR_KINDS = kind_set(GRAD_UP) | kind_set(GRAD_DOWN);
 template <u32 KINDS> DEVICE bool a_mn_major(u32 kind) { return (KINDS & A_MN_MAJOR_KINDS) != 0 && a_mn_major(kind); }
 template <u32 KINDS> DEVICE bool b_mn_major(u32 kind) { return (KINDS & ~FORWARD_KINDS) != 0 && b_mn_major(kind); }
 
-// Rows of an operand: consecutive in memory, or pointers to them, with a jump to a second part. Addresses are integers because the two
-// parts need not be in one array.
+// Rows of an operand: consecutive in memory, or given by an array of pointers. From row `split` on, rows or pointers lie `jump` bytes
+// further. Addresses are integers because the two parts need not be in one array.
 template <class T> struct RowSource {
     u64 base, jump;  // bytes; `jump` is added from row `split` on
     u32 stride, split, rows;
     bool pointers;
 
-    // Null past the end. No branch except a predicated load, because the main loop calls it.
+    // Returns null past the end. Has no branch except a predicated load, because the main loop calls it.
     DEVICE const T* row(u32 i) const {
         u64 at = base + u64(i) * stride + (i < split ? 0 : jump);
         if (pointers && i < rows) at = *reinterpret_cast<const u64*>(at);

@@ -22,8 +22,8 @@ DEVICE bool rows_by_tma(const GemmTask& t, u32 first) {
 }
 // Whether loading warp `warp` loads its operand of a weight gradient by TMA: A of GRAD_UP, B of GRAD_DOWN.
 DEVICE bool slots_by_tma(const GemmTask& t, u32 warp) { return t.slot_maps && (t.kind == GRAD_UP) == (warp == 0); }
-// Other threads have stored the data that TMA loads for a task; the thread that found the task has acquired them, and this thread has
-// synchronised with it.
+// The map for TMA loads of data that other threads have stored. The thread that found the task has acquired their stores, and this thread
+// has synchronised with that thread. The fence orders the stores before the TMA loads.
 DEVICE const TensorMap* slot_map(const GemmTask& t, u32 map) {
     dev::fence_proxy_async_global();
     return static_cast<const TensorMap*>(t.slot_maps) + map;
@@ -62,7 +62,8 @@ template <class T> DEVICE const T* shfl_pointer(const T* p, u32 lane) {
     return reinterpret_cast<const T*>(dev::shfl(reinterpret_cast<u64>(p), int(lane)));
 }
 
-// Gate's and up's rows are apart in memory. Where the sum runs over both, neither may begin in the middle of a box.
+// Number of parts of K that are loaded separately. In a gated BACKWARD_UP, K runs over gate's rows, then over up's. Gate and up are apart
+// in memory, and neither may begin in the middle of a box.
 DEVICE u32 k_halves(const GemmTask& t) { return t.kind == BACKWARD_UP && t.gated ? 2 : 1; }
 
 // Stages of a task.
@@ -72,7 +73,7 @@ DEVICE u32 task_stages(const GemmTask& t) {
 }
 
 // One warp. Prefetches the epilogue's lines into L2: 32 after each of a tile's last stages, and any excess at its beginning. For weight
-// gradients that accumulate, all at the beginning.
+// gradients that accumulate, prefetch_early prefetches all lines.
 template <class T, class Tile> DEVICE void prefetch_early(const GemmTask& t, u32 stages) {
     for (u32 group = 0, groups = finish_lines<TILE_M, Tile::N>(t) / 32; group + stages < groups; group++) {
         prefetch_finish_line<T, TILE_M, Tile::N>(t, group * 32 + dev::lane());
@@ -195,7 +196,7 @@ template <class Tile> DEVICE bool copies_slots(const GemmTask& t) {
     return Tile::B_PANELS / 2 == LOAD_WARPS - 1 || dev::warp() <= Tile::B_PANELS / 2;
 }
 
-// Both operands MN-major, one line per slot: weight gradients.
+// Weight gradients: copies operands by cp.async. Both are MN-major, with one line per slot.
 template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<Tile>& l) {
     constexpr u32 ADDRESS_BATCH = 4;  // as in copy_rows
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
@@ -278,7 +279,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_loop(Loader<Tile> l) 
         dev::mbarrier_wait(&l.control->filled[nth<ENTRIES>(n)], parity<ENTRIES>(n));
         if (!entry.more) break;
         if (a_mn_major<KINDS>(entry.task.kind)) {
-            // All at once, because the loop has no registers to spare.
+            // All lines are prefetched at once, because the loop has no registers to spare.
             if (dev::warp() == LOAD_WARPS - 1) prefetch_early<T, Tile>(entry.task, 0);
             if (slots_by_tma(entry.task, dev::warp())) load_slots<T>(entry.task, l);
             else copy_slots<T>(entry.task, l);

@@ -12,8 +12,8 @@
 // - Before a tile is reported, the issuing lane waits until the stores are complete (bulk_wait, not bulk_wait_read; gemm_hopper.h). An
 //   implicit proxy fence follows the completion of a bulk copy, so from then on these are ordinary writes of that lane, and its releases,
 //   at any scope, cover them. Readers that acquire them need no proxy fence, since all read results through the generic proxy.
-// - Other threads may have read the overwritten data in an earlier step through the generic proxy. Those reads were released, the
-//   scheduler has acquired them, and fence_proxy_async_global orders them before the store.
+// - Other threads may have read the overwritten data in an earlier step through the generic proxy. The readers have released those reads,
+//   the scheduler has acquired them, and fence_proxy_async_global orders them before the store.
 #pragma once
 #include "gemm_hopper_stage.h"
 

@@ -29,8 +29,8 @@ static_assert(MAX_TOP_K < 256 && MAX_RANK < 1u << RETURN_BITS, "a row word holds
 constexpr u32 slot_expert(u32 word) { return word >> RANK_BITS; }
 constexpr u32 slot_rank(u32 word) { return word & MAX_RANK; }
 
-// Written by aristos_route, or from a caller's routing. A token's choices are in ascending order of experts, followed by those that are
-// NONE.
+// Written by aristos_route, or by aristos_take_routing from a caller's routing. A token's choices are in ascending order of experts,
+// followed by those that are NONE.
 struct Routing {
     u32* done;               // [route_blocks]: blocks that have computed logits of a group of tokens; 0 between passes
     float* logits;           // [tokens, n_experts]
@@ -47,7 +47,7 @@ struct Routing {
 // Data that this PE sends to one PE in a pass. Slots for PE 0 come first, then those for PE 1; `slot_base` is the PE's first.
 struct DestPlan {
     u32 rows, slots, slot_base;
-    u32 chunks, rounds;  // chunk c holds rows [c * chunk_rows, (c + 1) * chunk_rows), in whatever round
+    u32 chunks, rounds;  // chunk c holds rows [c * chunk_rows, (c + 1) * chunk_rows), whichever round sends it
     u32 return_chunk;    // first chunk buffer in the return area: the number of chunks for lower PEs
 };
 
@@ -229,8 +229,8 @@ struct BlockStats {
 
 // Symmetric memory, with the same offsets on every PE of a group. A peer's copy is at Tables::peer[pe] + (address - symmetric_base).
 struct Symmetric {
-    // Written by all PEs of the world; first, because only these have the same sizes in all groups. Records of forward passes are
-    // double-buffered by parity (world.h).
+    // Written by all PEs of the world. The areas come first, because only they have the same sizes in all groups. Records of forward passes
+    // are double-buffered by parity (world.h).
     u8* all_reduce;  // all_reduce_bytes(shape); with training only
     u32* capacity;   // [2][n_world][n_experts]; with a capacity factor only
     double* losses;  // [2][n_world][2 + 2 * n_experts]; with losses and several groups only

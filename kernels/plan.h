@@ -168,7 +168,7 @@ DEVICE void count_experts(const Planner& p, u32 segment) {
 }
 
 // Per physical expert: the rows of a segment whose first expert it is, and their slots, as slots << 16 | rows. Per pair: the slots of the
-// row that it begins, or 0; and the same counts over the earlier tokens.
+// row that the pair begins, or 0. Also per pair: the rows and slots that earlier tokens of the segment begin with the same physical expert.
 DEVICE void count_heads(const Planner& p, u32 segment) {
     const u32 held = p.s.held, k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     const u64 pairs = u64(token) * k;
@@ -289,7 +289,8 @@ DEVICE void assign_pairs(const Planner& p, u32 segment) {
     dev::sync_block();
 }
 
-// Rows and slots of each PE over all segments and where they begin; per physical expert, the rows and slots before the first it begins.
+// Per PE: its rows and slots over all segments, and where they begin. Per physical expert: the rows and slots of all lower physical
+// experts.
 DEVICE void sum_heads(const Planner& p) {
     const u32 n = p.s.n_pes, held = p.s.held;
     for (u32 physical = dev::thread(); physical < held; physical += PLAN_TOKENS) {
@@ -371,7 +372,7 @@ DEVICE void split_rounds(const Planner& p, u32 d) {
     if (dev::lane() == 0) round_chunk[rounds] = chunks, dest.rounds = rounds;
 }
 
-// One warp, with relays: for a chunk to a host, the slots of each of its PEs.
+// One warp, with relays: counts the slots of each PE of the host in a chunk to that host.
 DEVICE void count_chunk(const Planner& p, u32 d, u32 chunk) {
     const u32 k = p.s.top_k, split = relay_entry(p.layer, RELAY_SPLIT, d), end = min_of((chunk + 1) * p.s.chunk_rows, p.rows[d]);
     u32* counts = p.chunk_slots + (u64(d) * p.layer.sizes.max_chunks + chunk) * p.s.most_members;
@@ -383,8 +384,8 @@ DEVICE void count_chunk(const Planner& p, u32 d, u32 chunk) {
             if (p.pe_of(pair) == d) dev::fetch_add(counts + (p.pair_physical[pair] - p.first_physical[d]) % split, 1u);
     }
 }
-// One warp, one lane per PE of a host: splits the chunks into rounds, each as long as its chunks fit the window and every PE has room for
-// its slots.
+// One warp, one lane per PE of a host: splits the chunks into rounds. A chunk begins a new round if the window is full or some PE has no
+// room left for its slots.
 DEVICE void split_host_rounds(const Planner& p, u32 d) {
     DestPlan& dest = p.layer.plan.dest[d];
     u32* round_chunk = p.layer.plan.round_chunk + u64(d) * (p.layer.sizes.max_chunks + 1);
@@ -405,7 +406,7 @@ DEVICE void split_host_rounds(const Planner& p, u32 d) {
 
 // ---- Rows.
 
-// Rows of one round of one PE; segments are numbered over all rounds, the round's own from `first_item`.
+// A segment of the rows of one round of one PE. Segments are numbered over all rounds; this round has [first_item, end_item).
 struct RowSegment {
     u32 d, round_row, first, rows;
     u32 number, first_item, end_item;
@@ -478,7 +479,7 @@ DEVICE void count_slots(const Planner& p, const RowSegment& g) {
     }
 }
 
-// Turns ranks and return numbers within segments into those within the round.
+// Converts ranks and return numbers within a segment to ranks and return numbers within the round.
 DEVICE void order_rows(const Planner& p, const RowSegment& g) {
     const Plan& plan = p.layer.plan;
     const u32 experts = p.s.max_local, row = g.first + dev::thread();
@@ -510,8 +511,8 @@ DEVICE void order_rows(const Planner& p, const RowSegment& g) {
     dev::sync_block();
 }
 
-// This PE's loss sums: those of the router's blocks, in order, and the pairs of each expert before any are dropped. With a caller's
-// routing only the tokens, because the losses belong to the layer's router.
+// Computes this PE's loss sums: those of the router's blocks, added in order, and the pairs of each expert before any are dropped. With a
+// caller's routing only the tokens are counted, because the losses belong to the layer's router.
 DEVICE void sum_losses(const Planner& p, bool by_caller) {
     const u32 experts = p.s.n_experts, blocks = div_up(p.tokens, ROUTE_TOKENS);
     const double* parts = reinterpret_cast<const double*>(p.layer.plan.scratch + plan_scratch(p.s).loss_parts);

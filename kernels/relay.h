@@ -9,7 +9,8 @@
 // No buffer is overwritten too early:
 // - A chunk buffer is reused within a round once all PEs of the host have consumed it, because the relay returns the credit or the
 //   acknowledgement only then.
-// - It is reused in the next round once its results are back, which need all partial results, each of which needs all of its rows.
+// - A chunk buffer is reused in the next round once the source has the results of its chunk. The results need the partial results of all
+//   PEs, which are sent only after all rows have been read.
 // - A header buffer follows the rules without relays.
 // - A buffer of partial results is reused when the relay returns its credit.
 #pragma once
@@ -42,7 +43,7 @@ template <class Missing> DEVICE bool chunk_consumed(const Block& b, u32 source, 
     return true;
 }
 
-// The item.
+// Runs ITEM_RELAY.
 OUTLINE void relay(Block& b, u32 source, u32 item) {
     const Layer& l = b.l;
     const u32 what = item & ((1u << RELAY_BITS) - 1), index = item >> RELAY_BITS, me = l.shape.my_pe;
@@ -52,7 +53,7 @@ OUTLINE void relay(Block& b, u32 source, u32 item) {
         return_credit(b, source, index, arrived_stamp(b));
         return;
     }
-    // Data from the network card must be visible here before another PE of the host reads it here.
+    // Data from the network card must be visible on this PE before another PE of the host reads it from this PE's memory.
     acquire_network(l);
     const bool header = what == RELAY_HEADER;
     u64* word = header ? header_signal(l, header_buffer(b.pass, b.step.mode != MODE_FORWARD), source) : chunk_signal(l, source, index);

@@ -21,7 +21,7 @@ constexpr u32 max_of(u32 a, u32 b) { return a > b ? a : b; }
 constexpr u64 align_bytes(u64 bytes) { return (bytes + 255) / 256 * 256; }
 
 constexpr bool has_losses(const LayerShape& s) { return s.aux_loss_coef != 0.0f || s.z_loss_coef != 0.0f; }
-// Whether the loss sums cover more PEs than exchange headers.
+// Whether the loss sums cover more PEs than this group, within which headers carry them.
 constexpr bool gathers_losses(const LayerShape& s) { return has_losses(s) && s.n_world > s.n_pes; }
 // Whether an expert of this group has replicas.
 constexpr bool has_replicas(const LayerShape& s) { return s.held > s.n_experts; }
@@ -126,7 +126,7 @@ constexpr u32 grad_stride(const LayerShape& s) { return div_up(grad_rows(s), 8) 
 constexpr u32 grad_tiles_m(const LayerShape& s) { return div_up(grad_rows(s), 64); }
 constexpr u32 grad_tiles_n(const LayerShape& s) { return div_up(s.hidden, SMALL_TILE_N); }
 constexpr u32 grad_tiles(const LayerShape& s) { return grad_tiles_m(s) * grad_tiles_n(s); }
-// Number of token ranges that the sum is split into: about two blocks for each that can be resident.
+// Number of token ranges that the sum over tokens is split into. The launch then has about twice as many blocks as can be resident.
 constexpr u32 grad_splits(const LayerShape& s) {
     return max_of(1, min_of(min_of(2 * s.blocks / max_of(1, grad_tiles(s)), div_up(s.max_tokens, 4 * SCALE_TOKENS)), 32));
 }

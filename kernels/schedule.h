@@ -12,12 +12,12 @@
 // holds at most one ticket per task queue and one for results, and none beyond a step. The second block of a CTA pair follows the first
 // into the task loop, where it would not poll, so it holds none: it claims results by compare-and-swap.
 //
-// Tasks are in five queues, each in the order of experts. A block takes the next task of the first queue whose next task is ready: (1)
-// the second GEMM of tiles with other PEs' slots, on which results depend, (2) their first GEMM, (3, 4) likewise for tiles that hold own
-// slots alone and for the shared expert, which need no peer and fill the time in which rows travel, and (5) weight gradients. Before
-// weight gradients come the gradients without a GEMM and steps of the gradient sums, so that the tasks hide their transfers. A step of
-// the sums runs when its dependencies are met and this PE has returned all results, so that the network is free. aristos_all_reduce does
-// the remaining steps.
+// Tasks are in five queues, each in the order of experts. A block takes the next task of the first queue whose next task is ready: (1) the
+// second GEMM of tiles with other PEs' slots, on which results depend, (2) their first GEMM, (3, 4) likewise for tiles that hold own slots
+// alone and for the shared expert, which need no peer and fill the time while rows are in flight, and (5) weight gradients. Before weight
+// gradients come the gradients without a GEMM and steps of the gradient sums, so that the tasks hide their transfers. A step of the sums
+// runs when its dependencies are met and this PE has returned all results, so that the network is free. aristos_all_reduce does the
+// remaining steps.
 //
 // Deadlock freedom. Order all items of all PEs by (step, class), with own layout < send < layout < arrival < task (first GEMM, second
 // GEMM, gradients) < return < final sums. Every item depends only on earlier items in this order:
@@ -28,12 +28,16 @@
 // - a task: on arrivals and earlier GEMMs
 // - a return: on tasks
 // - a final sum: on returns
-// - the barrier at the end of a step: on all items of its own PE Staging slots (dispatch.h, "Send groups") are freed by sends or returns
-//   with lower numbers. Let X be the first unfinished item. If a block runs X, X finishes, since its dependencies are met. If a block
-//   holds X's ticket, its current item finishes and then it runs X. Otherwise X is next in its queue, since items are claimed in order,
-//   and a block that is between two items, or will be, claims it: every item takes finite time except final sums, and those are claimed
-//   only when this PE has no other item left to claim or holds. A PE may skip a step in which it neither sends nor receives; peers wait
-//   only for data that was announced to them.
+// - the barrier at the end of a step: on all items of its own PE
+//
+// Staging slots (dispatch.h, "Send groups") are freed by sends or returns with lower numbers.
+//
+// Let X be the first unfinished item. If a block runs X, X finishes, since its dependencies are met. If a block holds X's ticket, the
+// block's current item finishes, and then the block runs X. Otherwise X is next in its queue, since items are claimed in order. In that
+// case a block that is between two items, or will be, claims X: every item takes finite time except final sums, and a block claims a final
+// sum only when this PE neither has another item to claim nor holds one.
+//
+// A PE may skip a step in which it neither sends nor receives; peers wait only for data that was announced to them.
 #pragma once
 #include "block.h"
 
@@ -64,9 +68,9 @@ DEVICE u32 slot_position(const Layer& l, u32 expert, u32 slot) {
     const Batches& b = l.batches;
     return slot < b.own[expert] ? b.own_base[expert] + slot : b.rest_base[expert] + slot - b.own[expert];
 }
-// Slots of a source in a batch are in the order of ranks, reversed for every other source. In a tile with slots of two sources both are
-// then among the first to arrive, or both among the last, and no tile waits for the last slot of one source together with the first of
-// another.
+// Slots of a source in a batch are in the order of ranks, reversed for every other source. In a tile with slots of two sources, both
+// sources' slots are then among their first, or both among their last. No tile waits for the last slots of one source although it holds the
+// first slots of another.
 DEVICE bool is_reversed(const Layer& l, u32 source) {
     u32 distance = source < l.shape.my_pe ? source + l.shape.n_pes - l.shape.my_pe : source - l.shape.my_pe;
     return distance > 0 && distance % 2 == 0;
@@ -119,9 +123,9 @@ DEVICE u32 zero_pieces(const Layer& l) {
 }
 DEVICE u32 zero_items(const Layer& l) { return GRADIENTS * zero_pieces(l); }
 
-// Position of tile `index` in a grid of `down` x `across` tiles. Tiles are visited `group` rows at a time, so that shared operands stay
-// in L2. Where rows are still arriving the group is smaller, because a tile's results are complete only with its whole group: three,
-// since with two all SMs of an H100 would read weights at about its memory bandwidth (256 FLOP per byte).
+// Position of tile `index` in a grid of `down` x `across` tiles. Tiles are visited `group` rows at a time, so that shared operands stay in
+// L2. Where rows are still arriving the group is smaller, because a tile's results are complete only when its whole group is. The smaller
+// group has three rows: with two, all SMs of an H100 together would read weights at about its memory bandwidth (256 FLOP per byte).
 constexpr u32 TILE_GROUP = 8, REST_TILE_GROUP = 3;
 DEVICE void tile_at(u32 index, u32 down, u32 across, u32 group, u32& m, u32& n) {
     u32 first = index / (group * across) * group, in = index % (group * across);
