@@ -1,5 +1,5 @@
-// TMA stores. All of them take effect late, at seeded moments: shared memory is read at the store or at the wait for its reads, and
-// global memory is written then or at the wait for completion. A store that is never waited for is never written.
+// TMA stores. A seeded generator chooses when they take effect. Shared memory is read at the store or at the wait for its reads. Global
+// memory is written at one of these moments or at the wait for completion. A store that is never waited for is never written.
 #include "fragments.h"
 #include "simt.h"
 

@@ -1,8 +1,8 @@
 // Virtual time: a world's clock that stands still while code runs and advances by the durations that a test assigns to work and messages.
 //
-// Of all PEs' blocks one runs at a time: the one with the least time, until it pauses or works. Messages over the network arrive at times
-// that follow from the rates of the PEs' ports, each of which sends and receives messages one after the other. A block's next action is
-// thus decided by the kernels' own code from the data that have arrived at its time, and every run is the same.
+// Only one block of all PEs runs at a time: the one with the least time, until this block pauses or works. Messages over the network arrive
+// at times that follow from the rates of the PEs' ports, each of which sends and receives messages one after the other. A block's next
+// action is thus decided by the kernels' own code from the data that have arrived at its time, and every run is the same.
 #pragma once
 #include <algorithm>
 #include <condition_variable>
@@ -35,7 +35,7 @@ class VirtualTime {
     void begin(Block* block);
     void end(Block* block);
     u64 now(const Block* block) const { return block->time; }
-    // The block works, or polls again later.
+    // Advances the block's time, by the duration of its work or of its pause before the next poll.
     void spend(Block* block, u64 ns);
     void poll(Block* block) { spend(block, rates_.poll_ns); }
 

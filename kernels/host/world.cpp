@@ -45,8 +45,8 @@ World* new_world(u32 n_pes, u64 heap_bytes, u64 seed) {
     return world;
 }
 
-// Reuses only blocks of the same PE: the caller orders a PE's launches, but not those of two PEs, which ThreadSanitizer would report as a
-// race in the block's shared memory.
+// Reuses only blocks of the same PE. The caller orders the launches of one PE, but not those of two PEs. If two PEs used the same block,
+// ThreadSanitizer would report a race in its shared memory.
 std::unique_ptr<Block> get_block(World& world, u32 pe) {
     {
         Locked locked(world.lock);
