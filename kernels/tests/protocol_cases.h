@@ -1,4 +1,4 @@
-// Cases of protocol_test.cpp: routings and rounds in which the protocol has been wrong or might be, the expected counters of each pass,
+// Cases of protocol_test.cpp: routings and rounds in which the protocol had errors or might have some, the expected counters of each pass,
 // and a bitwise comparison of two runs.
 #pragma once
 #include "layer_world.h"
@@ -49,7 +49,7 @@ inline Options varying_tokens() {
     o.passes = {{{13, 0, 7}, false}, {{0, 21, 0}, false}, {{0, 0, 0}}, {{30, 1, 0}}, {{0, 0, 0}, false}, {{5, 6, 7}}};
     return o;
 }
-// All rows to one expert through windows of one chunk; then evenly, without overflow; then all to one again.
+// In hot passes all tokens choose one expert, whose windows have one chunk. The pass between them has even routing, without overflow.
 inline Options one_expert_in_rounds() {
     Options o = base(4);
     o.top_k = 1, o.tokens = 24, o.round_chunks = 1, o.hot = 1;
@@ -77,7 +77,7 @@ inline Options rounds_by_slots() {
     o.passes = {{{40, 33}}, {{7, 40}, false}, {{0, 40}}};
     return o;
 }
-// PEs with neither tokens nor experts wait for no results.
+// PEs with neither tokens nor experts wait for no results, so they run ahead of the others.
 inline Options running_ahead() {
     Options o = base(4);
     o.experts = 2, o.top_k = 1, o.hosts = 1, o.tokens = 10, o.round_chunks = 1;
@@ -137,7 +137,7 @@ inline Options replicas_in_rounds() {
     return o;
 }
 
-// Two hosts of two PEs: the cases above through relays.
+// Cases with relays. Two hosts of two PEs.
 inline Options relays() {
     Options o = base(4);
     o.host_of = {0, 0, 1, 1};
@@ -290,8 +290,9 @@ inline bool overflows_at(const Layers& t, const std::vector<std::vector<Pair>>& 
 }
 
 // One fence for each send group with at least one message. The send groups of a step are its headers; its chunks, in groups of
-// window_chunks (chunk 0 for all inter-node peers, then chunk 1, ...); and its results, likewise. So a phase has at most one fence per
-// inter-node peer if a window holds all chunks that any one of them receives or returns, and at most n if it holds 1/n of them.
+// window_chunks (chunk 0 for all inter-node peers, then chunk 1, ...); and its results, likewise. If a window holds all chunks that any one
+// inter-node peer receives or returns, a phase has at most one fence per inter-node peer. If a window holds 1/n of these chunks, a phase
+// has at most n fences per peer.
 inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
     const LayerShape& s = t.w->pes[me]->s;
     const auto& group = t.w->peers(me);
@@ -379,7 +380,7 @@ template <class Far> SumCounts expected_sum_counts(const world::Pe& p, Far inter
     return c;
 }
 
-// Work of PE `me` for the rows of an inter-node `source`, except results that a relay returns to it.
+// Adds to `w` the work of PE `me` for the rows of an inter-node `source`, except the results that a relay returns to the source.
 inline void expect_relays(PassStats& w, const Layers& t, const Pair& rows, u32 me, u32 source, bool backward, bool again) {
     const LayerShape& s = t.w->pes[me]->s;
     const u32 chunks = u32(rows.chunk_rows.size()), copies = again ? 2 : 1, headers = !backward ? std::max(1u, rows.rounds) : again ? rows.rounds : 0;
@@ -494,7 +495,7 @@ inline void check_counters(const Layers& t) {
 template <class T> bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
-// Describes the difference, or null.
+// Names the first difference; null if there is none.
 inline const char* difference(const Snapshot& a, const Snapshot& b) {
     if (!a.done || !b.done) return "an unfinished pass";
     if (!same_bits(a.out, b.out)) return "output";
@@ -522,7 +523,7 @@ inline std::string difference(const Layers& got, const std::vector<std::vector<S
     return "";
 }
 
-// One schedule: reachability, pass numbers and kinds of block order follow from the seed.
+// One schedule of a case. The seed determines reachability, pass numbers, the number of blocks, the window and the emulator's schedule.
 inline Options scheduled(Options o, u64 seed) {
     const u64 starts[] = {1, (1 << 24) - 1, (u64(1) << 39) - 100};
     o.schedule = seed;
