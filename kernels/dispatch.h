@@ -21,7 +21,8 @@ DEVICE bool sends_rows(const Block& b, u32 pe) {
     return b.step.mode != MODE_RECOMPUTE || l.received.peer_overflow[pe];
 }
 
-// The step number in stamps. For gradients it depends on whether the peer overflows, i.e. keeps no activations.
+// The step number in stamps. A peer that overflows, i.e. keeps no activations, has two steps per round of backward: recomputation, then
+// gradients. The latter have the second number.
 DEVICE u32 stamp_step(u32 round, u32 mode, bool overflow) {
     return 2 * round + (mode == MODE_GRADIENT && overflow ? 1 : 0);
 }

@@ -1,6 +1,6 @@
 // One tile of one expert's GEMMs: the interface of both GEMM paths (gemm_ampere.h, gemm_hopper.h).
 //
-// X: the batch's input rows; dY: gradients of its results before the routing weights; w: those weights, by slot.
+// X: the input rows of the batch's slots. dY: the gradients of their results, without the routing weights. w: the routing weights, by slot.
 //
 //   FORWARD_UP     act(X gate^T + b) * (X up^T + b), or act(X up^T + b)          -> h, and the pre-activations -> gate_up
 //   FORWARD_DOWN   h down^T + b                                                  -> y

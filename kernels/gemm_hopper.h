@@ -51,7 +51,7 @@ template <class Tile> struct Consumer {
     char* stages;
     typename Tile::Control* control;
     char* unit;      // this warp's
-    u32 group;       // which 64 rows
+    u32 group;       // index of its 64 rows in the tile
     bool leads;      // first lane of a warp
     u32 used = 0;    // stages, over all tiles
 };

@@ -122,8 +122,8 @@ struct SlotStore {
 struct Batches {
     u32* total;      // [n_local + 1]: slots
     u32* own;         // [n_local + 1]: slots in tiles that hold this PE's slots alone; these come first
-    u32* own_base;   // [n_local + 1]: position of their first slot
-    u32* own_tile;   // [n_local + 1]: their first tile
+    u32* own_base;   // [n_local + 1]: position of the first of the `own` slots
+    u32* own_tile;   // [n_local + 1]: first tile of the `own` slots
     u32* rest_base;  // [n_local]: position of the first other slot
     u32* rest_tile;  // [n_local]
     u32* rest_order; // [max_tiles]: from rest_tile on, a batch's other tiles in the order in which their rows are expected
@@ -181,7 +181,7 @@ struct Counters {
     u32* second_done; // [max_tiles]
     u32* batch_done;  // [n_local + 1]: finished tasks of the first GEMM
     u32* gradients_done;  // [n_local + 1]: finished tasks and items of a batch's gradients
-    // With relays only (relay.h), claimed:
+    // Claimed items, with relays only (relay.h):
     u32* relays;         // items of all sources
     u32* header_passed;  // [n_pes]
     u32* passed;         // [n_pes]: chunks whose signal was forwarded

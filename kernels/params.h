@@ -33,7 +33,7 @@ struct LayerShape {
     u32 n_local;       // routed experts on this PE
     u32 max_local;     // maximum over all PEs
     u32 held;          // physical experts on all PEs: a replicated expert counts once for each replica
-    u32 hosts;         // PEs that hold at least one expert
+    u32 hosts;         // number of PEs that hold at least one expert
     u32 relays;        // 1: a row crosses to another host once, to its relay there (relay.h); the next five fields apply then
     u32 member, members;  // this PE's number among the group's PEs on its host, and how many they are
     u32 most_members;  // maximum of `members` over all hosts
@@ -55,7 +55,7 @@ struct LayerShape {
     float aux_loss_coef, z_loss_coef;
     double capacity_factor;  // 0: dropless
     u32 max_tokens;    // maximum over all PEs
-    u32 chunk_rows;    // rows sent under one signal
+    u32 chunk_rows;    // rows of a chunk, which is sent with one signal
     u32 round_chunks;  // maximum number of chunks that one PE receives from one source in a round
     u32 window_chunks; // chunk buffers in a source's window (each is reused once its chunk is copied out); also the messages of a send group
     u32 round_slots;   // maximum number of slots of one source on one PE in a round, at least chunk_rows * max_slots_per_row

@@ -156,7 +156,7 @@ DEVICE bool recomputes(const Block& b, u32 round) {
 // All threads. Sets up the step.
 DEVICE void begin_step(Block& b, u32 round, u32 mode) {
     const Layer& l = b.l;
-    // The first step of a forward pass receives headers from all PEs; before them `overflow` is unknown.
+    // In the first step of a forward pass `*overflow` is not yet known, because it follows from the headers that this step receives.
     bool overflow = (mode != MODE_FORWARD || round > 0) && *l.received.overflow;
     bool receives = mode == MODE_RECOMPUTE ? overflow : round == 0 || overflow;
     bool with_shared = mode != MODE_RECOMPUTE && round == 0 && has_shared(l, b.pass);

@@ -1,16 +1,16 @@
 // One row per host: the work of a relay for its inter-node sources.
 //
-// A source has one relay on every other host and sends it the rows for all PEs there, as if the relay held all their experts. Each row
-// thus crosses to a host once. Header and chunks stay in the relay's memory, where the PEs of its host read them by loads; the relay
-// forwards signals alone. Each PE puts its partial results, the sums over its own experts, into a few buffers at the relay. The relay
-// adds the partial results in PE order and returns one row. To the source the host looks like one PE; to the PEs of the host the source
-// is one whose rows and results pass through another PE's memory. All of them belong to one EP group.
+// A source has one relay on every other host and sends it the rows for all PEs there, as if the relay held all their experts. Each row thus
+// crosses to a host once. Header and chunks stay in the relay's memory, where the PEs of its host read them by loads; the relay forwards
+// signals alone. Each PE puts its partial results, the sums over its own experts, into a few buffers at the relay. The relay adds the
+// partial results in PE order and returns one row. To the source the host looks like one PE; to the PEs of the host the source is one whose
+// rows and results pass through another PE's memory. The source and these PEs belong to one EP group.
 //
 // No buffer is overwritten too early:
 // - A chunk buffer is reused within a round once all PEs of the host have consumed it, because the relay returns the credit or the
 //   acknowledgement only then.
 // - A chunk buffer is reused in the next round once the source has the results of its chunk. The results need the partial results of all
-//   PEs, which are sent only after all rows have been read.
+//   PEs, and each PE sends these only after it has read all of its rows.
 // - A header buffer follows the rules without relays.
 // - A buffer of partial results is reused when the relay returns its credit.
 #pragma once

@@ -8,7 +8,7 @@
 
 namespace aristos {
 
-constexpr u32 SUM_LISTED = 1u << SUM_PARTS;  // flag in SumProgress::next
+constexpr u32 SUM_LISTED = 1u << SUM_PARTS;  // flag in SumProgress::next: the dependencies are listed
 constexpr u32 SUM_LIST = SUM_PARTS;          // in place of a SumPart: only precompute the dependencies
 
 DEVICE SumWait* sum_waits(const Layer& l, u32 channel, u32 kind) { return l.sum_waits + (u64(channel) * 2 + kind) * l.shape.n_world; }
