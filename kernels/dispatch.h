@@ -67,7 +67,7 @@ template <class Missing> DEVICE bool credit_available(const Block& b, u32 pe, u3
     return signal_arrived(credit_signal(l, pe, before), {pe, WHAT_CREDIT, PHASE_DISPATCH, stamp(b.pass, send_step(b, pe)), before}, missing);
 }
 
-// Destination of a message of at most one chunk for `pe`: its memory, or a staging slot here.
+// Destination of a message of at most one chunk for `pe`: the memory of `pe`, or a staging slot on this PE.
 struct Message {
     char* to;
     u8* mine;     // the symmetric address
@@ -79,7 +79,7 @@ DEVICE Message message(const Layer& l, u8* mine, u8* stage, u32 pe) {
 }
 
 // All threads, once the message is written: sends it. For an inter-node peer the signal follows later, after a fence. A header's staging
-// buffer is reused only after the peer has answered it, by results or, in a forward pass, by its next header.
+// buffer is reused only after the peer has answered the header, by results or, in a forward pass, by its next header.
 DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, u32 pe) {
     const Layer& l = b.l;
     if (!ARISTOS_FAULT(EARLY_SIGNAL)) dev::sync_block();
@@ -123,7 +123,7 @@ DEVICE bool stage_slot_free(const u32* ended, const GroupMessage& m) {
            (m.group < STAGE_GROUPS || counter_reached(ended + m.group - STAGE_GROUPS, GROUP_DONE));
 }
 
-// A message's signal and its value; null if no message was sent.
+// The signal that follows a message to `pe`, and its value. `signal` is null if no message was sent.
 struct PendingSignal {
     u32 pe;
     u64* signal;
@@ -282,8 +282,8 @@ DEVICE void send_chunk(Block& b, u32 pe, u32 index, u8* stage) {
     }
 }
 
-// Send items of a step: headers for all PEs, then chunk 0 for all, then chunk 1. Each PE starts with the PE after itself, so that the PEs
-// do not all write to PE 0 first.
+// Send items of a step: headers for all PEs, then chunk 0 for all, then chunk 1, and so on. Each PE starts with the PE after itself, so
+// that the PEs do not all write to PE 0 first.
 DEVICE u32 send_items(const Layer& l) { return l.shape.n_pes * (1 + l.shape.round_chunks); }
 DEVICE u32 send_pe(const Layer& l, u32 item) { return (l.shape.my_pe + 1 + item % l.shape.n_pes) % l.shape.n_pes; }
 

@@ -120,7 +120,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
     constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
     u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
     u32 column = column0 + piece * 8, I = t.intermediate;
-    // All loads precede their uses: they are the epilogue's only accesses with memory latency.
+    // All loads are issued before the first use, because they are the epilogue's only accesses with memory latency.
     Vec16 saved_g[ITEMS], saved_up[ITEMS];
     float weights[ITEMS], sums[ITEMS];
     UNROLL for (u32 j = 0; j < ITEMS; j++) {

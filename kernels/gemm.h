@@ -21,7 +21,8 @@ enum GemmKind : u32 {
     FORWARD_UP = 0, FORWARD_DOWN = 1, BACKWARD_DOWN = 2, BACKWARD_UP = 3, GRAD_UP = 4, GRAD_DOWN = 5, GEMM_KINDS = 6,
 };
 
-// Sets of kinds that a kernel has code for. Backward recomputes the first GEMM if the activations were not kept.
+// Sets of kinds that a kernel has code for. Backward's set contains FORWARD_UP, because backward recomputes the first GEMM if the
+// activations were not kept.
 constexpr u32 kind_set(GemmKind kind) { return 1u << kind; }
 constexpr u32 ALL_KINDS = (1u << GEMM_KINDS) - 1;
 constexpr u32 FORWARD_KINDS = kind_set(FORWARD_UP) | kind_set(FORWARD_DOWN);
@@ -61,7 +62,7 @@ struct GemmTask {
 
 // Counters to increment when a task's results are stored; null if unused.
 struct DoneCounters { u32 *first, *second; };
-// One thread. Releases its own stores and those that it has acquired.
+// One thread. Increments the counters, which releases this thread's stores and those that it has acquired.
 DEVICE void count_done(const DoneCounters& done_counters) {
     if (done_counters.first) dev::fetch_add_acq_rel(done_counters.first, 1u);
     if (done_counters.second) dev::fetch_add_acq_rel(done_counters.second, 1u);
@@ -74,7 +75,7 @@ constexpr u32 GATED_GROUP = 32;
 DEVICE bool is_paired(const GemmTask& t) { return t.kind == FORWARD_UP && t.gated; }
 DEVICE u32 gate_up_width(const GemmTask& t) { return t.gated ? 2 * t.intermediate : t.intermediate; }
 
-// Dimensions of the product: output rows, output columns (of h where two products form one column), and the sum.
+// Dimensions of the product: output rows, output columns (columns of h where two products form one column), and terms of each sum.
 DEVICE u32 gemm_m(const GemmTask& t) {
     return t.kind == GRAD_UP ? t.intermediate : t.kind == GRAD_DOWN ? t.hidden : t.rows;
 }

@@ -1,9 +1,9 @@
-// The Hopper GEMM path: a queue of `GemmTask`s with wgmma, in tiles of 128 x N, N 128 or 256.
+// The Hopper GEMM path: a queue of `GemmTask`s with wgmma, in tiles of 128 x N, with N = 128 or 256.
 //
 // A block has three warpgroups. In the first, one warp gets tasks from the scheduler, one ahead of the consumers, and three warps load
-// operands (gemm_hopper_load.h). Two consumer warpgroups have 64 rows of the tile each and all N columns: N / 2 accumulators per thread,
-// for which registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's N / 2 columns first, then up's, so that a thread
-// holds both operands of each product.
+// operands (gemm_hopper_load.h). Each of the two consumer warpgroups computes 64 rows of the tile and all N columns: N / 2 accumulators per
+// thread, for which registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's N / 2 columns first, then up's, so that a
+// thread holds both operands of each product.
 //
 // Interface of the scheduler, called by thread 96 alone:
 // - `bool next(GemmTask&, task_in_progress)` returns the next task once all of its inputs are available, or false at the end of the queue,
@@ -50,10 +50,10 @@ template <class Tile> struct Consumer {
     using Accumulators = float (&)[Tile::N / 2];
     char* stages;
     typename Tile::Control* control;
-    char* unit;      // this warp's
+    char* unit;      // this warp's epilogue unit
     u32 group;       // index of its 64 rows in the tile
     bool leads;      // first lane of a warp
-    u32 used = 0;    // stages, over all tiles
+    u32 used = 0;    // number of stages used, over all tiles
 };
 
 template <bool COPIED, class Tile> DEVICE void release_stage(const Consumer<Tile>& c, u32 n) {

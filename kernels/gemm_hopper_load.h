@@ -32,7 +32,7 @@ DEVICE const TensorMap* slot_map(const GemmTask& t, u32 map) {
 template <class Tile> struct Loader {
     char* stages;
     typename Tile::Control* control;
-    u32 begun = 0;  // stages, over all tiles
+    u32 begun = 0;  // number of stages begun, over all tiles
 };
 
 // Waits until the next stage is free. Every thread waits itself, because each overwrites a part of the stage. `OVER_COPIES`: the other
@@ -103,7 +103,7 @@ template <class Tile> DEVICE WeightBoxes weight_boxes(const GemmTask& t) {
     }
 }
 
-// B, weights: one warp, of which one thread issues the TMA loads.
+// Loads B, i.e. weights: one warp, of which one thread issues the TMA loads.
 template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTask& t, Loader<Tile>& l) {
     const WeightBoxes boxes = weight_boxes<Tile>(t);
     const bool mn_major = b_mn_major<KINDS>(t.kind);
@@ -140,7 +140,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
 // A slot that a faulty peer never filled has no row. A valid address takes its place, so that copies need no check.
 template <class T> DEVICE const T* row_or_any(const T* row, const GemmTask& t) { return row ? row : static_cast<const T*>(t.up); }
 
-// A, output rows loaded by TMA: two warps, one panel each.
+// Loads the output rows of A by TMA: two warps, one panel each.
 template <class Tile> DEVICE void load_rows(const GemmTask& t, Loader<Tile>& l) {
     const u32 row = t.first_slot + t.m0 + dev::warp() * PANEL;
     const TensorMap* map = slot_map(t, t.kind == FORWARD_DOWN ? OPERAND_H : t.gated ? OPERAND_GATE : OPERAND_UP);
@@ -156,7 +156,7 @@ template <class Tile> DEVICE void load_rows(const GemmTask& t, Loader<Tile>& l) 
     }
 }
 
-// A, output rows copied by cp.async: two warps, one panel each.
+// Copies the output rows of A by cp.async: two warps, one panel each.
 template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<Tile>& l) {
     constexpr u32 ADDRESS_BATCH = 8;  // addresses computed before the first copy; each copy keeps its address registers for a while
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8, first = t.m0 + warp * PANEL;
@@ -237,7 +237,7 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
     }
 }
 
-// The weight-gradient operand that lies in a slot array, one line per slot, with the same warps as copy_slots. Stages that span both
+// Loads the weight-gradient operand that lies in a slot array, one line per slot, with the same warps as copy_slots. Stages that span both
 // parts of the batch, or its end, are copied by cp.async instead of TMA.
 template <class T, class Tile> DEVICE void load_slots(const GemmTask& t, Loader<Tile>& l) {
     const u32 warp = dev::warp(), lane = dev::lane();

@@ -186,7 +186,7 @@ struct Reducer {
         const u32 pe = t.holders[holder].pe, of = number(t, holder);
         return wait_signal(layer, signal(kind, pe, of), {pe, WHAT_ALL_REDUCE, PHASE_ALL_REDUCE, stamp_of(of), u64(of) * r.channels + channel});
     }
-    // Sends this PE's values of a step to every other holder, starting with the next one.
+    // Sends this PE's values of a step to every other holder, starting with the next holder.
     DEVICE void send(const VectorStep& t) const {
         const u32 me = layer.shape.world_pe, parts = t.unit.parts;
         for (u32 i = 1; i < parts; i++) {

@@ -212,7 +212,7 @@ template <class Missing> DEVICE bool report_missing(const Block& b, u32 set, Mis
     };
     u32 next = dev::load_relaxed(c.send);
     if (has(set, ITEM_SEND) && next < send_items(l)) (void)send_ready(b, next, note);
-    // If the relay already has the data, report the relay: it did not forward it.
+    // If the relay already has the header or chunk, reports the relay, which has not forwarded the signal.
     u64* word = nullptr;
     auto note_sent = [&](Waiting w, u64 seen) {
         if (relayed(l, w.pe) && dev::load_relaxed(incoming(l, w.pe, word)) >= w.expected) w.pe = relay_of(l, w.pe);

@@ -1,7 +1,7 @@
 // A layer as its kernels see it: its shape, the host's tables, and pointers into one local and one symmetric block.
 //
-// The host builds it with `aristos_layer` (memory.cpp) and copies it to the device; no kernel changes it. Everything that a forward pass
-// keeps for its backward lies in the local block, so a layer with several forward passes in flight has one `Layer` and one local block
+// The host builds a `Layer` with `aristos_layer` (memory.cpp) and copies it to the device; no kernel changes it. Everything that a forward
+// pass keeps for its backward lies in the local block, so a layer with several forward passes in flight has one `Layer` and one local block
 // per pass, over one symmetric block.
 //
 // Host code never dereferences the pointers.
@@ -73,7 +73,7 @@ struct Losses {
     double* all;   // [2 + 2 * n_experts]: over all PEs of the world, added in PE order
 };
 
-// Rows and slots received by this PE, by source, of the last round. A PE with a single round keeps them from forward to backward.
+// Rows and slots that this PE received in the last round, by source. A PE with a single round keeps them from forward to backward.
 // Positions of slots are counted over all batches.
 struct Received {
     u32* overflow;      // 1: some source has several rounds here, so backward recomputes activations

@@ -8,7 +8,7 @@ DEVICE const u32* header_words(const Layer& l, u32 buffer, u32 source) {
     return reinterpret_cast<const u32*>(incoming(l, source, l.symmetric.header + header_offset(l, buffer, source)));
 }
 
-// One warp. Validates an untrusted header, once.
+// One warp. Validates a header, which is untrusted, and stores its values.
 DEVICE bool read_header(Block& b, u32 source) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -175,7 +175,7 @@ OUTLINE void make_own_layout(Block& b) {
 }
 
 // All threads. Computes the positions of all sources' slots in the batches: own slots first, then those of the following PEs. Also computes
-// the tiles.
+// the first tile of each batch's slots outside the own tiles.
 DEVICE void place_slots(Block& b) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;

@@ -40,7 +40,7 @@ template <class T> DEVICE bool run_item(Block& b, const Item& item) {
     }
 }
 
-// One thread. The next item; ITEM_TASKS if tasks are allowed and no other item is ready.
+// One thread. Finds the next item: ITEM_TASKS if tasks are allowed and no other item is ready.
 OUTLINE void next_item(Block& b) {
     enter_now(b.l, b.pass, b.state, PHASE_WAITING);
     b.state.watchdog = {};

@@ -94,7 +94,7 @@ DEVICE void clear_masks(const Planner& p, u32 n) {
 DEVICE void mark(const Planner& p, u32 e) {
     dev::shared_add(&p.work[e * PLAN_MASK_STRIDE + dev::thread() / 32], 1u << dev::thread() % 32);
 }
-// The bits of word `w` below this thread's.
+// The bits of word `w` below this thread's bit.
 DEVICE u32 below(const Planner& p, u32 e, u32 w) {
     const u32 bits = p.work[e * PLAN_MASK_STRIDE + w], mine = dev::thread() / 32;
     return w < mine ? bits : w == mine ? bits & ((1u << dev::thread() % 32) - 1) : 0;
@@ -109,7 +109,7 @@ DEVICE u32 count_all(const Planner& p, u32 e) {
     for (u32 w = 0; w < PLAN_TOKENS / 32; w++) count += count_bits(p.work[e * PLAN_MASK_STRIDE + w]);
     return count;
 }
-// The sum of `value(i)` over the set bits below this thread's.
+// The sum of `value(i)` over the set bits below this thread's bit.
 template <class Value> DEVICE u32 sum_below(const Planner& p, u32 e, Value value) {
     u32 sum = 0;
     for (u32 w = 0; w <= dev::thread() / 32; w++)
@@ -147,7 +147,7 @@ DEVICE u32 scan_words(const Planner& p, u32* words, u32 n) {
 
 // ---- Tokens.
 
-// Pairs of each expert in a segment, and each pair's rank there.
+// Counts the pairs of each expert in a segment, and computes each pair's rank there.
 DEVICE void count_experts(const Planner& p, u32 segment) {
     const u32 experts = p.s.n_experts, k = p.s.top_k;
     const u32 token = segment * PLAN_TOKENS + dev::thread();
@@ -211,7 +211,7 @@ DEVICE void count_heads(const Planner& p, u32 segment) {
     }
 }
 
-// Pairs of each expert in earlier segments.
+// Sums the pairs of each expert in earlier segments.
 DEVICE void sum_experts(const Planner& p, u32 segment, u32* sums) {
     for (u32 e = dev::thread(); e < p.s.n_experts; e += PLAN_TOKENS) {
         u32 sum = 0;
@@ -221,8 +221,8 @@ DEVICE void sum_experts(const Planner& p, u32 segment, u32* sums) {
     dev::sync_block();
 }
 
-// Number of pairs of each expert that this PE keeps: at most capacity(e) less those of lower PEs. False if a PE's counts did not arrive
-// or are invalid.
+// Computes the number of pairs of each expert that this PE keeps: at most capacity(e) less the pairs of lower PEs. False if a PE's counts
+// did not arrive or are invalid.
 DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     const u32 experts = p.s.n_experts, me = p.s.world_pe, n = p.s.n_world;
     const Gathered counts{reinterpret_cast<u8*>(p.layer.symmetric.capacity), p.layer.symmetric.capacity_signal, experts * 4, WHAT_CAPACITY};
@@ -270,7 +270,7 @@ DEVICE u32 assign_holder(const Planner& p, u32 e, u32 rank, u32 pairs) {
     return p.layer.tables.holder_physical[at];
 }
 
-// The physical expert of each pair of a segment; NONE for pairs beyond the limit and for choices without an expert.
+// Assigns a physical expert to each pair of a segment; NONE to pairs beyond the limit and to choices without an expert.
 DEVICE void assign_pairs(const Planner& p, u32 segment) {
     const u32 k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     if (p.ranked()) sum_experts(p, segment, p.experts_before);

@@ -174,7 +174,7 @@ DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most the last N groups of this warpgroup are in flight.
 template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-// Keeps the compiler from moving accumulator accesses across: call it on them before wgmma_fence() and after wgmma_wait().
+// Keeps the compiler from moving accesses to `acc` across this call. Call it before wgmma_fence() and after wgmma_wait().
 template <int K> DEVICE void wgmma_fence_operand(float (&acc)[K]) {
     UNROLL
     for (int i = 0; i < K; ++i) asm volatile("" : "+f"(acc[i])::"memory");

@@ -47,8 +47,8 @@ DEVICE const u32* served_sources(const Layer& l) { return l.tables.relay + RELAY
 DEVICE u32 expert_member(const Layer& l, u32 source, u32 number) { return relayed(l, source) ? number % l.shape.members : l.shape.member; }
 DEVICE u32 expert_here(const Layer& l, u32 source, u32 number) { return relayed(l, source) ? number / l.shape.members : number; }
 
-// Offset of chunk `index` of a round in the windows of `dest`; a PE has no window for itself. One of the two PEs is this one, or, with
-// relays and an inter-node source, they are the source and its relay here.
+// Offset of chunk `index` of a round in the windows of `dest`; a PE has no window for itself. One of the two PEs is this one. The exception
+// is an inter-node source with relays: then `dest` may be the source's relay on this host.
 DEVICE u64 chunk_offset(const Layer& l, u32 source, u32 dest, u32 index) {
     u32 window = source < dest ? source : source - 1;
     if (l.shape.relays) window = source == l.shape.my_pe ? relay_entry(l, RELAY_WINDOW_TO, dest) : relay_entry(l, RELAY_WINDOW_FROM, source);
@@ -139,11 +139,11 @@ template <class P> DEVICE P* at_peer(const Layer& l, P* mine, u32 pe) {
     return reinterpret_cast<P*>(l.tables.peer[pe] + (reinterpret_cast<u64>(mine) - l.symmetric_base));
 }
 
-// Destination of the results of `source`: the source, or its relay on this host, which adds the partial results of all its PEs.
+// Destination of the results of `source`: the source, or its relay on this host, which adds the partial results of all PEs of the host.
 DEVICE u32 returns_to(const Layer& l, u32 source) { return relayed(l, source) && !is_relay_of(l, source) ? relay_of(l, source) : source; }
 DEVICE bool returns_inter_node(const Layer& l, u32 source) { return !reachable(l, returns_to(l, source)); }
 
-// Address of data received from `source`: on this PE, or on its relay.
+// Address of data received from `source`: on this PE, or on the relay of `source`.
 template <class P> DEVICE P* incoming(const Layer& l, u32 source, P* mine) { return at_peer(l, mine, relay_of(l, source)); }
 
 DEVICE void store_signal(u64* to, u64 value) {

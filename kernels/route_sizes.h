@@ -65,7 +65,7 @@ constexpr RouteSplit route_split(const LayerShape& s, u32 tokens) {
     c.range = div_up(div_up(s.hidden, SMALL_TILE_K), c.ranges) * SMALL_TILE_K;
     return c;
 }
-// Maximum over all token counts: bounds the (token group, tile of experts, range) triples, and the blocks that have work.
+// Upper bound, for all token counts, of the number of (token group, tile of experts, range) triples and of blocks that have work.
 constexpr u32 route_spread(const LayerShape& s) {
     const u64 all = u64(route_blocks(s)) * div_up(s.n_experts, SMALL_TILE_N) * max_of(1, s.hidden / ROUTE_RANGE);
     return all < 2 * s.blocks ? u32(all) : 2 * s.blocks;
@@ -152,7 +152,7 @@ constexpr GradScratch grad_scratch(const LayerShape& s) {
 constexpr u64 plan_scratch_bytes(const LayerShape& s) { return plan_scratch(s).bytes; }
 constexpr u64 route_scratch_bytes(const LayerShape& s) { return grad_scratch(s).bytes; }
 
-// ---- All-reduce: the gradients of a unit (SumUnit) as one vector, each padded to whole 16-byte pieces.
+// ---- All-reduce. The gradients of a unit (SumUnit) form one vector, in which each array is padded to whole 16-byte pieces.
 constexpr u32 REDUCE_SEGMENTS = 8;
 constexpr u32 REDUCE_THREADS = 256;
 constexpr u32 REDUCE_SLOTS = 4;  // pieces of one channel in flight between two PEs

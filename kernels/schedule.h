@@ -68,9 +68,8 @@ DEVICE u32 slot_position(const Layer& l, u32 expert, u32 slot) {
     const Batches& b = l.batches;
     return slot < b.own[expert] ? b.own_base[expert] + slot : b.rest_base[expert] + slot - b.own[expert];
 }
-// Slots of a source in a batch are in the order of ranks, reversed for every other source. In a tile with slots of two sources, both
-// sources' slots are then among their first, or both among their last. No tile waits for the last slots of one source although it holds the
-// first slots of another.
+// Slots of a source in a batch are in the order of ranks, reversed for every other source. A tile with slots of two sources then has the
+// first slots of both or the last slots of both. No tile with the first slots of one source therefore waits for the last slots of another.
 DEVICE bool is_reversed(const Layer& l, u32 source) {
     u32 distance = source < l.shape.my_pe ? source + l.shape.n_pes - l.shape.my_pe : source - l.shape.my_pe;
     return distance > 0 && distance % 2 == 0;
@@ -116,7 +115,7 @@ DEVICE BiasItem bias_item(const Block& b, u32 item) {
     if (item < routed) return {item / each, item % each};
     return {n, item - routed};
 }
-// PLAIN_ZERO items: for each of three matrices as many as the largest needs.
+// PLAIN_ZERO items: each of three matrices has as many as the largest needs.
 DEVICE u32 zero_pieces(const Layer& l) {
     u32 wide = l.shape.intermediate > l.shape.shared_intermediate ? l.shape.intermediate : l.shape.shared_intermediate;
     return u32((u64(wide) * l.shape.hidden + ZERO_ELEMENTS - 1) / ZERO_ELEMENTS);
@@ -184,7 +183,7 @@ DEVICE bool header_due(const Block& b, u32 source) {
 }
 
 // With relays: number of a source's chunks in this step whose consumption the members report to the relay. In recomputation these are all
-// chunks, because it has no results to acknowledge them; otherwise those whose buffer is used again.
+// chunks, because there are no results that acknowledge them; otherwise those whose buffer is used again.
 DEVICE u32 consumed_acks_expected(const Block& b, u32 chunks) {
     if (b.step.mode == MODE_RECOMPUTE) return chunks;
     return chunks > b.l.shape.window_chunks ? chunks - b.l.shape.window_chunks : 0;

@@ -17,8 +17,8 @@ struct Scheduler {
         return task || find_task(t, GRADIENT_TASKS, TASK_QUEUES) ? FOUND_TASK : FOUND_NOTHING;
     }
 
-    // One thread. The next task; false if the block has another item to run first or none at all (State::item). Repeats the code of
-    // `poll`, because with a call ptxas spills on Hopper, where the scheduler has 56 registers.
+    // One thread. Finds the next task. False if the block has another item to run first, or no item is left (State::item). Repeats the code
+    // of `poll`, because with a call ptxas spills on Hopper, where the scheduler has 56 registers.
     // Waits while there is no task. The wait counts as PHASE_WAITING if `task_in_progress()` is false, i.e. the block has no earlier task
     // left.
     template <class InProgress> DEVICE bool next(GemmTask& t, InProgress task_in_progress) {

@@ -1,5 +1,5 @@
-// cp.async, mbarriers and TMA. Copies complete late: cp.async at the wait that covers it; TMA and cp.async counted by an mbarrier after a
-// seeded number of switches.
+// cp.async, mbarriers and TMA. Copies complete late. A cp.async completes at the wait that covers it. TMA loads, and cp.async that an
+// mbarrier counts, complete after a seeded number of switches between fibers.
 #include <algorithm>
 
 #include "fragments.h"

@@ -131,7 +131,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     main_tsan_fiber = tsan::current_fiber();
     tsan::release(&sync_[0]);
     dev::ThreadContext* outside = dev::current;
-    Fiber* to = pop();  // not pick(), which returns here after another block's failure
+    Fiber* to = pop();  // not pick(): after another block's failure it leaves through main_stack_pointer
     dev::current = to;
     tsan::switch_to(to->tsan_fiber);
     aristos_switch_stack(&main_stack_pointer, to->stack_pointer);

@@ -232,7 +232,7 @@ inline bool copies_in_flight(const Block& block) { return !block.loads.empty() |
 void complete_loads(Block& block, bool force_one);
 void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too);
 
-// copies.cpp, for cluster.cpp: effects in `block`, to which the thread `self()` belongs.
+// copies.cpp, for cluster.cpp. The effects are in `block`, to which the thread `self()` belongs.
 void arrive_here(Block& block, u64* bar);
 // `remote`: requested by the other block of a cluster.
 void begin_load(Block& block, TmaLoad load, bool remote = false);

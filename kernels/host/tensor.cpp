@@ -174,7 +174,7 @@ void execute_through(Block& block, WgmmaGroup& group, u64 through) {
     }
 }
 
-// Borrows the accumulators `acc` from thread t, unless they are borrowed already.
+// Borrows the accumulators `acc` from `fiber`, unless they are borrowed already.
 Accumulators* borrow(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, float* acc, u32 n) {
     const u32 t = fiber->thread % WARPGROUP;
     Accumulators* found = expected;

@@ -29,7 +29,7 @@ class VirtualTime {
         : rates_(rates), expected_(blocks), out_(n_pes), in_(n_pes), pairs_(u64(n_pes) * n_pes), begin_(n_pes), end_(n_pes) {}
     // After all blocks have ended: continues with another kernel, on each PE from the time at which its last kernel ended.
     void next(u32 blocks);
-    // Calls `callback` at a time, before other events at that time.
+    // Calls `callback` at `time`, before later added events of the same time.
     void at(u64 time, std::function<void()> callback) { events_.emplace(time, std::move(callback)); }
 
     void begin(Block* block);
@@ -73,7 +73,7 @@ class VirtualTime {
     std::vector<u64> begin_, end_;  // per PE, of the current kernel
 };
 
-// For the calling block, in a world with virtual time.
+// Advances the calling block's time, in a world with virtual time.
 void spend(u64 ns);
 
 }  // namespace aristos::host

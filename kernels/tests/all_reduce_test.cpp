@@ -15,7 +15,7 @@ std::vector<std::vector<float>*> replicated(Pe& p) {
     return all;
 }
 
-// The PEs that hold expert `e`, in addition to its first holder.
+// The PEs that hold expert `e` in addition to PE e % n.
 std::vector<u32> replicas_of(u32 e, u32 n) {
     return e % 3 == 0 ? std::vector<u32>{(e + 1) % n, (e + 2) % n} : e % 3 == 1 ? std::vector<u32>{0} : std::vector<u32>{};
 }

@@ -77,7 +77,7 @@ struct Shape {
     u32 activation;
     std::vector<u32> rows;  // per expert
     bool stored = true;     // results stored by TMA if a warp has all its rows
-    bool pair = false;      // by CTA pairs
+    bool pair = false;      // computed by CTA pairs
 };
 
 // Prefetched 128-byte lines.

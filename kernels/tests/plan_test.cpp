@@ -23,8 +23,8 @@ std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const
     for (u32 choice = 0; choice < chosen.size(); choice++) {
         if (!kept[choice]) continue;
         const u32 token = choice / s.top_k, e = chosen[choice], first = p.first_holder[e], holders = p.first_holder[e + 1] - first;
-        // A holder gets the pairs below its cumulative share. The share is rounded down after an offset, which differs by source and
-        // expert, is added.
+        // A holder gets the pairs below its cumulative share. Before the share is rounded down, an offset is added that differs by source
+        // and expert.
         u32 holder = 0;
         const u64 offset = u32((s.my_pe + e) * 0x9E3779B9u);
         while (holder + 1 < holders && assigned[e] >= (pairs[e] * p.holder_until[first + holder] + offset) >> 32) holder++;
@@ -166,7 +166,7 @@ void run(const Case& c, u32 seed) {
         std::vector<std::vector<bool>> kept(c.n_pes);
         u64 pairs = 0;
         for (auto& of_pe : chosen) pairs += u64(of_pe.size() - std::count(of_pe.begin(), of_pe.end(), NONE));
-        const u64 all_tokens = pairs / c.k;  // of k choices each
+        const u64 all_tokens = pairs / c.k;  // tokens with k choices each
         const u64 limit = c.capacity > 0 ? u64(std::ceil(c.capacity * c.k * double(all_tokens) / c.experts)) : ~0ull;
         std::vector<u64> count(c.experts, 0);
         for (u32 pe = 0; pe < c.n_pes; pe++)

@@ -256,7 +256,7 @@ KERNEL(test_put, 64, 1)(Puts p) {
 }
 REGISTER_KERNEL(test_put)
 
-// Waits for 8 signals, or 1; counts missing data, and signals that arrived after a later one. In mode 3 it reads data without
+// Waits for 8 signals, or 1; counts missing data, and signals that arrived after a later one. In mode 3 the kernel reads data without
 // acquire_puts.
 KERNEL(test_get, 64, 1)(Puts p, u32* wrong, u64 limit_ns) {
     const u64 start = nanoseconds();

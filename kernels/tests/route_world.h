@@ -181,7 +181,7 @@ struct World {
             p.owner = owner, p.local_index = index;
             list_placement(p, locals);
             if (p.s.relays) list_relays(p);
-            // Random shares, always the same.
+            // Random shares, the same in every run.
             std::mt19937 random(u32(seed) + pe);
             for (u32 e = 0; e < s.n_experts; e++) {
                 const long count = long(p.first_holder[e + 1] - p.first_holder[e]);
