@@ -197,7 +197,6 @@ DEVICE Message results_message(const Block& b, u32 source, u32 index, u8* stage)
     return message(l, mine, stage, returns_to(l, source));
 }
 
-// Sums the rows of a return item.
 template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u8* stage) {
     const Layer& l = b.l;
     const Received& in = l.received;

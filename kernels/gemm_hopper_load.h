@@ -66,7 +66,6 @@ template <class T> DEVICE const T* shfl_pointer(const T* p, u32 lane) {
 // in memory, and neither may begin in the middle of a box.
 DEVICE u32 k_halves(const GemmTask& t) { return t.kind == BACKWARD_UP && t.gated ? 2 : 1; }
 
-// Stages of a task.
 DEVICE u32 task_stages(const GemmTask& t) {
     u32 halves = k_halves(t);
     return halves * ((gemm_k(t) / halves + TILE_K - 1) / TILE_K);

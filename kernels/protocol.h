@@ -37,7 +37,6 @@ DEVICE u32 relay_entry(const Layer& l, RelayTable table, u32 pe) { return l.tabl
 // Whether rows of `source` arrive through a relay on this host.
 DEVICE bool relayed(const Layer& l, u32 source) { return l.shape.relays && relay_entry(l, RELAY_OF_SOURCE, source) != NONE; }
 DEVICE u32 relay_of(const Layer& l, u32 source) { return relayed(l, source) ? relay_entry(l, RELAY_OF_SOURCE, source) : l.shape.my_pe; }
-// Whether this PE is the relay of `source`.
 DEVICE bool is_relay_of(const Layer& l, u32 source) { return relayed(l, source) && relay_of(l, source) == l.shape.my_pe; }
 DEVICE bool sends_to(const Layer& l, u32 dest) { return !l.shape.relays || relay_entry(l, RELAY_WINDOW_TO, dest) != NONE; }
 DEVICE u32 member_pe(const Layer& l, u32 member) { return l.tables.relay[RELAY_TABLES * l.shape.n_pes + member]; }

@@ -133,7 +133,6 @@ DEVICE void tile_at(u32 index, u32 down, u32 across, u32 group, u32& m, u32& n) 
     m = first + in % rows;
 }
 
-// Entries of a task queue.
 DEVICE u32 task_entries(const Layer& l, u32 queue) {
     u32 n = l.shape.n_local;
     return queue == GRADIENT_TASKS ? GRADIENTS * (n + 1) : queue >= OWN_SECOND ? n + 1 : n;

@@ -21,7 +21,6 @@ class Network {
     void poll();
     // Waits until no message of `from` is in flight, and makes all of them visible.
     void quiet(u32 from);
-    // Number of quiet calls of a PE.
     u64 quiets(u32 pe) const { return quiets_[pe]; }
     // Makes everything delivered to `pe` visible to its later reads.
     void see(u32 pe);

@@ -7,7 +7,6 @@ namespace aristos::host {
 
 namespace {
 
-// Reads the box from shared memory.
 void read_box(Block& block, const Map& map, BulkStore& store) {
     const u32 bytes = map.box_rows * map.box_cols * map.element_bytes;
     tsan::reads(store.from, bytes);

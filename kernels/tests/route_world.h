@@ -203,7 +203,6 @@ struct World {
     }
     ~World() { aristos_host_free(handle); }
 
-    // Whether rows are relayed in a group.
     bool relays_in(const std::vector<u32>& of) const {
         bool several = false, apart = false;
         for (u32 a : of)
@@ -270,7 +269,6 @@ struct World {
             p.first_holder.push_back(u32(p.holder_physical.size()));
         }
     }
-    // Fills the relay tables.
     void list_relays(Pe& p) const {
         const u32 me = p.s.world_pe;
         const auto& of = peers(me);
