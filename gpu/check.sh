@@ -72,7 +72,7 @@ try() {
         check_arguments "$name" "$@"
         return
     fi
-    # Independent of the stage, so that a long stage skips the commands of a short one.
+    # The key does not depend on the stage, so a command that has passed in one stage is skipped in the others.
     key=$(printf '%s\n' "$program" "$name" "$@" | sha256sum | cut -c1-32)
     if [ $again = 0 ] && grep -qsx "$key" "$OUT/passed"; then
         before[$stage]=$((${before[$stage]:-0} + 1))
@@ -128,7 +128,7 @@ check_arguments() {
     if [ ! -x "$aristos" ] || [ -n "$driver" ] || [ "${2-}" = doctor ] || [ $# = 0 ]; then
         return 0
     fi
-    # In place of srun, which would set the rank: the only PE.
+    # srun would set the rank. Without it, the program runs as the only PE.
     [[ " $* " != *" --transport hybrid "* ]] || set -- "$@" --rank 0 --ranks 1 --rendezvous 127.0.0.1:29400
     said=$(timeout 60 "$@" 2>&1)
     if [[ $said != *"no CUDA driver here"* ]]; then
@@ -238,7 +238,7 @@ stage_smoke() {
         use "$tile"
         try "1 PE, tiles of $tile" "${run[@]}" --pes 1 "${kernels[@]}" "${small[@]}"
     done
-    # Recording the first step: no kernel may be loaded while a graph is recorded.
+    # The first step is recorded already, so all kernels must be loaded before: none may be loaded during a recording.
     try "1 PE, recorded" "${run[@]}" --pes 1 "${small[@]}" --steps 3 --graph
     # Several PEs first exchange and check a block of bytes (kernels/smoke.cu).
     mps_on 2
@@ -425,7 +425,7 @@ export -f compare_with_c
 stage_p2p() {
     mps_on 2
     try "perftest's loops in C" to "$OUT/perftest.csv" "${host_env[@]}" target/gpu/perftest 2
-    # NCCL refuses two PEs on one GPU, which one line reports; the rest is measured.
+    # NCCL refuses two PEs on one GPU: one line of the output reports that, and all other operations are measured.
     try "aristos" "$aristos" bench p2p --transport nvshmem --csv "$OUT/p2p.csv" --plot "$OUT/p2p"
     try "on streams, beside C" to "$OUT/p2p-streams.csv" compare_with_c "$OUT/p2p.csv" "$OUT/perftest.csv"
     mps_off

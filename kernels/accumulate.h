@@ -1,4 +1,5 @@
-// aristos_accumulate: sum = last, or sum += last, over all gradients of a layer as one vector of 16-byte pieces.
+// aristos_accumulate: sum = last if `begin`, otherwise sum += last. Both hold all gradients of a layer as one f32 vector, in whole 16-byte
+// pieces.
 #pragma once
 #include "route_math.h"
 

@@ -32,8 +32,8 @@ struct Silu {
 };
 
 struct Gelu {
-    // For z = |x|: Phi(-z) in the form of Abramowitz and Stegun's 7.1.26, e^(-z^2/2) t P(t) with t = 1 / (1 + a z); P, of degree 7,
-    // is the minimax fit of activation.rs (relative error 1.5e-7 on 0 <= z <= 14). Exact in both tails, unlike 1 + erf(x).
+    // Computes Phi(-z) for z = |x| as e^(-z^2/2) t P(t) with t = 1 / (1 + a z), the form of Abramowitz and Stegun's 7.1.26. P has degree 7
+    // and is the minimax fit of activation.rs (relative error 1.5e-7 on 0 <= z <= 14). Unlike 1 + erf(x), this form is exact in both tails.
     static DEVICE ValueSlope at(float x) {
         float z = at_most(x < 0.0f ? -x : x, 13.0f);
         float t = dev::inverse_(z * 0.3f + 1.0f);
@@ -54,7 +54,7 @@ struct Gelu {
 };
 
 struct GeluTanh {
-    // 0.5 (1 + tanh(u)) = logistic(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): no subtraction near 0.
+    // Uses 0.5 (1 + tanh(u)) = logistic(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). The logistic form has no cancellation for negative u.
     static DEVICE ValueSlope at(float x) {
         constexpr float TWICE = 2.0f * 0.7978846f;
         x = at_least(x, -9.9f);

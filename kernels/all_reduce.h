@@ -1,4 +1,4 @@
-// aristos_all_reduce: the rest of the gradient sums (gradient_sums.h) after the persistent kernel. One block per channel.
+// aristos_all_reduce: runs the steps of the gradient sums (gradient_sums.h) that the persistent kernel has not run. One block per channel.
 #pragma once
 #include "gradient_sums.h"
 
@@ -14,7 +14,7 @@ DEVICE void start_unit(const Layer& l, const Pass& pass, VectorStep& t, u32 numb
     begin_unit(l, pass, t, number);
     t.list(l);
 }
-// All threads.
+// All threads. Sets `t` to its next step, in the next unit if the current one has no more.
 DEVICE void advance(const Layer& l, const Pass& pass, VectorStep& t) {
     dev::sync_block();
     if (dev::thread() == 0) {
@@ -51,7 +51,7 @@ KERNEL(aristos_all_reduce, REDUCE_THREADS, 1)(const Layer* layer, Pass pass) {
             advance(l, pass, copied);
         }
     }
-    // For the next pass.
+    // Resets the channel's progress for the next pass.
     if (dev::thread() == 0) progress = {};
 }
 REGISTER_KERNEL(aristos_all_reduce)

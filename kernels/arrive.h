@@ -9,7 +9,7 @@ struct ChunkTables {
     u32* row_start;
     u32* position;
     u32* expert;
-    char* rows;  // copies of its rows, if keeps_rows
+    char* rows;  // copies of the chunk's rows, if keeps_rows
 };
 DEVICE ChunkTables chunk_tables(const Layer& l, u32 source, u32 index, u32 mode) {
     u64 chunk = u64(source) * l.shape.round_chunks + index, slots = u64(l.shape.chunk_rows) * l.sizes.max_slots;
@@ -55,8 +55,9 @@ DEVICE bool number_row(const Block& b, u32 source, u32 index, u32 in_chunk, u32 
     in.return_row[u64(source) * window + at] = index * l.shape.chunk_rows + in_chunk;
     return true;
 }
-// All threads, once GEMM tasks can read the rows and slots of a chunk: counts the slots for which `placed(i)` towards their tiles, and
-// the rows towards their result chunk, given by their return-order number `number(r)`.
+// All threads, after the rows and slots of a chunk are stored. Adds each slot with `placed(i)` to its tile's count of arrived slots. Except
+// with gradients, adds each row to the count of placed rows of its result chunk, which follows from the row's return-order number,
+// `number(r)`.
 template <class Number, class Placed>
 DEVICE void count_arrived(Block& b, u32 source, const ChunkTables& t, u32 rows, u32 slots, Number number, Placed placed) {
     const Layer& l = b.l;
@@ -67,8 +68,9 @@ DEVICE void count_arrived(Block& b, u32 source, const ChunkTables& t, u32 rows, 
         if (placed(i)) dev::fetch_add_acq_rel(b.counters().arrived + tile_of(l, t.expert[i], t.position[i]), 1u);
 }
 
-// A chunk of this PE's own rows, which stay in the layer's input. The chunk arrives in two parts (`own_in_parts`): first the slots in
-// tiles that hold own slots alone, then the others, which have no position before the layout.
+// Runs the arrival of a chunk of this PE's own rows, which stay in the layer's input. Except with gradients, the chunk arrives in two parts
+// (`own_in_parts`). The first part contains the slots in tiles that hold own slots alone. The second part contains the other slots, which
+// get positions only in the layout.
 OUTLINE void arrive_own(Block& b, u32 index, bool second) {
     const Layer& l = b.l;
     const u32 me = l.shape.my_pe, row_bytes = l.sizes.row_bytes, chunk = l.received.first_chunk[me] + index;
@@ -111,14 +113,15 @@ OUTLINE void arrive_own(Block& b, u32 index, bool second) {
     count_arrived(b, me, t, rows, starts[rows] - first_slot, [&](u32 r) { return numbers[r]; }, placed);
 }
 
-// At a relay: the owners of the slots of an inter-node chunk.
+// For a chunk of an inter-node source: each row's first slot among the slots of all PEs of this host, and the member that owns each of
+// these slots. The relay needs both to sum the results.
 DEVICE u32* relay_starts(const Layer& l, u32 source, u32 index) {
     return l.received.relay_start + (u64(source) * l.shape.round_chunks + index) * (l.shape.chunk_rows + 1);
 }
 DEVICE u8* relay_members(const Layer& l, u32 source, u32 index) {
     return l.received.relay_member + (u64(source) * l.shape.round_chunks + index) * l.shape.chunk_rows * l.sizes.max_slots;
 }
-// Reads the slots of a chunk from an inter-node source, which are for all PEs of the host, and assigns positions to this PE's own. The
+// Reads the slots of a chunk from an inter-node source. The chunk has slots of all PEs of the host; only this PE's slots get positions. The
 // row words are already validated.
 DEVICE bool arrive_relayed_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, const u32* words, const ChunkTables& t) {
     const Layer& l = b.l;
@@ -186,8 +189,8 @@ DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, c
     return check_peer(b, !ok, source, WHAT_ROWS, rows, all, chunk);
 }
 
-// In recomputation: the rows have been copied, so the window is free for the gradients. The acknowledgement carries no data and does not
-// wait for GEMMs.
+// In recomputation: signals to `source` that the chunk's rows are copied, so that the window is free for the gradients. The acknowledgement
+// carries no data and does not wait for GEMMs.
 DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
     const Layer& l = b.l;
     if (b.step.mode != MODE_RECOMPUTE) return;
@@ -197,7 +200,7 @@ DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
     signal_peer(l, result_signal(l, l.shape.my_pe, chunk), value, source);
     b.state.stats.signals++;
 }
-// Marks a relayed chunk as consumed by this PE. The relay acknowledges it and returns its credit once all PEs of the host have.
+// Marks a relayed chunk as consumed by this PE. The relay acknowledges it and returns its credit once all PEs of the host have consumed it.
 DEVICE void ack_consumed(Block& b, u32 source, u32 index, u64 value) {
     const Layer& l = b.l;
     if (index >= consumed_acks_expected(b, l.received.end_chunk[source] - l.received.first_chunk[source])) return;
@@ -216,7 +219,7 @@ DEVICE void return_credit(Block& b, u32 source, u32 index, u64 value) {
     b.state.stats.signals++;
 }
 
-// Chunk `index` of the round from the peer `source`, which has arrived.
+// Runs the arrival of chunk `index` of the round from the peer `source`, whose signal has arrived.
 OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -254,7 +257,7 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     return true;
 }
 
-// The shared expert's rows are this PE's tokens.
+// Runs the arrival of SHARED_TILES tiles of the shared expert, whose rows are this PE's tokens.
 OUTLINE bool arrive_shared(Block& b, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_DISPATCH);

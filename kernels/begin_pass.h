@@ -1,8 +1,8 @@
-// aristos_begin_pass: the first kernel of a pass over a caller's memory. Writes the pass's `Layer` and tensor maps, which it gets by value,
-// to the state, so that a call copies nothing, and prepares the words of the state for the pass.
+// aristos_begin_pass: the first kernel of a pass over a caller's memory. The kernel gets the pass's `Layer` and tensor maps by value and
+// writes them to the state, so that the host needs no copy per call. The kernel also prepares the other words of the state for the pass.
 //
-// The state is one array of the caller: the maps of the weights, the `Layer`, a `StateOrigin`, and the local block. Its caller may move it
-// between a forward and its backward, as well as x; only the pointers to rows in `Batches::routed` then need an adjustment, because all
+// The state is one array of the caller: the maps of the weights, the `Layer`, a `StateOrigin`, and the local block. The caller may move the
+// state and x between a forward and its backward. In that case only the row pointers in `Batches::routed` must be adjusted, because all
 // other words of the local block are numbers.
 #pragma once
 #include "layer.h"
@@ -24,14 +24,14 @@ DEVICE void copy_words(u64* to, const void* from, u64 bytes) {
     for (u64 i = dev::thread(); i < bytes / 8; i += dev::threads()) to[i] = static_cast<const u64*>(from)[i];
 }
 
-// A pointer into [from, from + bytes), moved to the same offset of `to`.
+// Moves a pointer into [from, from + bytes) to the same offset of `to`. False if it points elsewhere.
 DEVICE bool move_pointer(u64& pointer, u64 from, u64 bytes, u64 to) {
     if (pointer < from || pointer - from >= bytes) return false;
     pointer = to + (pointer - from);
     return true;
 }
 
-// All threads of one block. Adjusts pointers to rows of a state or an x that has moved since the forward.
+// All threads of one block. Adjusts the pointers to rows if the state or x has moved since the forward.
 DEVICE void move_rows(const Layer& l, const BeginArgs& a) {
     const StateOrigin old = *a.origin;
     if (old.state == a.now.state && old.x == a.now.x) return;
@@ -65,7 +65,7 @@ KERNEL(aristos_begin_pass, BEGIN_THREADS, 2)(Begin begin) {
     dev::tensor_maps_written();
     if (dev::thread() != 0) return;
     *a.origin = a.now;
-    // After an error no later pass begins, so that peers learn of it by their time limit, and not by wrong results.
+    // After an error no later pass begins on this PE. Peers then report a timeout instead of using wrong results.
     if (dev::load_relaxed(&l.tables.host_errors->stopped.kind) != ERROR_NONE) l.error->kind = ERROR_ABORTED;
 }
 REGISTER_KERNEL(aristos_begin_pass)

@@ -17,8 +17,8 @@ struct Step {
 };
 
 struct Item { u32 kind, index, pe; };  // items.h
-// Facts about a step that a block caches: a set of ItemKinds whose items are all claimed, and the flags below.
-// the layouts are complete; all tasks of queue q are claimed: KNOWN_QUEUE << q
+// Facts about a step that a block caches in State::known: the bit of each ItemKind whose items are all claimed, and these flags. KNOWN_OWN,
+// KNOWN_LAYOUT: the layout is complete. KNOWN_QUEUE << q: all tasks of queue q are claimed.
 enum Known : u32 { KNOWN_OWN = 1u << 16, KNOWN_LAYOUT = 1u << 17, KNOWN_QUEUE = 1u << 18 };
 // Progress watchdog of a wait for an item: time of the last progress, time of the last check, and items claimed at that check.
 struct ProgressWatchdog {
@@ -26,20 +26,20 @@ struct ProgressWatchdog {
     u32 items_claimed;
 };
 
-// In shared memory, after the GEMM's. Times and counts have one writing thread at a time.
+// A block's state in shared memory, after the GEMM's memory. Only one thread at a time writes the times and counts.
 struct State {
     u64 phase_ns[PHASES];
     u64 since;
     u32 phase;
     Item item;        // the current item
-    u32 ticket;       // of the task being checked
+    u32 ticket;       // ticket of the task being checked
     u32 more;         // 1: `task` is valid
     u32 early;        // Found: result of polling for the next task before the current one was finished
     // Cursors into this step, so that polling resumes where it stopped:
     u32 headers_seen; // leading PEs whose headers have arrived
     u32 source;
     u32 channel;      // of the gradient sums
-    u32 served;       // among the sources that this PE relays
+    u32 served;       // index among the sources that this PE relays
     u32 entry[TASK_QUEUES];
     // Claimed work whose inputs are still missing, or NONE: one task per queue, and results for one source.
     u32 held_tasks[TASK_QUEUES];
@@ -52,14 +52,14 @@ struct State {
     GemmTask task;
     GemmTask next;    // valid with FOUND_TASK
 };
-// In shared memory, with a copy of the pass: values that threads keep in registers would be live across the GEMMs, which need every
-// register. Written by thread 0 between barriers.
+// A block's context in shared memory, with a copy of the pass. In registers these values would be live across the GEMMs, which need every
+// register. Thread 0 writes them between barriers.
 struct Block {
     const Layer& l;
     const Pass pass;
     State& state;
     char* scratch;        // shared memory that items may use
-    u64 first_step;       // steps before this pass
+    u64 first_step;       // steps finished before this pass
     u32 steps = 0;        // steps begun in this pass
     u32 set = 0;          // index of the set of counters
     u32 phase = PHASE_IDLE;  // PhaseId of the current item
@@ -105,8 +105,8 @@ DEVICE bool knows(Block& b, Known what, const u32* word) {
     return true;
 }
 
-// ---- Waits of a block. One thread each calls `word(i)`, for i in [0, count), which waits and returns whether it succeeded. All threads;
-// afterwards the data is visible to all.
+// ---- Waits of a block. All threads. For each i in [0, count) one thread calls `word(i)`, which waits and returns whether it succeeded.
+// Afterwards the data is visible to all threads.
 template <class Word> DEVICE bool wait_block(Block& b, u32 count, Word word) {
     if (dev::thread() == 0) enter_now(b.l, b.pass, b.state, PHASE_WAITING);
     bool ok = true;

@@ -5,7 +5,8 @@
 
 namespace aristos {
 
-// sum.v[k] += weight * row piece (piece + 32 k) of 8 elements, for k in [0, SUM_DEPTH). One warp; `piece` is the lane's first.
+// One warp. sum.v[k] += weight * piece (piece + 32 k) of the row, for k in [0, SUM_DEPTH). A piece has 8 elements; `piece` is the lane's
+// first.
 constexpr u32 SUM_DEPTH = 4;
 struct RowSum { float v[SUM_DEPTH][8]; };
 template <class T> DEVICE void add_row(RowSum& sum, const char* row, u32 piece, u32 pieces, float weight) {
@@ -31,7 +32,7 @@ DEVICE float sum_warp(float v) {
     return v;
 }
 
-// One warp. The gradient of a slot's weight: <q, h> from the tiles in a fixed order, and <dY, down bias>.
+// One warp. The gradient of a slot's weight: the tiles' parts of <q, h>, added in a fixed order, plus <dY, down bias>.
 template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 position) {
     const SlotStore& store = store_of(l, batch);
     const float* parts = store.d_weight + u64(position) * store.d_weight_stride;
@@ -75,12 +76,14 @@ DEVICE bool poll_dependency(const Block& b, u32 source, bool note, const u32* wo
     if (note) dev::store_relaxed(b.counters().blocked_on + source, u64(word - b.l.counters_begin[b.set]) << 32 | least);
     return false;
 }
-// Chunks become ready in order, so a dependency recorded for an earlier chunk is still unmet or already satisfied, never wrong.
+// Whether the dependency that poll_dependency recorded for `source` is still unmet. The dependency may be of an earlier chunk: chunks
+// become ready in order, so it blocks the later chunks, too.
 DEVICE bool is_blocked(const Block& b, u32 source) {
     const u64 blocked_on = dev::load_relaxed(b.counters().blocked_on + source);
     return dev::load_relaxed(b.l.counters_begin[b.set] + (blocked_on >> 32)) < u32(blocked_on);
 }
-// One thread. Whether the slots of `source` in a batch are computed, up to the one at `position`, or all of them.
+// One thread. Whether the slots of `source` in a batch are computed: those up to the slot at `position`, or all of them if `position` is
+// NONE.
 DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 position, bool note) {
     const Layer& l = b.l;
     const u64 at = u64(source) * l.shape.n_local + expert;
@@ -95,8 +98,8 @@ DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 position,
 }
 DEVICE u64 arrived_stamp(const Block& b) { return stamp(b.pass, stamp_step(b.step.round, b.step.mode, *b.l.received.overflow)); }
 
-// One thread. For an inter-node source: whether its relay, if that is this PE, has the other PEs' partial results; otherwise whether the
-// buffer for this PE's partial results is free.
+// One thread. Whether chunk `index` of the results for an inter-node source can be summed. If this PE is the source's relay, the other
+// PEs' partial results must have arrived; if not, this PE's buffer at the relay must be free.
 template <class Missing> DEVICE bool relay_parts_arrived(const Block& b, u32 source, u32 index, Missing missing) {
     const Layer& l = b.l;
     const u64 value = arrived_stamp(b);
@@ -111,8 +114,9 @@ template <class Missing> DEVICE bool relay_parts_arrived(const Block& b, u32 sou
     }
     return true;
 }
-// One thread. Whether the results of chunk `index` of the round, in return order, can be summed and put: its rows have positions, and all
-// slots of the source up to those of its last row are computed. `note`: see poll_dependency.
+// One thread. Whether the results of chunk `index` of the round, in return order, can be summed and put. The chunk's staging slot must be
+// free, its rows must have positions, and all slots of the source up to those of its last row must be computed. `note`: see
+// poll_dependency.
 DEVICE bool return_ready(const Block& b, u32 source, u32 index, bool note) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -151,7 +155,7 @@ DEVICE RowMembers row_members(const Layer& l, u32 source, u32 row) {
     const u32 chunk = row / l.shape.chunk_rows, r = row % l.shape.chunk_rows, *starts = relay_starts(l, source, chunk);
     return {relay_members(l, source, chunk) + starts[r], starts[r + 1] - starts[r]};
 }
-// Row `r` of another PE's partial results of a chunk, and the offset of the gradients of its slots' weights.
+// In another PE's partial results of a chunk: row `r`, and the offset of the gradients of that row's slot weights.
 DEVICE const char* part_row(const Layer& l, u32 member, u32 source, u32 index, u32 r) {
     return reinterpret_cast<const char*>(part_buffer(l, member, source, index)) + u64(r) * l.sizes.row_bytes;
 }
@@ -184,7 +188,7 @@ DEVICE ReturnItem return_item(const Layer& l, u32 item) {
     return {item / each, item % each * RETURN_ROWS};
 }
 
-// Destination of the results.
+// Destination of a chunk's results: the source's return area, or this PE's part buffer at the relay.
 DEVICE Message results_message(const Block& b, u32 source, u32 index, u8* stage) {
     const Layer& l = b.l;
     const bool part = relayed(l, source) && !is_relay_of(l, source);
@@ -193,7 +197,6 @@ DEVICE Message results_message(const Block& b, u32 source, u32 index, u8* stage)
     return message(l, mine, stage, returns_to(l, source));
 }
 
-// Sums the rows of a return item.
 template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u8* stage) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -204,7 +207,8 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
     enter(b, PHASE_COMBINE);
     const u32 end = return_items(l) > 1 && rows - first > RETURN_ROWS ? first + RETURN_ROWS : rows;
     u32 numbers = index * l.shape.chunk_rows;  // in the round
-    // Either all slots are computed, or the source has not numbered its rows by their last experts.
+    // return_ready has checked the slots up to those of the chunk's last row. If another slot is not computed, the source did not number
+    // its rows by their last experts.
     bool done = true;
     for (u32 i = dev::thread(), most = l.sizes.max_slots; i < (end - first) * most; i += dev::threads()) {
         const ReturnRow row = return_row(b, source, numbers + first + i / most);
@@ -222,7 +226,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
     for (u32 r = first + dev::warp(); r < end; r += dev::threads() / 32) {
         const ReturnRow row = return_row(b, source, numbers + r);
         if (part && row.first == row.end) continue;
-        // Members whose partial sums are added, this PE's in its place.
+        // Bit set of the members whose partial sums are added, in ascending order. This PE is one of them.
         u32 members = 1u << l.shape.member;
         if (serving) {
             const RowMembers all = row_members(l, source, row.row);
@@ -264,7 +268,7 @@ template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u
             ReturnRow row = return_row(b, source, numbers + r);
             return serving ? row_members(l, source, row.row).count : row.end - row.first;
         };
-        // The scan covers all earlier rows, but only the item's sums are stored.
+        // The scan covers all earlier rows of the chunk, but only the sums of this item's rows are stored.
         (void)scan_block(b, end, count, [&](u32 r, u32 sum) {
             if (r >= first) before[r] = sum;
         });
@@ -347,7 +351,7 @@ template <class T> OUTLINE bool return_rows(Block& b, u32 source, u32 number) {
 
 // ---- Sums over PEs.
 
-// Results of row `row` from `pe`, in the return area.
+// The chunk in the return area that holds the result of row `row` from `pe`.
 struct Returned {
     const char* chunk;
     u32 number, rows;  // the row's number in return order; rows of its chunk
@@ -373,7 +377,7 @@ DEVICE bool wait_for_result(Block& b, u32 token, u32 pe) {
     u64 expected = stamp(b.pass, stamp_step(round, b.step.mode, overflow));
     const u64* word = result_signal(l, pe, chunk);
     if (!wait_signal(l, word, {pe, WHAT_RESULTS, b.phase, expected, chunk}, 1)) return false;
-    // All chunks of a pass carry the same flag.
+    // All result chunks that `pe` sends in a pass carry the same overflow flag.
     if (forward) dev::store_release(l.received.peer_overflow + pe, u32(dev::load_relaxed(word) & 1));
     return true;
 }
@@ -397,7 +401,7 @@ DEVICE void read_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
     }
 }
 
-// One warp, after its lanes have written their values: writes the gradients in the caller's order.
+// One warp, after read_d_weights and a sync_warp. Writes the token's gradients in the caller's order.
 DEVICE void write_caller_d_weights(Block& b, u32 token) {
     const Layer& l = b.l;
     const u64 first = u64(token) * l.shape.top_k;
@@ -405,7 +409,8 @@ DEVICE void write_caller_d_weights(Block& b, u32 token) {
         b.pass.grad_weights[first + l.routing.columns[first + i]] = l.routing.d_weights[first + i];
 }
 
-// One warp. A token's row of the output, or of the input gradient in backward: PEs in order, then the shared expert.
+// One warp. Computes a token's row of the output, or of the input gradient in backward. Adds the results of the PEs in PE order, then the
+// shared expert's.
 template <class T> DEVICE void sum_token(Block& b, u32 token, const u32* pe_row, u32 count) {
     const Layer& l = b.l;
     u32 row_bytes = l.sizes.row_bytes, pieces = row_bytes / 16;
@@ -491,7 +496,7 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
 
 // ---- Gradients without a GEMM.
 
-// Some columns of a batch's bias gradients: sums over its slots, in order, after its first GEMM.
+// Computes up to BIAS_COLUMNS columns of a batch's bias gradients: sums over its slots, in order. Runs after the batch's first GEMM.
 template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     const Layer& l = b.l;
     const auto [batch, part] = bias_item(b, item);
@@ -529,7 +534,7 @@ template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     }
 }
 
-// Zeroes some elements of one matrix gradient of a batch without slots, unless gradients accumulate.
+// Zeroes up to ZERO_ELEMENTS elements of one matrix gradient of a batch without slots, unless gradients accumulate.
 OUTLINE void zero_gradient(Block& b, u32 batch, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_EXPERT);

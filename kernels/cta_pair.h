@@ -1,17 +1,17 @@
 // A CTA pair, i.e. a cluster of two blocks, in a persistent kernel. The pair computes GEMM tasks together (gemm_hopper_cta_pair.h); each
 // block runs other items on its own.
 //
-// The first block finds the tasks. When it finds no other item, it *calls* the second block and enters the task loop. The second block
-// runs other items meanwhile and follows into the loop when its current item is finished. Inside the loop only the first block's
-// scheduler polls, for tasks and for other items. Both leave the loop together: either because the first has found another item, which it
-// runs while the second looks for one of its own, or because all items are claimed or the PE aborts; then both finish the step.
+// The first block finds the tasks. When it finds no other item, it *calls* the second block and enters the task loop. The second block runs
+// other items meanwhile and follows into the loop when its current item is finished. Inside the loop only the first block's scheduler
+// polls, for tasks and for other items. Both leave the loop together, for one of two reasons. If the first has found another item, it runs
+// that item while the second looks for one of its own. If all items are claimed or the PE aborts, both finish the step.
 //
-// Neither block waits forever. Outside the loop the first waits only for the second to finish an item, which never blocks; the second
-// polls for items while it waits for a call, and the first calls when it finds no item. Inside the loop the blocks wait only for each
-// other's progress, except the first's scheduler, which waits with the usual time limit. Therefore a block that fails must not leave
-// alone: it continues, like blocks that have not noticed the error, until the first's scheduler, which checks the abort word before
-// anything else, makes both leave. The blocks agree explicitly on conditions that may look different to them (an abort, a barrier), so
-// that both are always at the same step with the same items.
+// Neither block waits forever. Outside the loop the first waits only for the second to finish an item, which never blocks; the second polls
+// for items while it waits for a call, and the first calls when it finds no item. Inside the loop the blocks wait only for each other's
+// progress, except the first's scheduler, which waits with the usual time limit. Therefore a block that fails must not leave alone. The
+// failed block continues, like a block that has not noticed the error, until the first block's scheduler makes both leave. The scheduler
+// checks the abort word before anything else. The blocks agree explicitly on conditions that may look different to them (an abort, a
+// barrier), so that both are always at the same step with the same items.
 //
 // schedule.h's proof still holds: a block that waits for the other holds no item, and one of the two always polls for the next item, or
 // finishes one and then polls.
@@ -59,7 +59,7 @@ struct CtaPair {
         dev::cluster_sync();
         if (dev::thread() == 0) dev::mbarrier_inval(&of(b).called);
     }
-    // All threads, before the task loop.
+    // All threads, before the task loop. The first block calls the second.
     static DEVICE void call(Block& b) {
         if (dev::thread() == 0 && !is_second()) dev::mbarrier_arrive_remote(&of(b).called, 1);
     }
@@ -88,8 +88,9 @@ struct CtaPairScheduler {
         }
         return Scheduler{b}.next(t, task_in_progress);
     }
-    // Second block, before and after the first has its next task. Without one, State::item becomes ITEM_TASKS, to look for an item, or
-    // ITEM_NONE, if the first found none.
+    // Second block. The loop calls `await` while the first block has no next task, and `follow` once it has one (`more`) or its queue has
+    // ended. Without a task, State::item becomes ITEM_NONE if the first block's item is ITEM_NONE. Otherwise it becomes ITEM_TASKS, so that
+    // this block looks for an item.
     DEVICE void await() { enter_now(b.l, b.pass, b.state, PHASE_WAITING); }
     DEVICE void follow(bool more) {
         if (more) return enter_now(b.l, b.pass, b.state, PHASE_EXPERT);

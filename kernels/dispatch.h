@@ -21,7 +21,8 @@ DEVICE bool sends_rows(const Block& b, u32 pe) {
     return b.step.mode != MODE_RECOMPUTE || l.received.peer_overflow[pe];
 }
 
-// The step number in stamps for a peer that overflows, i.e. keeps no activations, or not.
+// The step number in stamps. A peer that overflows, i.e. keeps no activations, has two steps per round of backward: recomputation, then
+// gradients. The latter have the second number.
 DEVICE u32 stamp_step(u32 round, u32 mode, bool overflow) {
     return 2 * round + (mode == MODE_GRADIENT && overflow ? 1 : 0);
 }
@@ -39,8 +40,9 @@ DEVICE const u32* row_slots(const Layer& l, u32 pe) {
 DEVICE const u32* row_returns(const Layer& l, u32 pe) { return l.plan.row_return + u64(pe) * l.shape.max_tokens; }
 DEVICE const u32* row_tokens(const Layer& l, u32 pe) { return l.plan.row_token + u64(pe) * l.shape.max_tokens; }
 
-// One thread. Whether this step may write to `pe`, which must have finished reading the previous round. The results of that round show
-// it, or, before gradients, the acknowledgements of the recomputation. In round 0 the previous pass has already waited for them.
+// One thread. Whether this step may write to the windows of `pe`, which must have finished reading the rows of the previous step. The
+// results of the previous round show that it has. If this round was recomputed, the acknowledgements of the recomputation show it. In round
+// 0 the previous pass has already waited for the results.
 template <class Missing> DEVICE bool window_free(const Block& b, u32 pe, Missing missing) {
     const Layer& l = b.l;
     u32 round = b.step.round;
@@ -57,7 +59,7 @@ template <class Missing> DEVICE bool window_free(const Block& b, u32 pe, Missing
         if (!signal_arrived(result_signal(l, pe, chunk), {pe, WHAT_RESULTS, PHASE_DISPATCH, expected, chunk}, missing, 1)) return false;
     return true;
 }
-// Whether the buffer of chunk `index` of the round is free, if an earlier chunk used it.
+// Whether the buffer for chunk `index` of the round is free: either no earlier chunk used it, or its credit has arrived.
 template <class Missing> DEVICE bool credit_available(const Block& b, u32 pe, u32 index, Missing missing) {
     const Layer& l = b.l;
     if (ARISTOS_FAULT(NO_CREDIT) || index < l.shape.window_chunks) return true;
@@ -65,7 +67,7 @@ template <class Missing> DEVICE bool credit_available(const Block& b, u32 pe, u3
     return signal_arrived(credit_signal(l, pe, before), {pe, WHAT_CREDIT, PHASE_DISPATCH, stamp(b.pass, send_step(b, pe)), before}, missing);
 }
 
-// Destination of a message of at most one chunk for `pe`: its memory, or a staging slot here.
+// Destination of a message of at most one chunk for `pe`: the memory of `pe`, or a staging slot on this PE.
 struct Message {
     char* to;
     u8* mine;     // the symmetric address
@@ -77,7 +79,7 @@ DEVICE Message message(const Layer& l, u8* mine, u8* stage, u32 pe) {
 }
 
 // All threads, once the message is written: sends it. For an inter-node peer the signal follows later, after a fence. A header's staging
-// buffer is reused only after the peer has answered it, by results or, in a forward pass, by its next header.
+// buffer is reused only after the peer has answered the header, by results or, in a forward pass, by its next header.
 DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, u32 pe) {
     const Layer& l = b.l;
     if (!ARISTOS_FAULT(EARLY_SIGNAL)) dev::sync_block();
@@ -89,23 +91,23 @@ DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, 
     }
     if (dev::thread() != 0) return;
     if (direct) signal_peer(l, signal, value, pe);
-    if (pe == l.shape.my_pe) return;  // its own results
+    if (pe == l.shape.my_pe) return;  // the PE's own results, which are not counted
     b.state.stats.puts++;
     if (direct) b.state.stats.signals++;
 }
 
 // ---- Send groups: inter-node messages under one fence, since on some networks a fence waits for all earlier puts. The headers of a step
-// form a group. The chunks of a step, chunk 0 for all inter-node peers, then chunk 1, are divided into groups of window_chunks messages,
-// and so are the results. With several peers the first chunks therefore do not wait for the last. If a window holds as many chunks as any
-// peer gets, there are at most as many groups as inter-node peers. A staging buffer holds two groups. If a later group of the step needs
-// the staging slots of a group, the group's last block issues a quiet after its signals and so waits for delivery. For the other groups,
-// one block does this at the end of the step (end_stages). `inter_node` is Tables::inter_node for headers and chunks,
-// Tables::inter_node_returns for results.
+// form a group. The chunks of a step (chunk 0 for all inter-node peers, then chunk 1, and so on) are divided into groups of window_chunks
+// messages. The results are divided likewise. With several peers, the signals of the first chunks therefore do not wait for the last
+// chunks. If a window holds as many chunks as any peer gets, a step has at most one group per inter-node peer. A staging buffer holds two
+// groups. If a later group of the step needs the staging slots of a group, the group's last block issues a quiet after its signals and so
+// waits for delivery. For the other groups, one block does this at the end of the step (end_stages). `inter_node` is Tables::inter_node for
+// headers and chunks, Tables::inter_node_returns for results.
 DEVICE bool sends_inter_node(const Layer& l, u32 pe) { return !reachable(l, pe) && sends_to(l, pe); }
 // Added to a group's message count when its signals are sent, and when its staging slots are free.
 constexpr u32 GROUP_SIGNALLED = 1u << 29, GROUP_FREE = 1u << 30, GROUP_DONE = GROUP_SIGNALLED + GROUP_FREE;
 
-// Position of a message in its send group; `chunks` is the number of chunks per peer in this phase.
+// The send group and the staging slot of a message; `chunks` is the number of chunks per peer in this phase.
 struct GroupMessage {
     u32 group, size, stage_slot;  // send group, its number of messages, and the message's slot in the staging buffer
 };
@@ -114,21 +116,21 @@ DEVICE GroupMessage group_message(const Layer& l, const u32* inter_node, u32 pe,
     const u32 left = inter_node[0] * chunks - group * group_size;
     return {group, left < group_size ? left : group_size, number % (STAGE_GROUPS * group_size)};
 }
-// One thread. Whether the message's staging slot is free and the signals of the previous group are sent; otherwise that group's fence
-// would wait for this message. `ended`: the groups' message counts.
+// One thread. Whether the message may be staged: its staging slot is free, and the signals of the previous group are sent. Without the
+// second condition, that group's fence would also wait for this message. `ended`: the groups' message counts.
 DEVICE bool stage_slot_free(const u32* ended, const GroupMessage& m) {
     return (m.group == 0 || counter_reached(ended + m.group - 1, GROUP_SIGNALLED)) &&
            (m.group < STAGE_GROUPS || counter_reached(ended + m.group - STAGE_GROUPS, GROUP_DONE));
 }
 
-// A message's signal and its value; null if no message was sent.
+// The signal that follows a message to `pe`, and its value. `signal` is null if no message was sent.
 struct PendingSignal {
     u32 pe;
     u64* signal;
     u64 value;
 };
-// All threads, at the end of an item of a group of `size` messages. The last one sends the signals of all, `get(i)`. Each thread
-// evaluates a part of `reused()`: whether the group's staging slots are needed again in this step.
+// All threads, at the end of an item of a group of `size` messages. The block that ends the group's last item sends the signals of all
+// messages, `get(i)`. Each thread evaluates a part of `reused()`: whether the group's staging slots are needed again in this step.
 template <class Get, class Reused> DEVICE void end_group_item(Block& b, u32* ended, u32 size, Get get, Reused reused) {
     dev::sync_block();
     bool last = dev::thread() == 0 && dev::fetch_add_acq_rel(ended, 1u) + 1 == size;
@@ -154,19 +156,20 @@ template <class Get, class Reused> DEVICE void end_group_item(Block& b, u32* end
     if (waits && !ARISTOS_FAULT(NO_GROUP_QUIET)) dev::quiet_puts();
     dev::fetch_add_acq_rel(ended, GROUP_FREE);
 }
-// Likewise for a group of chunks; `get(pe, index)`.
+// Like end_group_item, for a group of chunks or results. `get(pe, index)` returns the signal of chunk `index` for `pe`.
 template <class Get> DEVICE void end_chunk(Block& b, const u32* inter_node, u32* ended, const GroupMessage& m, Get get) {
     const u32 group_size = b.l.shape.window_chunks, first = m.group * group_size, peers = inter_node[0], later = first + STAGE_GROUPS * group_size;
     auto at = [&](u32 number) { return get(inter_node[1 + number % peers], number / peers); };
     end_group_item(b, ended + m.group, m.size, [&](u32 i) { return at(first + i); }, [&] {
-        // If a peer has any chunk in a later group, its first one there comes within `peers` messages.
+        // Successive chunks of a peer are `peers` messages apart. Therefore, if a peer has any chunk in a later group, its first one is
+        // among the first `peers` messages from `later` on.
         bool any = false;
         for (u32 i = dev::thread(); i < peers; i += dev::threads()) any = any || at(later + i).signal != nullptr;
         return any;
     });
 }
 
-// One thread, after all blocks have finished a step: completes its puts, so that the next step may use all staging slots.
+// One thread, after all blocks have finished a step: completes the step's puts, so that the next step may use all staging slots.
 DEVICE void end_stages(const Layer& l) {
     if (l.shape.stage && !ARISTOS_FAULT(NO_STEP_QUIET)) dev::quiet_puts();
 }
@@ -205,7 +208,7 @@ DEVICE void send_header(Block& b, u32 pe) {
 
     u32 buffer = header_buffer(b.pass, backward);
     u64 at = header_offset(l, buffer, l.shape.my_pe);
-    // The peer's buffer for this PE's headers; staged per destination.
+    // The destination is the peer's buffer for this PE's headers. There is a staging buffer per destination.
     Message m = message(l, l.symmetric.header + at, l.symmetric.header_stage + header_offset(l, buffer, pe), pe);
     u32* words = reinterpret_cast<u32*>(m.to);
     for (u32 e = dev::thread(); e < l.shape.max_local; e += dev::threads()) words[HEADER_WORDS + e] = counts[e];
@@ -235,7 +238,7 @@ DEVICE void send_header(Block& b, u32 pe) {
 
 // ---- Chunks.
 
-// Chunk `index` of the round for `pe`; through `stage` if it is an inter-node peer.
+// Chunk `index` of the round for `pe`: whether it exists, and its send. For an inter-node peer the chunk is written to `stage` first.
 DEVICE bool has_chunk(const Block& b, u32 pe, u32 index) {
     const u32* chunks = round_chunks(b.l, pe) + b.step.round;
     return sends_rows(b, pe) && chunks[0] + index < chunks[1];
@@ -279,8 +282,8 @@ DEVICE void send_chunk(Block& b, u32 pe, u32 index, u8* stage) {
     }
 }
 
-// Send items of a step: headers for all PEs, then chunk 0 for all, then chunk 1. Each PE starts with the next one, so that they do not
-// all write to PE 0 first.
+// Send items of a step: headers for all PEs, then chunk 0 for all, then chunk 1, and so on. Each PE starts with the PE after itself, so
+// that the PEs do not all write to PE 0 first.
 DEVICE u32 send_items(const Layer& l) { return l.shape.n_pes * (1 + l.shape.round_chunks); }
 DEVICE u32 send_pe(const Layer& l, u32 item) { return (l.shape.my_pe + 1 + item % l.shape.n_pes) % l.shape.n_pes; }
 

@@ -1,9 +1,10 @@
 // Epilogues: all of them on Ampere; on Hopper those that gemm_hopper_store.h does not cover.
 //
-// A warp passes units of 16 rows by 64 columns, the common layout of mma.m16n8k16 and of a warp's share of wgmma: eight times 8 columns,
-// of which lane l holds columns 2 (l % 4), + 1 of row l / 4, then of row l / 4 + 8. `stage_unit` writes a unit to the warp's own 4 KiB of
-// shared memory. `finish_unit` reads it with 8 consecutive columns of a row per lane (4 for f32 gradients), so that all global loads and
-// stores have 16 bytes per lane and 8 (or 16) lanes cover a row of the unit. Only warp barriers are needed.
+// A warp processes its accumulators in units of 16 rows by 64 columns. The layout of a unit is the same for mma.m16n8k16 and for a warp's
+// share of wgmma. A unit consists of eight blocks of 8 columns. In each block, lane l holds columns 2 (l % 4) and 2 (l % 4) + 1, first of
+// row l / 4, then of row l / 4 + 8. `stage_unit` writes a unit to the warp's own 4 KiB of shared memory. `finish_unit` reads it with 8
+// consecutive columns of a row per lane (4 for f32 gradients), so that all global loads and stores have 16 bytes per lane and 8 (or 16)
+// lanes cover a row of the unit. Only warp barriers are needed.
 #pragma once
 #include "activation.h"
 #include "gemm.h"
@@ -20,10 +21,10 @@ struct alignas(16) FloatQuad { float v[4]; };
 // Whether units are also loaded by halves of their rows (the columns of gate and of up), which FORWARD_UP needs.
 template <u32 KINDS> constexpr bool by_halves() { return (KINDS & kind_set(FORWARD_UP)) != 0; }
 
-// Offset of 16-byte quad `q` (of 16) of a unit's row, swizzled against bank conflicts. The 8-byte stores of `stage_unit` take 16 lanes at
-// a time (4 rows, 2 quads), the 16-byte loads of `load_piece` 8 lanes: 8 even or odd quads of one row, 8 consecutive ones, or, by halves,
-// 4 of each of two rows. The last case needs `row & 1`; without it that term is left out to save registers. gemm_test checks for
-// conflicts.
+// Offset of 16-byte quad `q` (of 16) of a unit's row, swizzled against bank conflicts. The hardware executes the 8-byte stores of
+// `stage_unit` for 16 lanes at a time: 4 rows of 2 quads. The hardware executes 16-byte loads for 8 lanes at a time: 8 even or 8 odd quads
+// of one row, 8 consecutive quads of one row, or, by halves, 4 quads of each of two rows. Only the last case needs `row & 1`; without
+// HALVES this term is left out to save registers. gemm_test checks for conflicts.
 template <bool HALVES> DEVICE constexpr u32 unit_offset(u32 row, u32 q) {
     return row * (UNIT_COLS * 4) + ((q ^ (row & 3) << 1 ^ (HALVES ? row & 1 : 0) ^ q >> 3) << 4);
 }
@@ -119,7 +120,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
     constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
     u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
     u32 column = column0 + piece * 8, I = t.intermediate;
-    // All loads precede their uses: they are the epilogue's only accesses with memory latency.
+    // All loads are issued before the first use, because they are the epilogue's only accesses with memory latency.
     Vec16 saved_g[ITEMS], saved_up[ITEMS];
     float weights[ITEMS], sums[ITEMS];
     UNROLL for (u32 j = 0; j < ITEMS; j++) {
@@ -230,13 +231,13 @@ DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column
     if (KINDS & A_MN_MAJOR_KINDS) finish_gradient<HALVES>(t, unit, row0, column0);
 }
 
-// Number of 128-byte lines of global memory that `finish_unit` will read for the tile's rows. All are prefetched into L2 late in the sum
-// or after it, so that not every unit waits for DRAM.
+// Number of 128-byte lines of global memory that `finish_unit` will read for the tile's rows. All of these lines are prefetched into L2
+// late in the main loop or after it, so that not every unit waits for DRAM.
 template <u32 TILE_M, u32 TILE_N> DEVICE u32 finish_lines(const GemmTask& t) {
     return t.kind == BACKWARD_DOWN ? TILE_M * TILE_N / 64 : a_mn_major(t.kind) && t.accumulate ? TILE_M * TILE_N / 32 : 0;
 }
 
-// Prefetches line `i`, of gate and of up at once.
+// Prefetches line `i`. For BACKWARD_DOWN with a gate, the lines of gate and of up count as one and are prefetched together.
 template <class T, u32 TILE_M, u32 TILE_N> DEVICE void prefetch_finish_line(const GemmTask& t, u32 i) {
     u32 width = t.kind == BACKWARD_DOWN ? 64 : 32;  // elements per line
     u32 row = t.m0 + i / (TILE_N / width), column = t.n0 + i % (TILE_N / width) * width;
@@ -255,8 +256,8 @@ template <class T, u32 TILE_M, u32 TILE_N, u32 THREADS> DEVICE void prefetch_fin
     for (u32 i = thread, lines = finish_lines<TILE_M, TILE_N>(t); i < lines; i += THREADS) prefetch_finish_line<T, TILE_M, TILE_N>(t, i);
 }
 
-// BACKWARD_DOWN: the tile's partial sum for each row, after a barrier among the warps that called `finish_unit`. At least `tile_m`
-// threads, numbered `thread`; columns in ascending order.
+// BACKWARD_DOWN: stores the tile's part of the gradient of each row's slot weight: the sum of `row_sums` over the tile's units, in column
+// order. Called by at least `tile_m` threads, numbered `thread`, after a barrier among the warps that called `finish_unit`.
 DEVICE void finish_d_weight(const GemmTask& t, const float* row_sums, u32 tile_m, u32 tile_n, u32 thread) {
     if (t.kind != BACKWARD_DOWN || !t.d_weight || thread >= tile_m || t.m0 + thread >= t.rows) return;
     float sum = 0.0f;

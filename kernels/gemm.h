@@ -1,6 +1,6 @@
 // One tile of one expert's GEMMs: the interface of both GEMM paths (gemm_ampere.h, gemm_hopper.h).
 //
-// X: the batch's input rows; dY: gradients of its results before the routing weights; w: those weights, by slot.
+// X: the input rows of the batch's slots. dY: the gradients of their results, without the routing weights. w: the routing weights, by slot.
 //
 //   FORWARD_UP     act(X gate^T + b) * (X up^T + b), or act(X up^T + b)          -> h, and the pre-activations -> gate_up
 //   FORWARD_DOWN   h down^T + b                                                  -> y
@@ -21,7 +21,8 @@ enum GemmKind : u32 {
     FORWARD_UP = 0, FORWARD_DOWN = 1, BACKWARD_DOWN = 2, BACKWARD_UP = 3, GRAD_UP = 4, GRAD_DOWN = 5, GEMM_KINDS = 6,
 };
 
-// Sets of kinds that a kernel has code for. Backward recomputes the first GEMM if the activations were not kept.
+// Sets of kinds that a kernel has code for. Backward's set contains FORWARD_UP, because backward recomputes the first GEMM if the
+// activations were not kept.
 constexpr u32 kind_set(GemmKind kind) { return 1u << kind; }
 constexpr u32 ALL_KINDS = (1u << GEMM_KINDS) - 1;
 constexpr u32 FORWARD_KINDS = kind_set(FORWARD_UP) | kind_set(FORWARD_DOWN);
@@ -61,7 +62,7 @@ struct GemmTask {
 
 // Counters to increment when a task's results are stored; null if unused.
 struct DoneCounters { u32 *first, *second; };
-// One thread. Releases its own stores and those that it has acquired.
+// One thread. Increments the counters, which releases this thread's stores and those that it has acquired.
 DEVICE void count_done(const DoneCounters& done_counters) {
     if (done_counters.first) dev::fetch_add_acq_rel(done_counters.first, 1u);
     if (done_counters.second) dev::fetch_add_acq_rel(done_counters.second, 1u);
@@ -74,7 +75,7 @@ constexpr u32 GATED_GROUP = 32;
 DEVICE bool is_paired(const GemmTask& t) { return t.kind == FORWARD_UP && t.gated; }
 DEVICE u32 gate_up_width(const GemmTask& t) { return t.gated ? 2 * t.intermediate : t.intermediate; }
 
-// Dimensions of the product: output rows, output columns (of h where two products form one column), and the sum.
+// Dimensions of the product: output rows, output columns (columns of h where two products form one column), and terms of each sum.
 DEVICE u32 gemm_m(const GemmTask& t) {
     return t.kind == GRAD_UP ? t.intermediate : t.kind == GRAD_DOWN ? t.hidden : t.rows;
 }
@@ -98,19 +99,19 @@ DEVICE u32 tile_columns(u32 kind, bool gated, u32 tile_n) { return kind == FORWA
 // MN-major: contiguous along M (A) or N (B), so a row is one step of K across all output rows or columns.
 DEVICE bool a_mn_major(u32 kind) { return kind == GRAD_UP || kind == GRAD_DOWN; }
 DEVICE bool b_mn_major(u32 kind) { return kind != FORWARD_UP && kind != FORWARD_DOWN; }
-// For a kernel with code for KINDS only: known at compile time if these leave no choice.
+// For a kernel with code for KINDS only: false at compile time if no kind of KINDS is MN-major.
 constexpr u32 A_MN_MAJOR_KINDS = kind_set(GRAD_UP) | kind_set(GRAD_DOWN);
 template <u32 KINDS> DEVICE bool a_mn_major(u32 kind) { return (KINDS & A_MN_MAJOR_KINDS) != 0 && a_mn_major(kind); }
 template <u32 KINDS> DEVICE bool b_mn_major(u32 kind) { return (KINDS & ~FORWARD_KINDS) != 0 && b_mn_major(kind); }
 
-// Rows of an operand: consecutive in memory, or pointers to them, with a jump to a second part. Addresses are integers because the two
-// parts need not be in one array.
+// Rows of an operand: consecutive in memory, or given by an array of pointers. From row `split` on, rows or pointers lie `jump` bytes
+// further. Addresses are integers because the two parts need not be in one array.
 template <class T> struct RowSource {
     u64 base, jump;  // bytes; `jump` is added from row `split` on
     u32 stride, split, rows;
     bool pointers;
 
-    // Null past the end. No branch except a predicated load, because the main loop calls it.
+    // Returns null past the end. Has no branch except a predicated load, because the main loop calls it.
     DEVICE const T* row(u32 i) const {
         u64 at = base + u64(i) * stride + (i < split ? 0 : jump);
         if (pointers && i < rows) at = *reinterpret_cast<const u64*>(at);

@@ -1,17 +1,17 @@
-// A GEMM tile with mma.sync, for sm_80 and later. One block computes M x N accumulators, 64 of the sum at a time.
+// A GEMM tile with mma.sync, for sm_80 and later. One block computes M x N accumulators, in chunks of 64 steps of K.
 //
-// Choice of tiles. For 16 steps of the sum of 128 x 256, 524288 products, eight warps of 64 x 64 read 32 KiB of fragments from shared
-// memory and the copies write 12 KiB. An A100 SM multiplies 1024 pairs and moves 128 bytes per clock, so shared memory is busy for 69% of
-// the tensor cores' time. With 128 x 128 (eight warps of 64 x 32) it would be 100%, and L2 would have to deliver 32 instead of 24 bytes
-// per clock and SM. 128 accumulators and two sets of fragments (64 registers) fit into 255 registers per thread, and three stages of 48
-// KiB into 163 KiB. A copy has the time of two chunks, about 4000 clocks, to arrive. 64 x 128 is for problems with too few larger tiles
-// for all SMs: its four warps of 32 x 64 keep shared memory busy for 113% of the tensor cores' time and need 48 bytes of L2 per clock,
-// but two blocks fit on an SM, so that one multiplies during the other's epilogue.
+// Choice of tiles. For 16 steps of K of a 128 x 256 tile (524288 products), eight warps of 64 x 64 read 32 KiB of fragments from shared
+// memory, and the copies write 12 KiB. An A100 SM multiplies 1024 pairs and moves 128 bytes per clock, so shared memory is busy for 69% of
+// the tensor cores' time. With 128 x 128 (eight warps of 64 x 32) it would be 100%, and L2 would have to deliver 32 instead of 24 bytes per
+// clock and SM. 128 accumulators and two sets of fragments (64 registers) fit into 255 registers per thread, and three stages of 48 KiB
+// into 163 KiB. A copy has the time of two chunks, about 4000 clocks, to arrive. 64 x 128 is for problems with too few larger tiles for all
+// SMs: its four warps of 32 x 64 keep shared memory busy for 113% of the tensor cores' time and need 48 bytes of L2 per clock, but two
+// blocks fit on an SM, so that one multiplies during the other's epilogue.
 //
-// Layout: in a stage a K-major operand (gemm.h) has 128-byte rows, one per row or column of the tile; an MN-major one has 64 rows, one
-// per step of K. 16-byte piece p of row r is stored at p ^ (r % 8), so that copies and ldmatrix (8 rows, same p) are free of bank
-// conflicts. The two differ in ldmatrix, plain or transposed, and in the source of row pointers: for K-major a table that is filled once,
-// for MN-major a ring that is filled one chunk ahead of the copies.
+// Layout: in a stage a K-major operand (gemm.h) has 128-byte rows, one per row or column of the tile; an MN-major one has 64 rows, one per
+// step of K. 16-byte piece p of row r is stored at p ^ (r % 8), so that copies and ldmatrix (8 rows, same p) are free of bank conflicts.
+// The two layouts differ in ldmatrix (plain or transposed) and in their row pointers. A K-major operand has a table that is filled once, an
+// MN-major one a ring that is filled one chunk ahead of the copies.
 //
 // Rows and columns past the end of a K-major operand are not copied: the stale values there affect only accumulators that are never
 // stored. A warp without any valid row, as in half of a 128-row tile with 64 rows, neither reads nor multiplies.
@@ -190,8 +190,8 @@ DEVICE bool ampere_multiply(const GemmTask& t, char* shared, float (&acc)[Tile::
 }
 
 // One tile. Called by all threads of a block with SHARED_BYTES of shared memory, which must not contain `t`. On return all threads have
-// stored their part of the tile and passed a barrier. Thread 0 calls `meanwhile` between the main loop, which leaves it no registers, and
-// its part of the epilogue; the other warps work on the epilogue meanwhile.
+// stored their part of the tile and passed a barrier. Thread 0 calls `meanwhile` after the main loop, which has no registers to spare, and
+// before its part of the epilogue. Meanwhile the other warps work on the epilogue.
 template <class T, class Tile, u32 KINDS = ALL_KINDS, class Meanwhile>
 DEVICE void gemm_task_ampere(const GemmTask& t, char* shared, Meanwhile meanwhile) {
     u32* claimed = reinterpret_cast<u32*>(shared + Tile::CLAIMED);
@@ -207,7 +207,8 @@ DEVICE void gemm_task_ampere(const GemmTask& t, char* shared, Meanwhile meanwhil
                 stage_unit<by_halves<KINDS>()>(shared + (first + i * Tile::ACROSS) * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
         }
     }
-    // Not earlier, because only now are the accumulators' registers free. The first unit still waits for DRAM, the others do not.
+    // The prefetch is not earlier, because only now are the accumulators' registers free. The first unit still waits for DRAM; the others
+    // do not.
     if (KINDS != FORWARD_KINDS) prefetch_finish<T, Tile::M, Tile::N, Tile::THREADS>(t, dev::thread());
     if (dev::thread() == 0) *claimed = 0;
     dev::sync_block();

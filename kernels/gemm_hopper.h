@@ -1,21 +1,21 @@
-// The Hopper GEMM path: a queue of `GemmTask`s with wgmma, in tiles of 128 x N, N 128 or 256.
+// The Hopper GEMM path: a queue of `GemmTask`s with wgmma, in tiles of 128 x N, with N = 128 or 256.
 //
 // A block has three warpgroups. In the first, one warp gets tasks from the scheduler, one ahead of the consumers, and three warps load
-// operands (gemm_hopper_load.h). Two consumer warpgroups have 64 rows of the tile each and all N columns: N / 2 accumulators per thread,
-// for which registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's N / 2 columns first, then up's, so that a thread
-// holds both operands of each product.
+// operands (gemm_hopper_load.h). Each of the two consumer warpgroups computes 64 rows of the tile and all N columns: N / 2 accumulators per
+// thread, for which registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's N / 2 columns first, then up's, so that a
+// thread holds both operands of each product.
 //
 // Interface of the scheduler, called by thread 96 alone:
-// - `bool next(GemmTask&, task_in_progress)` returns the next task once all of its inputs are available, or false at the end of the
-//   queue, after which it is not called again. `bool task_in_progress()` tells whether the block still works on an earlier task. `next`
-//   may wait for any earlier task of the queue, including this block's, which finishes its tasks without the next one.
+// - `bool next(GemmTask&, task_in_progress)` returns the next task once all of its inputs are available, or false at the end of the queue,
+//   after which it is not called again. `bool task_in_progress()` returns whether the block still works on an earlier task. `next` may wait
+//   for any earlier task of the queue, including this block's, which finishes its tasks without the next one.
 // - `DoneCounters done_counters(const GemmTask&)` returns the counters that the last warp to report its part of the task increments,
 //   after all results are stored.
 //
 // Stores are asynchronous: a warp reports a tile complete a few stages into the next one, or at once if no next tile is known.
 //
 // The consumers never synchronise with each other: one multiplies the next tile while the other is still in its epilogue, which keeps the
-// tensor cores busy. The number of stages bounds the distance, because both consumers must free a stage.
+// tensor cores busy. The number of stages bounds how far one consumer can be ahead, because both must free a stage before it is refilled.
 #pragma once
 #include "gemm_hopper_load.h"
 #include "gemm_hopper_store.h"
@@ -43,17 +43,17 @@ template <class Tile, class Scheduler> DEVICE void schedule_loop(Scheduler& sche
     }
 }
 
-// A warp reports its last tile after this many stages of the next one, or after all of them.
+// A warp reports a tile after this many stages of the next tile, or after all of its stages if there are fewer.
 constexpr u32 DEFERRED_STAGES = 3;
 
 template <class Tile> struct Consumer {
     using Accumulators = float (&)[Tile::N / 2];
     char* stages;
     typename Tile::Control* control;
-    char* unit;      // this warp's
-    u32 group;       // which 64 rows
+    char* unit;      // this warp's epilogue unit
+    u32 group;       // index of its 64 rows in the tile
     bool leads;      // first lane of a warp
-    u32 used = 0;    // stages, over all tiles
+    u32 used = 0;    // number of stages used, over all tiles
 };
 
 template <bool COPIED, class Tile> DEVICE void release_stage(const Consumer<Tile>& c, u32 n) {
@@ -99,7 +99,7 @@ DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& 
         dev::wgmma_commit();
         dev::wgmma_wait<1>();
         if (i > 0) release_stage<A_MN_MAJOR>(c, n - 1);
-        // By now the warp's stores of its last tile are complete.
+        // By now the warp's stores of its previous tile are usually complete, so the report does not wait for long.
         if (i == DEFERRED_STAGES || i + 1 == steps) report_deferred(c);
     }
     dev::wgmma_wait<0>();
@@ -184,9 +184,9 @@ template <class T, u32 KINDS, class Tile> DEVICE void consume_loop(Consumer<Tile
 
 }  // namespace hopper
 
-// Runs the scheduler's queue to its end, in tiles of 128 x N. Called by all 384 threads of a block with `hopper::Tile<N>::SHARED_BYTES`
-// of 1024-byte aligned shared memory, used exclusively and without meaningful contents before or after. BLOCKS 2: called by both blocks
-// of a CTA pair, of which the first gets the tasks, in tiles of 256 x N (gemm_hopper_cta_pair.h).
+// Runs the scheduler's queue to its end, in tiles of 128 x N. Called by all 384 threads of a block with `hopper::Tile<N>::SHARED_BYTES` of
+// 1024-byte aligned shared memory, used exclusively and without meaningful contents before or after. With BLOCKS = 2, both blocks of a CTA
+// pair call this; the first one gets the tasks, and tiles are 256 x N (gemm_hopper_cta_pair.h).
 template <class T, u32 KINDS = ALL_KINDS, u32 N = 256, u32 BLOCKS = 1, class Scheduler>
 DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
     using namespace hopper;

@@ -1,11 +1,11 @@
 // A CTA pair that computes tiles of 256 x N: 128 rows per block with the same columns, so that each block loads half of B and TMA
 // multicasts it to both.
 //
-// The first block's scheduler gets the tasks; the second block's copies each from the first block's shared memory and takes the rows
-// below. Both blocks have the same number of steps of the sum. If there are no rows below, the second block neither copies rows nor
+// The first block's scheduler gets the tasks. The second block's scheduler copies each task from the first block's shared memory and takes
+// the 128 rows below. Both blocks have the same number of steps of K. If there are no rows below, the second block neither copies rows nor
 // multiplies, but it still loads its half of B and frees its stages, so that no barrier waits for a missing arrival.
 //
-// - A task is reported once, by the last of both blocks' warps to store its part; they count in the first block's memory.
+// - A task is reported once, by the last of both blocks' warps to store its part. The warps count in the first block's memory.
 // - A stage is free when the consumers of both blocks have read it, because either block's TMA writes to both; `empty` counts both, in
 //   both blocks.
 // - A stage is full when its own rows and both halves of B have arrived. A half from the other block may arrive before this block has
@@ -53,13 +53,13 @@ template <class Tile> DEVICE void end_entry(u64* done) {
     dev::mbarrier_arrive(done);
 }
 
-// For barriers at which both blocks arrive.
+// Waits for a phase of a barrier at which both blocks arrive.
 template <class Tile> DEVICE void wait_free(u64* bar, u32 parity) {
     if constexpr (Tile::CTA_PAIR) dev::mbarrier_wait_cluster(bar, parity);
     else dev::mbarrier_wait(bar, parity);
 }
 
-// First panel of B that this block loads: all panels, or its half, for both blocks.
+// First panel of B that this block loads. A block alone loads all panels; each block of a CTA pair loads half of them, for both blocks.
 template <class Tile> DEVICE u32 first_panel() { return is_second<Tile>() ? Tile::B_PANELS / 2 : 0; }
 template <class Tile> DEVICE void load_panel(char* panel, const TensorMap* map, u64* full, u32 column, u32 row, u32 expert) {
     if constexpr (Tile::CTA_PAIR) dev::tma_load_3d_multicast(panel, map, full, i32(column), i32(row), i32(expert));
@@ -71,9 +71,9 @@ template <class Control> DEVICE bool task_in_progress(Control* control, u32 n) {
     return n > 0 && !dev::mbarrier_test(&control->done[nth<ENTRIES>(n - 1)], parity<ENTRIES>(n - 1));
 }
 
-// The second block's scheduler loop: takes the tasks that the first block offers. While idle without an offer it calls `void await()`,
-// then `void follow(bool more)`. If `more` is false, the first block's `next` has returned false, and that block waits until this block
-// has also left its loop.
+// The second block's scheduler loop: takes the tasks that the first block offers. While it has neither an offer nor a task in progress, it
+// calls `void await()`. After each offer it calls `void follow(bool more)`. If `more` is false, the first block's `next` has returned
+// false, and that block waits until this block has also left its loop.
 template <class Scheduler, class Control> DEVICE void follow_loop(Scheduler& scheduler, Control* control) {
     bool more = true;
     for (u32 n = 0; more; n++) {

@@ -22,8 +22,8 @@ DEVICE bool rows_by_tma(const GemmTask& t, u32 first) {
 }
 // Whether loading warp `warp` loads its operand of a weight gradient by TMA: A of GRAD_UP, B of GRAD_DOWN.
 DEVICE bool slots_by_tma(const GemmTask& t, u32 warp) { return t.slot_maps && (t.kind == GRAD_UP) == (warp == 0); }
-// Other threads have stored the data that TMA loads for a task; the thread that found the task has acquired them, and this thread has
-// synchronised with it.
+// The map for TMA loads of data that other threads have stored. The thread that found the task has acquired their stores, and this thread
+// has synchronised with that thread. The fence orders the stores before the TMA loads.
 DEVICE const TensorMap* slot_map(const GemmTask& t, u32 map) {
     dev::fence_proxy_async_global();
     return static_cast<const TensorMap*>(t.slot_maps) + map;
@@ -32,7 +32,7 @@ DEVICE const TensorMap* slot_map(const GemmTask& t, u32 map) {
 template <class Tile> struct Loader {
     char* stages;
     typename Tile::Control* control;
-    u32 begun = 0;  // stages, over all tiles
+    u32 begun = 0;  // number of stages begun, over all tiles
 };
 
 // Waits until the next stage is free. Every thread waits itself, because each overwrites a part of the stage. `OVER_COPIES`: the other
@@ -62,17 +62,17 @@ template <class T> DEVICE const T* shfl_pointer(const T* p, u32 lane) {
     return reinterpret_cast<const T*>(dev::shfl(reinterpret_cast<u64>(p), int(lane)));
 }
 
-// Gate's and up's rows are apart in memory. Where the sum runs over both, neither may begin in the middle of a box.
+// Number of parts of K that are loaded separately. In a gated BACKWARD_UP, K runs over gate's rows, then over up's. Gate and up are apart
+// in memory, and neither may begin in the middle of a box.
 DEVICE u32 k_halves(const GemmTask& t) { return t.kind == BACKWARD_UP && t.gated ? 2 : 1; }
 
-// Stages of a task.
 DEVICE u32 task_stages(const GemmTask& t) {
     u32 halves = k_halves(t);
     return halves * ((gemm_k(t) / halves + TILE_K - 1) / TILE_K);
 }
 
 // One warp. Prefetches the epilogue's lines into L2: 32 after each of a tile's last stages, and any excess at its beginning. For weight
-// gradients that accumulate, all at the beginning.
+// gradients that accumulate, prefetch_early prefetches all lines.
 template <class T, class Tile> DEVICE void prefetch_early(const GemmTask& t, u32 stages) {
     for (u32 group = 0, groups = finish_lines<TILE_M, Tile::N>(t) / 32; group + stages < groups; group++) {
         prefetch_finish_line<T, TILE_M, Tile::N>(t, group * 32 + dev::lane());
@@ -102,7 +102,7 @@ template <class Tile> DEVICE WeightBoxes weight_boxes(const GemmTask& t) {
     }
 }
 
-// B, weights: one warp, of which one thread issues the TMA loads.
+// Loads B, i.e. weights: one warp, of which one thread issues the TMA loads.
 template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTask& t, Loader<Tile>& l) {
     const WeightBoxes boxes = weight_boxes<Tile>(t);
     const bool mn_major = b_mn_major<KINDS>(t.kind);
@@ -139,7 +139,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
 // A slot that a faulty peer never filled has no row. A valid address takes its place, so that copies need no check.
 template <class T> DEVICE const T* row_or_any(const T* row, const GemmTask& t) { return row ? row : static_cast<const T*>(t.up); }
 
-// A, output rows loaded by TMA: two warps, one panel each.
+// Loads the output rows of A by TMA: two warps, one panel each.
 template <class Tile> DEVICE void load_rows(const GemmTask& t, Loader<Tile>& l) {
     const u32 row = t.first_slot + t.m0 + dev::warp() * PANEL;
     const TensorMap* map = slot_map(t, t.kind == FORWARD_DOWN ? OPERAND_H : t.gated ? OPERAND_GATE : OPERAND_UP);
@@ -155,7 +155,7 @@ template <class Tile> DEVICE void load_rows(const GemmTask& t, Loader<Tile>& l) 
     }
 }
 
-// A, output rows copied by cp.async: two warps, one panel each.
+// Copies the output rows of A by cp.async: two warps, one panel each.
 template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<Tile>& l) {
     constexpr u32 ADDRESS_BATCH = 8;  // addresses computed before the first copy; each copy keeps its address registers for a while
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8, first = t.m0 + warp * PANEL;
@@ -195,7 +195,7 @@ template <class Tile> DEVICE bool copies_slots(const GemmTask& t) {
     return Tile::B_PANELS / 2 == LOAD_WARPS - 1 || dev::warp() <= Tile::B_PANELS / 2;
 }
 
-// Both operands MN-major, one line per slot: weight gradients.
+// Weight gradients: copies operands by cp.async. Both are MN-major, with one line per slot.
 template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<Tile>& l) {
     constexpr u32 ADDRESS_BATCH = 4;  // as in copy_rows
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
@@ -236,7 +236,7 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
     }
 }
 
-// The weight-gradient operand that lies in a slot array, one line per slot, with the same warps as copy_slots. Stages that span both
+// Loads the weight-gradient operand that lies in a slot array, one line per slot, with the same warps as copy_slots. Stages that span both
 // parts of the batch, or its end, are copied by cp.async instead of TMA.
 template <class T, class Tile> DEVICE void load_slots(const GemmTask& t, Loader<Tile>& l) {
     const u32 warp = dev::warp(), lane = dev::lane();
@@ -278,7 +278,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_loop(Loader<Tile> l) 
         dev::mbarrier_wait(&l.control->filled[nth<ENTRIES>(n)], parity<ENTRIES>(n));
         if (!entry.more) break;
         if (a_mn_major<KINDS>(entry.task.kind)) {
-            // All at once, because the loop has no registers to spare.
+            // All lines are prefetched at once, because the loop has no registers to spare.
             if (dev::warp() == LOAD_WARPS - 1) prefetch_early<T, Tile>(entry.task, 0);
             if (slots_by_tma(entry.task, dev::warp())) load_slots<T>(entry.task, l);
             else copy_slots<T>(entry.task, l);

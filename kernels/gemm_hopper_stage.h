@@ -32,8 +32,8 @@ DEVICE u32 swizzled(u32 line, u32 piece) { return line * 128 + ((piece ^ (line &
 template <bool MN_MAJOR> DEVICE u64 descriptor(const char* panels) {
     return MN_MAJOR ? dev::smem_descriptor(panels, PANEL_BYTES, 1024) : dev::smem_descriptor(panels, 16, 1024);
 }
-// The descriptor `bytes` further, at step `k16` (of 16). Only the lower word changes, by an addition, since no address exceeds its 14
-// bits.
+// The descriptor `bytes` after `first`, at the k16-th group of 16 steps of K. One addition to the lower word is enough, since no address
+// exceeds its 14 bits.
 template <bool MN_MAJOR> DEVICE u64 descriptor_at(u64 first, u32 bytes, u32 k16) {
     return first >> 32 << 32 | (u32(first) + bytes / 16 + k16 * (MN_MAJOR ? 128 : 2));
 }
@@ -57,9 +57,9 @@ static_assert(sizeof(Entry) % 8 == 0 && alignof(Entry) == 8, "copied in words of
 // third task needs an entry that all warps have finished with.
 constexpr u32 REPORTS = 4;
 
-// A tile of 128 x N and a block's shared memory for it: stages, then each consumer warp's epilogue unit, then `Control`. 192 columns
-// would be 96 of gate and 96 of up, but a box has 64, so two of the three widths that wgmma and the registers allow are used. COUNT:
-// blocks that share a tile, 1 or 2 (gemm_hopper_cta_pair.h).
+// A tile of 128 x N and a block's shared memory for it: stages, then each consumer warp's epilogue unit, then `Control`. N is 128 or 256.
+// wgmma and the registers would also allow 192, but half of a tile's columns are gate's and half are up's, and 96 is not a multiple of a
+// box's 64. COUNT: blocks that share a tile, 1 or 2 (gemm_hopper_cta_pair.h).
 template <u32 COLUMNS, u32 COUNT = 1> struct Tile {
     static_assert(COLUMNS == 128 || COLUMNS == 256, "whole boxes of gate and of up");
     static_assert(COUNT == 1 || COUNT == 2, "a block or a cluster of two");

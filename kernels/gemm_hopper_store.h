@@ -6,14 +6,14 @@
 // columns beyond the map.
 //
 // Memory ordering (PTX ISA, "Async proxy" and "Memory consistency model", "Proxies"):
-// - stmatrix writes through the generic proxy, TMA reads through the async proxy: each lane issues fence_proxy_async, then a warp
-//   barrier, then one lane the store.
+// - stmatrix writes through the generic proxy, TMA reads through the async proxy: each lane issues fence_proxy_async, then a warp barrier
+//   follows, and then one lane issues the store.
 // - A buffer is rewritten once TMA has read it: bulk_wait_read by the issuing lane, then a warp barrier.
 // - Before a tile is reported, the issuing lane waits until the stores are complete (bulk_wait, not bulk_wait_read; gemm_hopper.h). An
 //   implicit proxy fence follows the completion of a bulk copy, so from then on these are ordinary writes of that lane, and its releases,
 //   at any scope, cover them. Readers that acquire them need no proxy fence, since all read results through the generic proxy.
-// - Other threads may have read the overwritten data in an earlier step through the generic proxy. Those reads were released, the
-//   scheduler has acquired them, and fence_proxy_async_global orders them before the store.
+// - Other threads may have read the overwritten data in an earlier step through the generic proxy. The readers have released those reads,
+//   the scheduler has acquired them, and fence_proxy_async_global orders them before the store.
 #pragma once
 #include "gemm_hopper_stage.h"
 
@@ -38,7 +38,7 @@ template <u32 N, u32 B = 0> DEVICE void copy_block(const float (&acc)[N / 2], u3
     UNROLL for (u32 i = 0; i < BLOCK_COLS / 2; i++) v[i] = acc[B * (BLOCK_COLS / 2) + i];
 }
 
-// Adds `bias`, if not null, to a block whose first column is `column` of `limit`, a multiple of 8.
+// Adds `bias`, if not null, to a block whose first column is `column`. `limit`: number of columns of the output, a multiple of 8.
 DEVICE void add_block_bias(const float* bias, u32 column, u32 limit, float (&v)[BLOCK_COLS / 2]) {
     if (!bias) return;
     UNROLL for (u32 n = 0; n < BLOCK_COLS / 8; n++) {
@@ -69,7 +69,8 @@ struct Result {
     u32 map;        // SlotMap
 };
 
-// One lane issues a TMA store of all rows, or all lanes store the valid ones. `column`: the first of `limit`.
+// Stores a piece: one lane issues a TMA store of all rows, or all lanes store the valid rows. `column`: the piece's first column. `limit`:
+// number of columns of the output.
 template <class T>
 DEVICE void store_piece(const GemmTask& t, const Result& to, const char* piece, u32 row0, u32 column, u32 limit) {
     dev::fence_proxy_async();

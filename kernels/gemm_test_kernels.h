@@ -4,7 +4,7 @@
 
 namespace aristos {
 
-// Shared memory is filled with NaN before each tile: data that is not copied must not reach a result.
+// Fills shared memory with NaN before each tile, so that a result that used data without a copy is NaN.
 template <class T, class Tile> DEVICE void gemm_test_body(const GemmTask* tasks, u32 count) {
     char* shared = dev::shared();
     auto* task = reinterpret_cast<GemmTask*>(shared + Tile::SHARED_BYTES);

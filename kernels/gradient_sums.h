@@ -1,5 +1,5 @@
-// Sums of gradients that several PEs hold, added in the order of the holders: an expert's over all PEs of the world that hold it
-// (replicas and groups), those of the replicated weights over all PEs.
+// Sums gradients that several PEs hold, in the order of the holders. An expert's gradients are summed over all PEs of the world that hold
+// it (replicas and groups), those of the replicated weights over all PEs.
 //
 // All gradients of such a unit (SumUnit) form one vector. Each of its K holders sums one part, 1/K of it, divided into pieces. Piece g of
 // a part belongs to channel g mod channels and is step g / channels there. One block at a time works on a channel. The block goes through
@@ -11,14 +11,14 @@
 // the next are computed. aristos_all_reduce finishes the remaining steps, with waits, and ends with the replicated weights, whose
 // gradients are computed last.
 //
-// Any two PEs number the steps of all units that both hold consecutively, and use REDUCE_SLOTS buffers round robin, one per step. Values
-// of step i + REDUCE_SLOTS - 1 are sent only after the sums of step i were copied, and the peer sent those sums after it had read the
-// values of step i: so the buffer is free when it is written. To its receiver a value also shows that the buffer for the sums of
-// REDUCE_SLOTS steps earlier is free. There are no other acknowledgements. This also holds across passes, because values are sent only
-// after all sums of the previous pass have arrived.
+// Any two PEs number the steps of all units that both hold consecutively, and use REDUCE_SLOTS buffers round robin, one per step. A PE
+// sends the values of step i + REDUCE_SLOTS - 1 only after it has copied the sums of step i. The peer sent those sums after it had read the
+// values of step i, so the buffer for values is free when it is written. A value also shows its receiver that the sender's buffer for the
+// sums of REDUCE_SLOTS steps earlier is free. There are no other acknowledgements. This also holds across passes, because values are sent
+// only after all sums of the previous pass have arrived.
 //
-// Over the network all channels' signals of a step, of one kind, share a fence: the channel that puts its piece last sends them all.
-// Channels are otherwise independent, and none waits for another channel of its PE.
+// Over the network the signals of all channels for one step and one kind (values or sums) share a fence. The channel that puts its piece
+// last sends them all. Channels are otherwise independent, and none waits for another channel of its PE.
 //
 // There are no cyclic waits: units are in the same order on all PEs, a send waits for no peer, and before it sends a step a PE waits only
 // for values and sums of earlier steps, in that order. Signalling only after all channels of the sender have put their pieces preserves
@@ -32,8 +32,8 @@ namespace aristos {
 static_assert(REDUCE_SLOTS >= 3, "values, sums and copies are a step apart each");
 constexpr u32 REDUCE_AHEAD = REDUCE_SLOTS - 1;  // maximum number of steps sent but not copied
 
-// The gradients as one vector, in the order of `replicated` (src/moe/spec/gradients.rs), or an expert's matrices and biases, each padded
-// to 16 bytes.
+// The gradients of a unit as one vector: those of the replicated weights in the order of `replicated` (src/moe/spec/gradients.rs), or an
+// expert's matrices and biases. Each array is padded to 16 bytes.
 struct ReduceVector {
     u32 segments;
     u64 start[REDUCE_SEGMENTS + 1];
@@ -107,14 +107,15 @@ DEVICE void write4(const ReduceVector& v, u64 at, const Vec4& x) {
 
 // A step of a unit, with values derived from the unit.
 struct SumStep {
-    u32 number, step, steps;  // unit, step and number of steps; steps 0: no units left
+    u32 number, step, steps;  // unit, step in the unit, number of its steps; steps 0: no units left
     u32 steps_before;                // steps of all earlier units
     SumUnit unit;
     const SumHolder* holders;
     u64 part, elements;
 };
 
-// One thread. With a caller's routing the replicated weights, which are the last unit, have no gradients.
+// One thread. Sets `t` to the first step of unit `number`. With a caller's routing the replicated weights, which are the last unit, have no
+// gradients.
 DEVICE void begin_unit(const Layer& l, const Pass& pass, SumStep& t, u32 number) {
     const LayerShape& s = l.shape;
     t.number = number;
@@ -185,7 +186,7 @@ struct Reducer {
         const u32 pe = t.holders[holder].pe, of = number(t, holder);
         return wait_signal(layer, signal(kind, pe, of), {pe, WHAT_ALL_REDUCE, PHASE_ALL_REDUCE, stamp_of(of), u64(of) * r.channels + channel});
     }
-    // Sends this PE's values of a step to every other holder, starting with the next one.
+    // Sends this PE's values of a step to every other holder, starting with the next holder.
     DEVICE void send(const VectorStep& t) const {
         const u32 me = layer.shape.world_pe, parts = t.unit.parts;
         for (u32 i = 1; i < parts; i++) {
@@ -213,7 +214,7 @@ struct Reducer {
             if (holder != mine) ok = wait_for(t, 0, holder);
         if (dev::sync_block_or(!ok)) return false;
         acquire_network(layer);
-        // Sums of another unit may still be in flight to its holders, which have not acknowledged them.
+        // Puts of another unit's sums may still read sums_out, because the holders of that unit have not acknowledged the sums.
         if (layer.shape.stage && t.step == 0) {
             if (dev::thread() == 0) dev::quiet_puts();
             dev::sync_block();
@@ -282,15 +283,16 @@ struct Reducer {
     DEVICE bool puts_inter_node(const SumStep& t, u32 kind, u32 holder, u32 of_channel) const {
         return !reaches(layer, t.holders[holder].pe) && length(t, kind == 0 ? holder : t.unit.me, of_channel) > 0;
     }
-    // Whether any channel does; channel 0 has the first of a step's pieces.
+    // Whether any channel puts values or sums of a step to a holder over the network. If any does, channel 0 does, because it has the first
+    // of a step's pieces.
     DEVICE bool any_inter_node(const SumStep& t, u32 kind) const {
         bool any = false;
         ROLLED
         for (u32 holder = 0; holder < t.unit.parts; holder++) any = any || puts_inter_node(t, kind, holder, 0);
         return any;
     }
-    // All threads, after a channel's puts of a step, also if it has none. The last channel sends the signals of all network puts after
-    // one fence. A step without network puts on any channel has no fence.
+    // All threads, after a channel's puts of a step, even if the channel has no puts. The last channel sends the signals of all network
+    // puts after one fence. A step without network puts on any channel has no fence.
     DEVICE void signal_network(const SumStep& t, u32 kind) const {
         if (!layer.shape.stage) return;
         dev::sync_block();

@@ -52,11 +52,12 @@ DEVICE bool find_results(Block& b, u32 source) {
     const bool intra_node = !returns_inter_node(l, source);
     const u32 each = return_items(l), end = (intra_node ? source_chunks(b, source) : *l.queue.most_results) * each;
     const u32 next = dev::load_relaxed(c.result + source);
-    // Inter-node results go out after this PE's own rows: peers compute with the rows, but need results only at the end.
+    // Inter-node results are sent after this PE's own rows: peers compute with the rows, but need results only at the end.
     if (next >= end || !(intra_node || dev::load_relaxed(c.send) >= send_items(l)) || is_blocked(b, source) ||
         !return_ready(b, source, next / each, true))
         return false;
-    // The second block of a CTA pair follows the first into the tasks and would not poll a ticket that it holds.
+    // The second block of a CTA pair follows the first into the task loop, where it would not poll a ticket that it holds. The second block
+    // therefore claims only an item that is ready.
     if (b.state.is_second_cta && !claim(c.result + source, next)) return false;
     const u32 number = b.state.is_second_cta ? next : dev::fetch_add(c.result + source, 1u);
     if (number >= end) return false;
@@ -76,7 +77,7 @@ DEVICE bool find_held_results(Block& b) {
     return set_item(b, ITEM_RETURN, number, source);
 }
 
-// Claims an arrived chunk of `source`. Own chunks that arrive in two parts are numbered on for the second part.
+// Claims an arrived chunk of `source`. If own chunks arrive in two parts, the numbers of the second parts follow those of the first parts.
 DEVICE bool find_chunk(Block& b, u32 source, bool layout) {
     const Counters& c = b.counters();
     u32 own = source == b.l.shape.my_pe;
@@ -211,7 +212,7 @@ template <class Missing> DEVICE bool report_missing(const Block& b, u32 set, Mis
     };
     u32 next = dev::load_relaxed(c.send);
     if (has(set, ITEM_SEND) && next < send_items(l)) (void)send_ready(b, next, note);
-    // If the relay already has the data, report the relay: it did not forward it.
+    // If the relay already has the header or chunk, reports the relay, which has not forwarded the signal.
     u64* word = nullptr;
     auto note_sent = [&](Waiting w, u64 seen) {
         if (relayed(l, w.pe) && dev::load_relaxed(incoming(l, w.pe, word)) >= w.expected) w.pe = relay_of(l, w.pe);

@@ -5,8 +5,8 @@
 namespace aristos {
 
 // The persistent kernels: one row per tile of a GEMM path; the first row of a path is its default. Rust chooses among them
-// (src/moe/device/tiles.rs). Kernel names are aristos_forward, `infix`, _bf16 and so on; layer_*.cu define them, and the paths assert
-// their rows.
+// (src/moe/device/tiles.rs). Kernel names are aristos_forward, `infix`, _bf16 and so on; layer_*.cu define the kernels. path_ampere.h and
+// path_hopper.h assert that they match their rows.
 enum Architecture : u32 { AMPERE = 0, HOPPER = 1 };
 struct TileLaunch {
     u32 architecture;

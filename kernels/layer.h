@@ -1,7 +1,7 @@
 // A layer as its kernels see it: its shape, the host's tables, and pointers into one local and one symmetric block.
 //
-// The host builds it with `aristos_layer` (memory.cpp) and copies it to the device; no kernel changes it. Everything that a forward pass
-// keeps for its backward lies in the local block, so a layer with several forward passes in flight has one `Layer` and one local block
+// The host builds a `Layer` with `aristos_layer` (memory.cpp) and copies it to the device; no kernel changes it. Everything that a forward
+// pass keeps for its backward lies in the local block, so a layer with several forward passes in flight has one `Layer` and one local block
 // per pass, over one symmetric block.
 //
 // Host code never dereferences the pointers.
@@ -29,8 +29,8 @@ static_assert(MAX_TOP_K < 256 && MAX_RANK < 1u << RETURN_BITS, "a row word holds
 constexpr u32 slot_expert(u32 word) { return word >> RANK_BITS; }
 constexpr u32 slot_rank(u32 word) { return word & MAX_RANK; }
 
-// Written by aristos_route, or from a caller's routing. A token's choices are in ascending order of experts, followed by those that are
-// NONE.
+// Written by aristos_route, or by aristos_take_routing from a caller's routing. A token's choices are in ascending order of experts,
+// followed by those that are NONE.
 struct Routing {
     u32* done;               // [route_blocks]: blocks that have computed logits of a group of tokens; 0 between passes
     float* logits;           // [tokens, n_experts]
@@ -47,7 +47,7 @@ struct Routing {
 // Data that this PE sends to one PE in a pass. Slots for PE 0 come first, then those for PE 1; `slot_base` is the PE's first.
 struct DestPlan {
     u32 rows, slots, slot_base;
-    u32 chunks, rounds;  // chunk c holds rows [c * chunk_rows, (c + 1) * chunk_rows), in whatever round
+    u32 chunks, rounds;  // chunk c holds rows [c * chunk_rows, (c + 1) * chunk_rows), whichever round sends it
     u32 return_chunk;    // first chunk buffer in the return area: the number of chunks for lower PEs
 };
 
@@ -73,7 +73,7 @@ struct Losses {
     double* all;   // [2 + 2 * n_experts]: over all PEs of the world, added in PE order
 };
 
-// Rows and slots received by this PE, by source, of the last round. A PE with a single round keeps them from forward to backward.
+// Rows and slots that this PE received in the last round, by source. A PE with a single round keeps them from forward to backward.
 // Positions of slots are counted over all batches.
 struct Received {
     u32* overflow;      // 1: some source has several rounds here, so backward recomputes activations
@@ -122,8 +122,8 @@ struct SlotStore {
 struct Batches {
     u32* total;      // [n_local + 1]: slots
     u32* own;         // [n_local + 1]: slots in tiles that hold this PE's slots alone; these come first
-    u32* own_base;   // [n_local + 1]: position of their first slot
-    u32* own_tile;   // [n_local + 1]: their first tile
+    u32* own_base;   // [n_local + 1]: position of the first of the `own` slots
+    u32* own_tile;   // [n_local + 1]: first tile of the `own` slots
     u32* rest_base;  // [n_local]: position of the first other slot
     u32* rest_tile;  // [n_local]
     u32* rest_order; // [max_tiles]: from rest_tile on, a batch's other tiles in the order in which their rows are expected
@@ -181,7 +181,7 @@ struct Counters {
     u32* second_done; // [max_tiles]
     u32* batch_done;  // [n_local + 1]: finished tasks of the first GEMM
     u32* gradients_done;  // [n_local + 1]: finished tasks and items of a batch's gradients
-    // With relays only (relay.h), claimed:
+    // Claimed items, with relays only (relay.h):
     u32* relays;         // items of all sources
     u32* header_passed;  // [n_pes]
     u32* passed;         // [n_pes]: chunks whose signal was forwarded
@@ -229,8 +229,8 @@ struct BlockStats {
 
 // Symmetric memory, with the same offsets on every PE of a group. A peer's copy is at Tables::peer[pe] + (address - symmetric_base).
 struct Symmetric {
-    // Written by all PEs of the world; first, because only these have the same sizes in all groups. Records of forward passes are
-    // double-buffered by parity (world.h).
+    // Written by all PEs of the world. The areas come first, because only they have the same sizes in all groups. Records of forward passes
+    // are double-buffered by parity (world.h).
     u8* all_reduce;  // all_reduce_bytes(shape); with training only
     u32* capacity;   // [2][n_world][n_experts]; with a capacity factor only
     double* losses;  // [2][n_world][2 + 2 * n_experts]; with losses and several groups only

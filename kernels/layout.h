@@ -8,7 +8,7 @@ DEVICE const u32* header_words(const Layer& l, u32 buffer, u32 source) {
     return reinterpret_cast<const u32*>(incoming(l, source, l.symmetric.header + header_offset(l, buffer, source)));
 }
 
-// One warp. Validates an untrusted header, once.
+// One warp. Validates a header, which is untrusted, and stores its values.
 DEVICE bool read_header(Block& b, u32 source) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -23,14 +23,14 @@ DEVICE bool read_header(Block& b, u32 source) {
     }
     u32 buffer = header_buffer(b.pass, b.step.mode != MODE_FORWARD);
     const u32* words = header_words(l, buffer, source);
-    u64 slots = 0, here = 0;  // of all PEs that the header is for, and of this one
+    u64 slots = 0, here = 0;  // slots of all PEs that the header covers, and of this PE
     u32 most = 0;
     for (u32 number = dev::lane(); number < (relayed(l, source) ? s.max_local : s.n_local); number += 32) {
         u32 count = words[HEADER_WORDS + number], e = expert_here(l, source, number);
         slots += count;
         if (expert_member(l, source, number) != s.member) continue;
         if (e < s.n_local) counts[e] = count;
-        else if (count > 0) most = NONE;  // for an expert that does not exist
+        else if (count > 0) most = NONE;  // slots for an expert that does not exist
         here += count;
         most = count > most ? count : most;
     }
@@ -55,7 +55,7 @@ DEVICE bool read_header(Block& b, u32 source) {
     if (!first) valid = valid && rounds == in.rounds[source] && rows == in.rows[source];
     dev::sync_warp();
     if (dev::lane() == 0) {
-        // Totals of the source, as in its first header.
+        // The source's totals are those of its first header.
         if (first) {
             in.rounds[source] = rounds;
             in.rows[source] = rows;
@@ -105,8 +105,8 @@ DEVICE bool read_headers(Block& b) {
         }
         if (dev::lane() == 0) {
             world = world > mine ? world : mine;
-            // With relays the flag is common to all PEs: a source asks one PE of a host, and all of them get the rows that it sends
-            // again.
+            // With relays all PEs have the same flag. A source gets the flag from one PE of a host, and all PEs of that host get the rows
+            // that it sends again.
             *in.overflow = (l.shape.relays ? world : received) > 1;
             *in.my_rounds = received > mine ? received : mine;
             *in.world_rounds = world;
@@ -126,7 +126,7 @@ DEVICE bool read_headers(Block& b) {
     return true;
 }
 
-// All threads. Positions of the own slots in tiles without other PEs' slots, from this PE's counts alone.
+// All threads. Computes the positions of the own slots in tiles without other PEs' slots, from this PE's counts alone.
 DEVICE void place_own_slots(Block& b) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -155,7 +155,7 @@ DEVICE void place_own_slots(Block& b) {
     }
 }
 
-// The item.
+// Runs ITEM_OWN.
 OUTLINE void make_own_layout(Block& b) {
     const Layer& l = b.l;
     enter(b, PHASE_DISPATCH);
@@ -174,7 +174,8 @@ OUTLINE void make_own_layout(Block& b) {
     }
 }
 
-// All threads. Positions of all sources' slots in the batches, own slots first, then those of the following PEs; and the tiles.
+// All threads. Computes the positions of all sources' slots in the batches: own slots first, then those of the following PEs. Also computes
+// the first tile of each batch's slots outside the own tiles.
 DEVICE void place_slots(Block& b) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -200,8 +201,8 @@ DEVICE void place_slots(Block& b) {
     scan_block(b, s.n_local, [&](u32 e) { return ceil_div(rest(e), s.tile_m); }, [&](u32 e, u32 sum) { batches.rest_tile[e] = tile + sum; });
 }
 
-// One thread. Estimates after how many rows of its source a tile's last row arrives. All sources send at the same time, their rows by
-// expert.
+// One thread. Estimates when a tile's last row arrives, in rows that its source has sent by then. The estimate assumes that all sources
+// send at the same time and at the same rate, each in the order of experts.
 DEVICE float tile_due(const Layer& l, u32 e, u32 tile) {
     const LayerShape& s = l.shape;
     const Received& in = l.received;
@@ -220,8 +221,8 @@ DEVICE float tile_due(const Layer& l, u32 e, u32 tile) {
     }
     return due;
 }
-// All threads. The order in which tiles with other PEs' rows are computed. Positions are by source, but the first rows of all sources
-// arrive first.
+// All threads. Computes the order of the tiles with other PEs' rows, by the time at which their rows are expected. Positions do not give
+// this order: they are by source, but all sources send at the same time.
 DEVICE void order_tiles(Block& b) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;
@@ -250,7 +251,7 @@ DEVICE void order_tiles(Block& b) {
     dev::sync_block();
 }
 
-// The item. A step that receives no rows has queues as well. Gradients use the positions that the previous step assigned.
+// Runs ITEM_LAYOUT. A step that receives no rows has queues as well. Gradients use the positions that the previous step assigned.
 OUTLINE bool make_layout(Block& b) {
     enter(b, PHASE_DISPATCH);
     if (b.step.receives && b.step.mode != MODE_GRADIENT) {

@@ -24,8 +24,8 @@ struct Bump {
 // Returns 0, or the 1-based number of the invalid field of LayerShape.
 int check_shape(const LayerShape& shape);
 Sizes layer_sizes(const LayerShape& shape, bool hopper);
-// Sets the pointers of `layer`; its shape, tables and sizes must be set. `local` and `symmetric` begin at their bases. Local memory
-// starts with `zero_bytes` that must be zeroed; in symmetric memory these are `signal_bytes` at offset `signals`.
+// Sets the pointers of `layer`; its shape, tables and sizes must be set. `local` and `symmetric` begin at their bases. The first
+// `zero_bytes` of local memory must be zeroed, and the `signal_bytes` of symmetric memory from offset `signals` on.
 void place_layer(Layer& layer, Bump& local, Bump& symmetric, u64& zero_bytes, u64& signals, u64& signal_bytes);
 
 }  // namespace aristos

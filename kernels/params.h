@@ -20,8 +20,8 @@ enum Dtype : u32 { DTYPE_BF16 = 0, DTYPE_F16 = 1 };
 enum Activation : u32 { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3 };
 enum Scoring : u32 { SCORING_SOFTMAX = 0, SCORING_SIGMOID = 1 };
 
-// Everything a kernel needs that never changes. All PEs of an EP group have equal values, except in `my_pe`, `world_pe` and `n_local`;
-// fields marked "of the world" are the same on all PEs of all groups. PEs are numbered within their group unless noted.
+// The parameters of a layer's kernels that never change. All PEs of an EP group have equal values, except in `my_pe`, `world_pe` and
+// `n_local`; fields marked "of the world" are the same on all PEs of all groups. PEs are numbered within their group unless noted.
 struct LayerShape {
     u32 my_pe, n_pes;
     u32 world_pe, n_world;  // this PE's number in the world; PEs of the world
@@ -33,10 +33,10 @@ struct LayerShape {
     u32 n_local;       // routed experts on this PE
     u32 max_local;     // maximum over all PEs
     u32 held;          // physical experts on all PEs: a replicated expert counts once for each replica
-    u32 hosts;         // PEs that hold at least one expert
+    u32 hosts;         // number of PEs that hold at least one expert
     u32 relays;        // 1: a row crosses to another host once, to its relay there (relay.h); the next five fields apply then
     u32 member, members;  // this PE's number among the group's PEs on its host, and how many they are
-    u32 most_members;  // maximum over all hosts
+    u32 most_members;  // maximum of `members` over all hosts
     u32 served;        // maximum number of sources for which one PE is the relay
     u32 windows;       // maximum number of sources that put rows into one PE's windows
     u32 top_k;
@@ -55,7 +55,7 @@ struct LayerShape {
     float aux_loss_coef, z_loss_coef;
     double capacity_factor;  // 0: dropless
     u32 max_tokens;    // maximum over all PEs
-    u32 chunk_rows;    // rows sent under one signal
+    u32 chunk_rows;    // rows of a chunk, which is sent with one signal
     u32 round_chunks;  // maximum number of chunks that one PE receives from one source in a round
     u32 window_chunks; // chunk buffers in a source's window (each is reused once its chunk is copied out); also the messages of a send group
     u32 round_slots;   // maximum number of slots of one source on one PE in a round, at least chunk_rows * max_slots_per_row
@@ -157,8 +157,8 @@ enum RelayTable : u32 {
 
 // One pass; passed by value to each of its kernels.
 struct Pass {
-    // Number of the pass, from 1, forward and backward together, and number of its forward pass. 0: the device counts, so that a pass can
-    // be recorded and replayed; a layer uses one of the two for all its passes.
+    // Number of the pass, from 1, forward and backward together, and number of its forward pass. 0: the device counts the passes itself, so
+    // that a pass can be recorded and replayed. A layer numbers all of its passes in the same way.
     u64 pass, forward;
     u32 tokens;        // tokens of this PE
     u8 trace;          // 1: record spans

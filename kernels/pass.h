@@ -40,7 +40,7 @@ template <class T> DEVICE bool run_item(Block& b, const Item& item) {
     }
 }
 
-// One thread. The next item; ITEM_TASKS if tasks are allowed and no other item is ready.
+// One thread. Finds the next item: ITEM_TASKS if tasks are allowed and no other item is ready.
 OUTLINE void next_item(Block& b) {
     enter_now(b.l, b.pass, b.state, PHASE_WAITING);
     b.state.watchdog = {};
@@ -64,8 +64,8 @@ template <class Path> DEVICE bool agree_across_pair(Block& b, bool ok) {
     return ok;
 }
 
-// Whether a block that fails continues until its CTA pair leaves the task loop: the other block would wait for it at the next task, where
-// both leave because the PE aborts.
+// Whether a block that fails continues until its CTA pair leaves the task loop. If it left alone, the other block would wait for it at the
+// next task. If it continues, both leave there, because the PE aborts.
 template <class Path> DEVICE bool keeps_running_after_error(const Block& b) {
     if constexpr (Path::CTA_PAIR) return has(b.items, ITEM_TASKS) && !(ARISTOS_FAULT(CTA_FAILS_ALONE) && Path::CtaPair::is_second());
     return false;
@@ -133,7 +133,7 @@ template <class Path> DEVICE bool run_step(Block& b) {
         u32 action = step_action(b.l, b.actions);
         if (action == 0) return true;
         dev::sync_block();
-        if (dev::thread() == 0) b.actions++;  // seen after the action's barrier
+        if (dev::thread() == 0) b.actions++;  // other threads read it after a barrier of the action
         bool ok;
         if (action & PE_BARRIER) ok = pe_barrier(b.l, b.pass, action >> BARRIER_NUMBER, stamp_step(b.step.round, b.step.mode, true));
         else ok = run_items<Path>(b, action | (has(action, ITEM_PLAIN) && sums_gradients(b) ? items(ITEM_SUM) : 0));
@@ -156,7 +156,7 @@ DEVICE bool recomputes(const Block& b, u32 round) {
 // All threads. Sets up the step.
 DEVICE void begin_step(Block& b, u32 round, u32 mode) {
     const Layer& l = b.l;
-    // The first step of a forward pass receives from all PEs, and so learns who overflows.
+    // In the first step of a forward pass `*overflow` is not yet known, because it follows from the headers that this step receives.
     bool overflow = (mode != MODE_FORWARD || round > 0) && *l.received.overflow;
     bool receives = mode == MODE_RECOMPUTE ? overflow : round == 0 || overflow;
     bool with_shared = mode != MODE_RECOMPUTE && round == 0 && has_shared(l, b.pass);
@@ -185,7 +185,7 @@ DEVICE void begin_round(Block& b, u32 round, bool backward) {
 template <class Path> DEVICE void run_steps(Block& b) {
     begin_round(b, 0, Path::BACKWARD);
     while (run_step<Path>(b)) {
-        bool again = b.step.mode == MODE_RECOMPUTE;  // then the gradients of the same round
+        bool again = b.step.mode == MODE_RECOMPUTE;  // the step for the gradients of the same round follows
         // In forward the number of rounds is known only after the first step.
         if (!again && b.step.round + 1 >= pass_rounds(b.l)) return;
         if (!agree_across_pair<Path>(b, grid_barrier(b.l))) return;
@@ -198,7 +198,7 @@ template <class Path> DEVICE void run_steps(Block& b) {
     }
 }
 
-// Exit of all blocks, also after an error; the last one sums the statistics.
+// All threads of every block, at its exit, also after an error. The last block sums the statistics.
 OUTLINE void leave(Block& b, bool backward) {
     const Layer& l = b.l;
     constexpr u32 WORDS = sizeof(PassStats) / sizeof(u64);
@@ -215,7 +215,7 @@ OUTLINE void leave(Block& b, bool backward) {
     if (!dev::sync_block_or(last)) return;
     u64* to = reinterpret_cast<u64*>(l.stats);
     for (u32 i = dev::thread(); i < WORDS; i += dev::threads()) {
-        // A forward pass adds to the counts of routing; in backward this is the first kernel.
+        // In a forward pass the routing kernels have already counted. In backward this kernel is the first one that counts.
         u64 sum = backward ? 0 : to[i];
         for (u32 block = 0; block < dev::blocks(); block++)
             sum += reinterpret_cast<const u64*>(&l.block_stats[block].stats)[i];

@@ -94,7 +94,7 @@ DEVICE void clear_masks(const Planner& p, u32 n) {
 DEVICE void mark(const Planner& p, u32 e) {
     dev::shared_add(&p.work[e * PLAN_MASK_STRIDE + dev::thread() / 32], 1u << dev::thread() % 32);
 }
-// The bits of word `w` below this thread's.
+// The bits of word `w` below this thread's bit.
 DEVICE u32 below(const Planner& p, u32 e, u32 w) {
     const u32 bits = p.work[e * PLAN_MASK_STRIDE + w], mine = dev::thread() / 32;
     return w < mine ? bits : w == mine ? bits & ((1u << dev::thread() % 32) - 1) : 0;
@@ -109,7 +109,7 @@ DEVICE u32 count_all(const Planner& p, u32 e) {
     for (u32 w = 0; w < PLAN_TOKENS / 32; w++) count += count_bits(p.work[e * PLAN_MASK_STRIDE + w]);
     return count;
 }
-// The sum of `value(i)` over the set bits below this thread's.
+// The sum of `value(i)` over the set bits below this thread's bit.
 template <class Value> DEVICE u32 sum_below(const Planner& p, u32 e, Value value) {
     u32 sum = 0;
     for (u32 w = 0; w <= dev::thread() / 32; w++)
@@ -147,7 +147,7 @@ DEVICE u32 scan_words(const Planner& p, u32* words, u32 n) {
 
 // ---- Tokens.
 
-// Pairs of each expert in a segment, and each pair's rank there.
+// Counts the pairs of each expert in a segment, and computes each pair's rank there.
 DEVICE void count_experts(const Planner& p, u32 segment) {
     const u32 experts = p.s.n_experts, k = p.s.top_k;
     const u32 token = segment * PLAN_TOKENS + dev::thread();
@@ -168,7 +168,7 @@ DEVICE void count_experts(const Planner& p, u32 segment) {
 }
 
 // Per physical expert: the rows of a segment whose first expert it is, and their slots, as slots << 16 | rows. Per pair: the slots of the
-// row that it begins, or 0; and the same counts over the earlier tokens.
+// row that the pair begins, or 0. Also per pair: the rows and slots that earlier tokens of the segment begin with the same physical expert.
 DEVICE void count_heads(const Planner& p, u32 segment) {
     const u32 held = p.s.held, k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     const u64 pairs = u64(token) * k;
@@ -211,7 +211,7 @@ DEVICE void count_heads(const Planner& p, u32 segment) {
     }
 }
 
-// Pairs of each expert in earlier segments.
+// Sums the pairs of each expert in earlier segments.
 DEVICE void sum_experts(const Planner& p, u32 segment, u32* sums) {
     for (u32 e = dev::thread(); e < p.s.n_experts; e += PLAN_TOKENS) {
         u32 sum = 0;
@@ -221,8 +221,8 @@ DEVICE void sum_experts(const Planner& p, u32 segment, u32* sums) {
     dev::sync_block();
 }
 
-// Number of pairs of each expert that this PE keeps: at most capacity(e) less those of lower PEs. False if a PE's counts did not arrive
-// or are invalid.
+// Computes the number of pairs of each expert that this PE keeps: at most capacity(e) less the pairs of lower PEs. False if a PE's counts
+// did not arrive or are invalid.
 DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     const u32 experts = p.s.n_experts, me = p.s.world_pe, n = p.s.n_world;
     const Gathered counts{reinterpret_cast<u8*>(p.layer.symmetric.capacity), p.layer.symmetric.capacity_signal, experts * 4, WHAT_CAPACITY};
@@ -270,7 +270,7 @@ DEVICE u32 assign_holder(const Planner& p, u32 e, u32 rank, u32 pairs) {
     return p.layer.tables.holder_physical[at];
 }
 
-// The physical expert of each pair of a segment; NONE for pairs beyond the limit and for choices without an expert.
+// Assigns a physical expert to each pair of a segment; NONE to pairs beyond the limit and to choices without an expert.
 DEVICE void assign_pairs(const Planner& p, u32 segment) {
     const u32 k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     if (p.ranked()) sum_experts(p, segment, p.experts_before);
@@ -289,7 +289,8 @@ DEVICE void assign_pairs(const Planner& p, u32 segment) {
     dev::sync_block();
 }
 
-// Rows and slots of each PE over all segments and where they begin; per physical expert, the rows and slots before the first it begins.
+// Per PE: its rows and slots over all segments, and where they begin. Per physical expert: the rows and slots of all lower physical
+// experts.
 DEVICE void sum_heads(const Planner& p) {
     const u32 n = p.s.n_pes, held = p.s.held;
     for (u32 physical = dev::thread(); physical < held; physical += PLAN_TOKENS) {
@@ -371,7 +372,7 @@ DEVICE void split_rounds(const Planner& p, u32 d) {
     if (dev::lane() == 0) round_chunk[rounds] = chunks, dest.rounds = rounds;
 }
 
-// One warp, with relays: for a chunk to a host, the slots of each of its PEs.
+// One warp, with relays: counts the slots of each PE of the host in a chunk to that host.
 DEVICE void count_chunk(const Planner& p, u32 d, u32 chunk) {
     const u32 k = p.s.top_k, split = relay_entry(p.layer, RELAY_SPLIT, d), end = min_of((chunk + 1) * p.s.chunk_rows, p.rows[d]);
     u32* counts = p.chunk_slots + (u64(d) * p.layer.sizes.max_chunks + chunk) * p.s.most_members;
@@ -383,8 +384,8 @@ DEVICE void count_chunk(const Planner& p, u32 d, u32 chunk) {
             if (p.pe_of(pair) == d) dev::fetch_add(counts + (p.pair_physical[pair] - p.first_physical[d]) % split, 1u);
     }
 }
-// One warp, one lane per PE of a host: splits the chunks into rounds, each as long as its chunks fit the window and every PE has room for
-// its slots.
+// One warp, one lane per PE of a host: splits the chunks into rounds. A chunk begins a new round if the window is full or some PE has no
+// room left for its slots.
 DEVICE void split_host_rounds(const Planner& p, u32 d) {
     DestPlan& dest = p.layer.plan.dest[d];
     u32* round_chunk = p.layer.plan.round_chunk + u64(d) * (p.layer.sizes.max_chunks + 1);
@@ -405,7 +406,7 @@ DEVICE void split_host_rounds(const Planner& p, u32 d) {
 
 // ---- Rows.
 
-// Rows of one round of one PE; segments are numbered over all rounds, the round's own from `first_item`.
+// A segment of the rows of one round of one PE. Segments are numbered over all rounds; this round has [first_item, end_item).
 struct RowSegment {
     u32 d, round_row, first, rows;
     u32 number, first_item, end_item;
@@ -478,7 +479,7 @@ DEVICE void count_slots(const Planner& p, const RowSegment& g) {
     }
 }
 
-// Turns ranks and return numbers within segments into those within the round.
+// Converts ranks and return numbers within a segment to ranks and return numbers within the round.
 DEVICE void order_rows(const Planner& p, const RowSegment& g) {
     const Plan& plan = p.layer.plan;
     const u32 experts = p.s.max_local, row = g.first + dev::thread();
@@ -510,8 +511,8 @@ DEVICE void order_rows(const Planner& p, const RowSegment& g) {
     dev::sync_block();
 }
 
-// This PE's loss sums: those of the router's blocks, in order, and the pairs of each expert before any are dropped. With a caller's
-// routing only the tokens, because the losses belong to the layer's router.
+// Computes this PE's loss sums: those of the router's blocks, added in order, and the pairs of each expert before any are dropped. With a
+// caller's routing only the tokens are counted, because the losses belong to the layer's router.
 DEVICE void sum_losses(const Planner& p, bool by_caller) {
     const u32 experts = p.s.n_experts, blocks = div_up(p.tokens, ROUTE_TOKENS);
     const double* parts = reinterpret_cast<const double*>(p.layer.plan.scratch + plan_scratch(p.s).loss_parts);

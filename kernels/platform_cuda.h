@@ -94,8 +94,8 @@ DEVICE float exp_(float x) { return expf(x); }
 DEVICE float log_(float x) { return logf(x); }
 DEVICE float tanh_(float x) { return tanhf(x); }
 DEVICE float erf_(float x) { return erff(x); }
-// 2^x to 2 ulp and 1 / x to 1 ulp, in one instruction each; expf takes ten, and a division ten and a branch. Denormal results are flushed
-// to 0.
+// 2^x to 2 ulp and 1 / x to 1 ulp, in one instruction each; expf takes ten instructions, and a division takes ten and a branch. Denormal
+// results are flushed to 0.
 DEVICE float exp2_(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

@@ -73,8 +73,8 @@ DEVICE void tma_load_3d(void* smem, const TensorMap* map, u64* bar, i32 col, i32
         "l"(map), "r"(col), "r"(row), "r"(item), "r"(shared_address(bar))
         : "memory");
 }
-// For a map that the host copied to device memory before the kernel: once per block before its first use there, by a thread that
-// afterwards synchronises with the user (CUDA C++ Programming Guide, "Passing a tensor map through global memory").
+// For a map that the host copied to device memory before the kernel: once per block before its first use there, by a thread that afterwards
+// synchronises with the thread that uses the map (CUDA C++ Programming Guide, "Passing a tensor map through global memory").
 DEVICE void tensor_map_fence(const TensorMap* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
@@ -174,16 +174,17 @@ DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most the last N groups of this warpgroup are in flight.
 template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-// Keeps the compiler from moving accumulator accesses across: call it on them before wgmma_fence() and after wgmma_wait().
+// Keeps the compiler from moving accesses to `acc` across this call. Call it before wgmma_fence() and after wgmma_wait().
 template <int K> DEVICE void wgmma_fence_operand(float (&acc)[K]) {
     UNROLL
     for (int i = 0; i < K; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
-// Descriptor of an operand of 16-bit elements in shared memory with 128-byte swizzle, in atoms of 8 lines of 128 bytes, 1024-byte
-// aligned. K-major (TRANS 0): a line is one row (A) or column (B), 64 k; `sbo_bytes` between groups of 8 rows, `lbo_bytes` unused. The
-// next 16 k are 32 bytes further. MN-major (TRANS 1): a line is 64 rows at one k; `sbo_bytes` between groups of 8 k, `lbo_bytes` between
-// groups of 64 rows. Bits: address 0-13, LBO 16-29, SBO 32-45 (all in units of 16 bytes), swizzle 62-63.
+// Descriptor of an operand of 16-bit elements in shared memory with 128-byte swizzle, in atoms of 8 lines of 128 bytes, 1024-byte aligned.
+// K-major (TRANS 0): a line is 64 elements along K of one row (A) or column (B). `sbo_bytes` is the distance between groups of 8 lines;
+// `lbo_bytes` is unused. The next 16 elements along K are 32 bytes further. MN-major (TRANS 1): a line is 64 rows (A) or columns (B) at one
+// k. `sbo_bytes` is the distance between groups of 8 k, `lbo_bytes` that between groups of 64 rows or columns. Bits: address 0-13, LBO
+// 16-29, SBO 32-45 (all in units of 16 bytes), swizzle 62-63.
 DEVICE u64 smem_descriptor(const void* smem, u32 lbo_bytes, u32 sbo_bytes) {
     return u64(shared_address(smem) >> 4 & 0x3fff) | u64(lbo_bytes >> 4 & 0x3fff) << 16 | u64(sbo_bytes >> 4 & 0x3fff) << 32 |
            u64(1) << 62;

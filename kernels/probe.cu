@@ -25,7 +25,7 @@ struct ProbeControl {
 
 struct ProbeArea {
     // Symmetric.
-    u64* messages;  // [n_pes][blocks], by sender and block: number of its last message; lowest bit: no other follows
+    u64* messages;  // [n_pes][blocks], by sender and block: number of its last message << 1; lowest bit: no other message follows
     u64* answers;   // [n_pes][blocks], by receiver and block: number of the last message that it has copied
     u64* meetings;  // [n_pes]: last barrier that each PE has entered
     u8* sent;
@@ -36,7 +36,7 @@ struct ProbeArea {
     u64* cycles;   // [repetitions]
     ProbeControl* control;
     u64 limit_ns, budget_ns;
-    u64 meeting;  // of the launch's first iteration
+    u64 meeting;  // number of the barrier before the launch's first iteration
     u32 me, n_pes, blocks;
     u32 warmup, least, repetitions;
 };
@@ -48,7 +48,7 @@ DEVICE u64 load_of(const u32* word) { return load_acquire(word); }
 
 // One thread. Waits until a word is at least `value`. False after a timeout of this or another block.
 template <class Word> DEVICE bool probe_wait(const ProbeArea& a, const Word* word, u64 value, u32 what, u32 pe) {
-    // Another block may itself wait for a peer, and should report its timeout first.
+    // If the other block itself waits for a peer, its timeout, which names that peer, should be reported first.
     const u64 start = nanoseconds(), limit = what == PROBE_OWN_BLOCK ? 2 * a.limit_ns : a.limit_ns;
     for (;;) {
         const u64 seen = load_of(word);
@@ -122,7 +122,7 @@ DEVICE bool answered(const ProbeArea& a, u32 to, u64 number) {
 DEVICE u64* sent_number(const ProbeArea& a, u32 to) { return a.numbers + to * a.blocks + block(); }
 DEVICE u64* received_number(const ProbeArea& a, u32 from) { return a.numbers + (a.n_pes + from) * a.blocks + block(); }
 
-// One thread of block 0, at the end of a kernel.
+// One thread of block 0, at the end of a kernel. Stores the number of timed iterations, and the times that give the clock rate.
 DEVICE void note_rate(const ProbeArea& a, u64 count, u64 ns, u64 first) {
     a.control->count = count;
     a.control->ns = nanoseconds() - ns;
@@ -131,8 +131,8 @@ DEVICE void note_rate(const ProbeArea& a, u64 count, u64 ns, u64 first) {
 
 }  // namespace
 
-// Sender of a pair: sends messages of `bytes` to `to` until `repetitions` are done after the warm-up, or `least` of them and the time
-// budget is used up.
+// Sender of a pair: sends messages of `bytes` to `to` until `repetitions` are done after the warm-up, or until `least` are done and the
+// time budget is used up.
 KERNEL(aristos_probe_send, 1024, 1)(ProbeArea a, u32 to, u64 bytes) {
     const u64 ns = nanoseconds(), first = cycles();
     u64 number = *sent_number(a, to);
@@ -187,8 +187,9 @@ KERNEL(aristos_probe_answer, 1024, 1)(ProbeArea a, u32 from, u64 bytes) {
 }
 REGISTER_KERNEL(aristos_probe_answer)
 
-// All PEs at once, `repetitions` times after a warm-up: each sends to the PEs `begin` to `end` - 1 positions further on, and receives
-// from those as far back. Iterations start together, as far as signals between all PEs achieve that.
+// All PEs at once, `repetitions` times after a warm-up: each sends to the PEs that are `begin` to `end` - 1 positions after it, and
+// receives from the PEs that are as many positions before it. Each iteration begins with a barrier of all PEs, so that they start at about
+// the same time.
 KERNEL(aristos_probe_together, 1024, 1)(ProbeArea a, u32 begin, u32 end, u64 bytes) {
     const u64 ns = nanoseconds(), first = cycles(), offset = (bytes + 63) / 64 * 64;
     const u32 me = a.me, n = a.n_pes, iterations = a.warmup + a.repetitions;

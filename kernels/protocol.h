@@ -19,8 +19,8 @@ enum HeaderWord : u32 {
 };
 static_assert(HEADER_END_CHUNK + 1 == HEADER_WORDS, "counts follow the words");
 
-// Index of the header buffer at the destination, of three. Forward passes alternate between two (docs/protocol.md). Backward needs one:
-// its headers are followed by rows, and the source awaits their results before it sends the next header.
+// Index of one of the three header buffers at the destination. Forward passes alternate between two (docs/protocol.md). Backward needs only
+// one: rows follow each of its headers, and the source waits for the results of these rows before it sends the next header.
 DEVICE u32 header_buffer(const Pass& pass, bool backward) {
     if (ARISTOS_FAULT(ONE_HEADER_BUFFER)) return backward ? 2 : 0;
     return backward ? 2 : u32(pass.forward & 1);
@@ -37,7 +37,6 @@ DEVICE u32 relay_entry(const Layer& l, RelayTable table, u32 pe) { return l.tabl
 // Whether rows of `source` arrive through a relay on this host.
 DEVICE bool relayed(const Layer& l, u32 source) { return l.shape.relays && relay_entry(l, RELAY_OF_SOURCE, source) != NONE; }
 DEVICE u32 relay_of(const Layer& l, u32 source) { return relayed(l, source) ? relay_entry(l, RELAY_OF_SOURCE, source) : l.shape.my_pe; }
-// Whether this PE is the relay of `source`.
 DEVICE bool is_relay_of(const Layer& l, u32 source) { return relayed(l, source) && relay_of(l, source) == l.shape.my_pe; }
 DEVICE bool sends_to(const Layer& l, u32 dest) { return !l.shape.relays || relay_entry(l, RELAY_WINDOW_TO, dest) != NONE; }
 DEVICE u32 member_pe(const Layer& l, u32 member) { return l.tables.relay[RELAY_TABLES * l.shape.n_pes + member]; }
@@ -47,8 +46,8 @@ DEVICE const u32* served_sources(const Layer& l) { return l.tables.relay + RELAY
 DEVICE u32 expert_member(const Layer& l, u32 source, u32 number) { return relayed(l, source) ? number % l.shape.members : l.shape.member; }
 DEVICE u32 expert_here(const Layer& l, u32 source, u32 number) { return relayed(l, source) ? number / l.shape.members : number; }
 
-// Offset of chunk `index` of a round in the windows of `dest`; a PE has no window for itself. One of the two PEs is this one, or, with
-// relays and an inter-node source, they are the source and its relay here.
+// Offset of chunk `index` of a round in the windows of `dest`; a PE has no window for itself. One of the two PEs is this one. The exception
+// is an inter-node source with relays: then `dest` may be the source's relay on this host.
 DEVICE u64 chunk_offset(const Layer& l, u32 source, u32 dest, u32 index) {
     u32 window = source < dest ? source : source - 1;
     if (l.shape.relays) window = source == l.shape.my_pe ? relay_entry(l, RELAY_WINDOW_TO, dest) : relay_entry(l, RELAY_WINDOW_FROM, source);
@@ -65,7 +64,7 @@ DEVICE u64* result_signal(const Layer& l, u32 dest, u32 chunk) {
     return l.symmetric.result_signal + u64(dest) * l.sizes.max_chunks + chunk;
 }
 
-// At the relay of `source`: member `member` has consumed a chunk; its partial results of a chunk have arrived.
+// Signals at the relay of `source`: `member` has consumed a chunk, and `member`'s partial results of a chunk have arrived.
 DEVICE u64* consumed_signal(const Layer& l, u32 member, u32 source, u32 index) {
     return l.symmetric.consumed_signal + (u64(member) * l.shape.n_pes + source) * l.shape.round_chunks + index;
 }
@@ -76,7 +75,7 @@ DEVICE u64* part_signal(const Layer& l, u32 member, u32 source, u32 index) {
 DEVICE u64* part_credit(const Layer& l, u32 source, u32 index) {
     return l.symmetric.part_credit + u64(source) * l.shape.round_chunks + index;
 }
-// At the relay, which has no buffer for itself.
+// The buffer at the relay of `source` for a member's partial results. The relay has no buffer for itself.
 DEVICE u8* part_buffer(const Layer& l, u32 member, u32 source, u32 index) {
     const u32 other = member_pe(l, member) < relay_of(l, source) ? member : member - 1;
     const u64 number = u64(other) * l.shape.served + relay_entry(l, RELAY_NUMBER, source);
@@ -139,11 +138,11 @@ template <class P> DEVICE P* at_peer(const Layer& l, P* mine, u32 pe) {
     return reinterpret_cast<P*>(l.tables.peer[pe] + (reinterpret_cast<u64>(mine) - l.symmetric_base));
 }
 
-// Destination of the results of `source`: the source, or its relay on this host, which adds the partial results of all its PEs.
+// Destination of the results of `source`: the source, or its relay on this host, which adds the partial results of all PEs of the host.
 DEVICE u32 returns_to(const Layer& l, u32 source) { return relayed(l, source) && !is_relay_of(l, source) ? relay_of(l, source) : source; }
 DEVICE bool returns_inter_node(const Layer& l, u32 source) { return !reachable(l, returns_to(l, source)); }
 
-// Address of data received from `source`: on this PE, or on its relay.
+// Address of data received from `source`: on this PE, or on the relay of `source`.
 template <class P> DEVICE P* incoming(const Layer& l, u32 source, P* mine) { return at_peer(l, mine, relay_of(l, source)); }
 
 DEVICE void store_signal(u64* to, u64 value) {
@@ -160,9 +159,9 @@ DEVICE const u32* world_number(const Layer& l, u32 pe) { return l.tables.world +
 // All threads. Like dev::put_block, with the address of the PE's number in the world.
 OUTLINE void network_put(void* mine, const void* from, u64 bytes, const u32* world) { dev::put_block(mine, from, bytes, *world); }
 
-// One thread. An observer of the signal sees everything that the block stored before its last barrier, because release is cumulative.
-// Over the network this includes completed reads, so that the observer may overwrite the data. The signal may overtake puts that no
-// fence_puts() follows.
+// One thread. An observer of the signal sees everything that the block stored before its last barrier, because release is cumulative. Over
+// the network this includes completed reads, so that the observer may overwrite the data. Without a fence_puts() after the puts, the signal
+// may overtake them.
 DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
     if (reachable(l, pe)) return store_signal(at_peer(l, mine, pe), value);
     network_signal(mine, value, world_number(l, pe));
@@ -198,7 +197,7 @@ DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
     if (host && dev::load_relaxed(&host->stopped.kind) == ERROR_NONE) write_error(&host->stopped, kind, w, seen);
     write_error(l.error, kind, w, seen);
 }
-// An invalid choice in a caller's routing. Stops the pass, unless the host can read the error while passes continue.
+// Records an invalid choice in a caller's routing. Stops the pass, unless the host can read the error while passes continue.
 DEVICE void record_choice(const Layer& l, const Waiting& w, u64 id) {
     HostErrors* host = l.tables.host_errors;
     if (!host) return record_error(l, ERROR_ROUTING, w, id);
@@ -236,7 +235,7 @@ DEVICE bool wait_signal(const Layer& l, const u64* word, const Waiting& w, u32 s
 }
 
 struct IgnoreMissing { DEVICE void operator()(Waiting, u64) const {} };
-// One thread. Whether such a signal has arrived, without waiting. If not, calls `missing(w, seen)`.
+// One thread. Like wait_signal, but without waiting: whether the signal has arrived. If not, calls `missing(w, seen)`.
 template <class Missing> DEVICE bool signal_arrived(const u64* word, Waiting w, Missing missing, u32 shift = 0) {
     u64 seen = dev::load_relaxed(word) >> shift;
     if (seen < w.expected) {
@@ -260,7 +259,7 @@ DEVICE void acquire_network(const Layer& l) {
     dev::sync_block();
 }
 
-// One thread. Waits for a word that other blocks of this PE count up.
+// One thread. Waits for a word that other blocks of this PE increment.
 DEVICE bool wait_local(const Layer& l, const u32* word, u32 expected, u32 phase, u64 index) {
     Waiting w{l.shape.my_pe, WHAT_LOCAL, phase, expected, index};
     bool arrived = wait_until(l, w, [&](u64& seen) {

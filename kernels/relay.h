@@ -1,15 +1,16 @@
 // One row per host: the work of a relay for its inter-node sources.
 //
-// A source has one relay on every other host and sends it the rows for all PEs there, as if the relay held all their experts. Each row
-// thus crosses to a host once. Header and chunks stay in the relay's memory, where the PEs of its host read them by loads; the relay
-// forwards signals alone. Each PE puts its partial results, the sums over its own experts, into a few buffers at the relay. The relay
-// adds the partial results in PE order and returns one row. To the source the host looks like one PE; to the PEs of the host the source
-// is one whose rows and results pass through another PE's memory. All of them belong to one EP group.
+// A source has one relay on every other host and sends it the rows for all PEs there, as if the relay held all their experts. Each row thus
+// crosses to a host once. Header and chunks stay in the relay's memory, where the PEs of its host read them by loads; the relay forwards
+// signals alone. Each PE puts its partial results, the sums over its own experts, into a few buffers at the relay. The relay adds the
+// partial results in PE order and returns one row. To the source the host looks like one PE; to the PEs of the host the source is one whose
+// rows and results pass through another PE's memory. The source and these PEs belong to one EP group.
 //
 // No buffer is overwritten too early:
 // - A chunk buffer is reused within a round once all PEs of the host have consumed it, because the relay returns the credit or the
 //   acknowledgement only then.
-// - It is reused in the next round once its results are back, which need all partial results, each of which needs all of its rows.
+// - A chunk buffer is reused in the next round once the source has the results of its chunk. The results need the partial results of all
+//   PEs, and each PE sends these only after it has read all of its rows.
 // - A header buffer follows the rules without relays.
 // - A buffer of partial results is reused when the relay returns its credit.
 #pragma once
@@ -42,7 +43,7 @@ template <class Missing> DEVICE bool chunk_consumed(const Block& b, u32 source, 
     return true;
 }
 
-// The item.
+// Runs ITEM_RELAY.
 OUTLINE void relay(Block& b, u32 source, u32 item) {
     const Layer& l = b.l;
     const u32 what = item & ((1u << RELAY_BITS) - 1), index = item >> RELAY_BITS, me = l.shape.my_pe;
@@ -52,7 +53,7 @@ OUTLINE void relay(Block& b, u32 source, u32 item) {
         return_credit(b, source, index, arrived_stamp(b));
         return;
     }
-    // Data from the network card must be visible here before another PE of the host reads it here.
+    // Data from the network card must be visible on this PE before another PE of the host reads it from this PE's memory.
     acquire_network(l);
     const bool header = what == RELAY_HEADER;
     u64* word = header ? header_signal(l, header_buffer(b.pass, b.step.mode != MODE_FORWARD), source) : chunk_signal(l, source, index);

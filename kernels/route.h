@@ -72,7 +72,7 @@ DEVICE u32 live_key(float x) {
     return key < KEY_LEAST ? KEY_LEAST : key;
 }
 
-// One warp. Marks the `count` largest of `keys` as selected, ties to the smaller index. There must be at least `count`.
+// One warp. Marks the `count` largest of `keys` as selected, ties to the smaller index. There must be at least `count` keys.
 DEVICE void select_largest(u32* keys, u32 n, u32 count) {
     const u32 lane = dev::lane();
     // The largest of this lane's keys; searched again only after it was selected.
@@ -164,7 +164,7 @@ DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& sco
     dev::sync_warp();
 }
 
-// sigmoid(x w^T) of each of the block's tokens; four tokens per warp at a time, which read w once.
+// Computes sigmoid(x w^T) for each of the block's tokens. A warp handles four tokens at a time and reads w once for all four.
 template <class T>
 DEVICE void shared_gate(const Layer& layer, const Pass& pass, u32 token0) {
     const u32 hidden = layer.shape.hidden, lane = dev::lane();
@@ -203,7 +203,7 @@ struct LossTokens {
 };
 static_assert(sizeof(LossTokens) <= 1024, "route_launch leaves 1024 bytes");
 
-// The block's sums in token order; aristos_plan adds those of all blocks.
+// Computes the block's loss sums, in token order. aristos_plan adds the sums of all blocks.
 DEVICE void block_losses(const Layer& layer, const LossTokens& of, u32 number, u32 tokens) {
     const LayerShape& s = layer.shape;
     const u32 token0 = number * ROUTE_TOKENS;

@@ -5,8 +5,8 @@
 
 namespace aristos {
 
-// One warp. One token's gradient of the logits; `out` [E] temporarily holds the gradient of the scores. Between barriers only one lane
-// accesses an element. Returns the largest magnitude.
+// One warp. Computes one token's gradient of the logits in `out` [E], which temporarily holds the gradient of the scores. Between barriers
+// only one lane accesses an element. Returns the largest magnitude.
 DEVICE float logit_gradients(const Layer& layer, u32 token, double all_tokens, float* out) {
     const LayerShape& s = layer.shape;
     const u32 lane = dev::lane(), experts = s.n_experts, k = s.top_k;

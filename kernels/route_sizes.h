@@ -21,7 +21,7 @@ constexpr u32 max_of(u32 a, u32 b) { return a > b ? a : b; }
 constexpr u64 align_bytes(u64 bytes) { return (bytes + 255) / 256 * 256; }
 
 constexpr bool has_losses(const LayerShape& s) { return s.aux_loss_coef != 0.0f || s.z_loss_coef != 0.0f; }
-// Whether the loss sums cover more PEs than exchange headers.
+// Whether the loss sums cover more PEs than this group, within which headers carry them.
 constexpr bool gathers_losses(const LayerShape& s) { return has_losses(s) && s.n_world > s.n_pes; }
 // Whether an expert of this group has replicas.
 constexpr bool has_replicas(const LayerShape& s) { return s.held > s.n_experts; }
@@ -65,7 +65,7 @@ constexpr RouteSplit route_split(const LayerShape& s, u32 tokens) {
     c.range = div_up(div_up(s.hidden, SMALL_TILE_K), c.ranges) * SMALL_TILE_K;
     return c;
 }
-// Maximum over all token counts: bounds the (token group, tile of experts, range) triples, and the blocks that have work.
+// Upper bound, for all token counts, of the number of (token group, tile of experts, range) triples and of blocks that have work.
 constexpr u32 route_spread(const LayerShape& s) {
     const u64 all = u64(route_blocks(s)) * div_up(s.n_experts, SMALL_TILE_N) * max_of(1, s.hidden / ROUTE_RANGE);
     return all < 2 * s.blocks ? u32(all) : 2 * s.blocks;
@@ -126,7 +126,7 @@ constexpr u32 grad_stride(const LayerShape& s) { return div_up(grad_rows(s), 8) 
 constexpr u32 grad_tiles_m(const LayerShape& s) { return div_up(grad_rows(s), 64); }
 constexpr u32 grad_tiles_n(const LayerShape& s) { return div_up(s.hidden, SMALL_TILE_N); }
 constexpr u32 grad_tiles(const LayerShape& s) { return grad_tiles_m(s) * grad_tiles_n(s); }
-// Number of token ranges that the sum is split into: about two blocks for each that can be resident.
+// Number of token ranges that the sum over tokens is split into. The launch then has about twice as many blocks as can be resident.
 constexpr u32 grad_splits(const LayerShape& s) {
     return max_of(1, min_of(min_of(2 * s.blocks / max_of(1, grad_tiles(s)), div_up(s.max_tokens, 4 * SCALE_TOKENS)), 32));
 }
@@ -152,7 +152,7 @@ constexpr GradScratch grad_scratch(const LayerShape& s) {
 constexpr u64 plan_scratch_bytes(const LayerShape& s) { return plan_scratch(s).bytes; }
 constexpr u64 route_scratch_bytes(const LayerShape& s) { return grad_scratch(s).bytes; }
 
-// ---- All-reduce: the gradients of a unit (SumUnit) as one vector, each padded to whole 16-byte pieces.
+// ---- All-reduce. The gradients of a unit (SumUnit) form one vector, in which each array is padded to whole 16-byte pieces.
 constexpr u32 REDUCE_SEGMENTS = 8;
 constexpr u32 REDUCE_THREADS = 256;
 constexpr u32 REDUCE_SLOTS = 4;  // pieces of one channel in flight between two PEs

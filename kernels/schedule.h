@@ -12,12 +12,12 @@
 // holds at most one ticket per task queue and one for results, and none beyond a step. The second block of a CTA pair follows the first
 // into the task loop, where it would not poll, so it holds none: it claims results by compare-and-swap.
 //
-// Tasks are in five queues, each in the order of experts. A block takes the next task of the first queue whose next task is ready: (1)
-// the second GEMM of tiles with other PEs' slots, on which results depend, (2) their first GEMM, (3, 4) likewise for tiles that hold own
-// slots alone and for the shared expert, which need no peer and fill the time in which rows travel, and (5) weight gradients. Before
-// weight gradients come the gradients without a GEMM and steps of the gradient sums, so that the tasks hide their transfers. A step of
-// the sums runs when its dependencies are met and this PE has returned all results, so that the network is free. aristos_all_reduce does
-// the remaining steps.
+// Tasks are in five queues, each in the order of experts. A block takes the next task of the first queue whose next task is ready: (1) the
+// second GEMM of tiles with other PEs' slots, on which results depend, (2) their first GEMM, (3, 4) likewise for tiles that hold own slots
+// alone and for the shared expert, which need no peer and fill the time while rows are in flight, and (5) weight gradients. Before weight
+// gradients come the gradients without a GEMM and steps of the gradient sums, so that the tasks hide their transfers. A step of the sums
+// runs when its dependencies are met and this PE has returned all results, so that the network is free. aristos_all_reduce does the
+// remaining steps.
 //
 // Deadlock freedom. Order all items of all PEs by (step, class), with own layout < send < layout < arrival < task (first GEMM, second
 // GEMM, gradients) < return < final sums. Every item depends only on earlier items in this order:
@@ -28,12 +28,16 @@
 // - a task: on arrivals and earlier GEMMs
 // - a return: on tasks
 // - a final sum: on returns
-// - the barrier at the end of a step: on all items of its own PE Staging slots (dispatch.h, "Send groups") are freed by sends or returns
-//   with lower numbers. Let X be the first unfinished item. If a block runs X, X finishes, since its dependencies are met. If a block
-//   holds X's ticket, its current item finishes and then it runs X. Otherwise X is next in its queue, since items are claimed in order,
-//   and a block that is between two items, or will be, claims it: every item takes finite time except final sums, and those are claimed
-//   only when this PE has no other item left to claim or holds. A PE may skip a step in which it neither sends nor receives; peers wait
-//   only for data that was announced to them.
+// - the barrier at the end of a step: on all items of its own PE
+//
+// Staging slots (dispatch.h, "Send groups") are freed by sends or returns with lower numbers.
+//
+// Let X be the first unfinished item. If a block runs X, X finishes, since its dependencies are met. If a block holds X's ticket, the
+// block's current item finishes, and then the block runs X. Otherwise X is next in its queue, since items are claimed in order. In that
+// case a block that is between two items, or will be, claims X: every item takes finite time except final sums, and a block claims a final
+// sum only when this PE neither has another item to claim nor holds one.
+//
+// A PE may skip a step in which it neither sends nor receives; peers wait only for data that was announced to them.
 #pragma once
 #include "block.h"
 
@@ -64,9 +68,8 @@ DEVICE u32 slot_position(const Layer& l, u32 expert, u32 slot) {
     const Batches& b = l.batches;
     return slot < b.own[expert] ? b.own_base[expert] + slot : b.rest_base[expert] + slot - b.own[expert];
 }
-// Slots of a source in a batch are in the order of ranks, reversed for every other source. In a tile with slots of two sources both are
-// then among the first to arrive, or both among the last, and no tile waits for the last slot of one source together with the first of
-// another.
+// Slots of a source in a batch are in the order of ranks, reversed for every other source. A tile with slots of two sources then has the
+// first slots of both or the last slots of both. No tile with the first slots of one source therefore waits for the last slots of another.
 DEVICE bool is_reversed(const Layer& l, u32 source) {
     u32 distance = source < l.shape.my_pe ? source + l.shape.n_pes - l.shape.my_pe : source - l.shape.my_pe;
     return distance > 0 && distance % 2 == 0;
@@ -112,16 +115,16 @@ DEVICE BiasItem bias_item(const Block& b, u32 item) {
     if (item < routed) return {item / each, item % each};
     return {n, item - routed};
 }
-// PLAIN_ZERO items: for each of three matrices as many as the largest needs.
+// PLAIN_ZERO items: each of three matrices has as many as the largest needs.
 DEVICE u32 zero_pieces(const Layer& l) {
     u32 wide = l.shape.intermediate > l.shape.shared_intermediate ? l.shape.intermediate : l.shape.shared_intermediate;
     return u32((u64(wide) * l.shape.hidden + ZERO_ELEMENTS - 1) / ZERO_ELEMENTS);
 }
 DEVICE u32 zero_items(const Layer& l) { return GRADIENTS * zero_pieces(l); }
 
-// Position of tile `index` in a grid of `down` x `across` tiles. Tiles are visited `group` rows at a time, so that shared operands stay
-// in L2. Where rows are still arriving the group is smaller, because a tile's results are complete only with its whole group: three,
-// since with two all SMs of an H100 would read weights at about its memory bandwidth (256 FLOP per byte).
+// Position of tile `index` in a grid of `down` x `across` tiles. Tiles are visited `group` rows at a time, so that shared operands stay in
+// L2. Where rows are still arriving the group is smaller, because a tile's results are complete only when its whole group is. The smaller
+// group has three rows: with two, all SMs of an H100 together would read weights at about its memory bandwidth (256 FLOP per byte).
 constexpr u32 TILE_GROUP = 8, REST_TILE_GROUP = 3;
 DEVICE void tile_at(u32 index, u32 down, u32 across, u32 group, u32& m, u32& n) {
     u32 first = index / (group * across) * group, in = index % (group * across);
@@ -130,7 +133,6 @@ DEVICE void tile_at(u32 index, u32 down, u32 across, u32 group, u32& m, u32& n) 
     m = first + in % rows;
 }
 
-// Entries of a task queue.
 DEVICE u32 task_entries(const Layer& l, u32 queue) {
     u32 n = l.shape.n_local;
     return queue == GRADIENT_TASKS ? GRADIENTS * (n + 1) : queue >= OWN_SECOND ? n + 1 : n;
@@ -180,7 +182,7 @@ DEVICE bool header_due(const Block& b, u32 source) {
 }
 
 // With relays: number of a source's chunks in this step whose consumption the members report to the relay. In recomputation these are all
-// chunks, because it has no results to acknowledge them; otherwise those whose buffer is used again.
+// chunks, because there are no results that acknowledge them; otherwise those whose buffer is used again.
 DEVICE u32 consumed_acks_expected(const Block& b, u32 chunks) {
     if (b.step.mode == MODE_RECOMPUTE) return chunks;
     return chunks > b.l.shape.window_chunks ? chunks - b.l.shape.window_chunks : 0;

@@ -1,10 +1,10 @@
 // D = A B for the router: few columns or few rows, and operands in one to three planes of the layer's dtype that add up to the f32 value.
-// Only products of planes up to the third order are computed; the rest is below 2^-24 of the result.
+// The product of plane i of A and plane j of B is computed only if i + j <= 2; the others are below 2^-24 of the result.
 //
 // A block of 256 threads computes TILE_M x 128 of D. Operands are K-major or, transposed, MN-major (gemm.h):
 //   A [M, K] or, transposed, [K, M];   B [N, K] or, transposed, [K, N].
-// The tensor cores sum every 32 steps of K from zero, and the results are added in f32 with round-to-nearest: their own accumulation
-// truncates, which is a bias over thousands of terms.
+// The tensor cores sum each 32 steps of K from zero, and these sums are added in f32 with round-to-nearest. The tensor cores' own
+// accumulation truncates, which would bias a sum of thousands of terms.
 #pragma once
 #include "platform.h"
 #include "route_sizes.h"

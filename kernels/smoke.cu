@@ -12,7 +12,7 @@ struct SmokeArea {
     u64* received;    // [n_pes][words]
     u64 words;
 };
-// Output: the kernel's own PE number and count; a PE whose signal is missing, and one with a wrong word, or ~0.
+// Output: this PE's number and the number of PEs; a PE whose signal is missing, and a PE with a wrong word (~0: none).
 struct SmokeResult {
     u64 my_pe, n_pes, missing_pe, wrong_pe, wrong_word, seen;
 };

@@ -1,5 +1,5 @@
-// aristos_sum_losses: with several EP groups, the loss sums over all PEs of the world, added in PE order. One block, after the forward
-// pass; backward is their first user.
+// aristos_sum_losses: with several EP groups, the loss sums over all PEs of the world, added in PE order. Runs as one block after the
+// forward pass. Backward is the first to use these sums.
 #pragma once
 #include "route_math.h"
 #include "world.h"

@@ -8,13 +8,13 @@
 
 namespace aristos {
 
-constexpr u32 SUM_LISTED = 1u << SUM_PARTS;  // flag in SumProgress::next
+constexpr u32 SUM_LISTED = 1u << SUM_PARTS;  // flag in SumProgress::next: the dependencies are listed
 constexpr u32 SUM_LIST = SUM_PARTS;          // in place of a SumPart: only precompute the dependencies
 
 DEVICE SumWait* sum_waits(const Layer& l, u32 channel, u32 kind) { return l.sum_waits + (u64(channel) * 2 + kind) * l.shape.n_world; }
 
-// One thread. The SumPart of a channel that can run, SUM_LIST, or NONE if a dependency is unmet. `version` is the channel's version;
-// another block changes it when it starts on the channel, so only the block that advances it from this value may work on it.
+// One thread. The SumPart of a channel that can run, SUM_LIST, or NONE if a dependency is unmet. Sets `version` to the channel's version. A
+// block claims the channel by advancing the version from this value, which fails if another block has claimed the channel since.
 DEVICE u32 ready_part(const Block& b, u32 channel, u32& version) {
     const Layer& l = b.l;
     const SumProgress& progress = l.sums[channel];
@@ -37,7 +37,7 @@ DEVICE u32 ready_part(const Block& b, u32 channel, u32& version) {
     return (next >> SUM_SENT & 1) && ready ? u32(SUM_SENT) : NONE;
 }
 
-// One thread. Lists the dependencies of a channel. `steps` is scratch memory.
+// One thread. Lists the dependencies of a channel's next steps. `steps` is scratch memory.
 DEVICE void list_waits(const Block& b, const Reducer& reducer, SumStep* steps) {
     const Layer& l = b.l;
     SumProgress& progress = l.sums[reducer.channel];

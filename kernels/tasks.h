@@ -17,8 +17,8 @@ struct Scheduler {
         return task || find_task(t, GRADIENT_TASKS, TASK_QUEUES) ? FOUND_TASK : FOUND_NOTHING;
     }
 
-    // One thread. The next task; false if the block has another item to run first or none at all (State::item). Repeats the code of
-    // `poll`, because with a call ptxas spills on Hopper, where the scheduler has 56 registers.
+    // One thread. Finds the next task. False if the block has another item to run first, or no item is left (State::item). Repeats the code
+    // of `poll`, because with a call ptxas spills on Hopper, where the scheduler has 56 registers.
     // Waits while there is no task. The wait counts as PHASE_WAITING if `task_in_progress()` is false, i.e. the block has no earlier task
     // left.
     template <class InProgress> DEVICE bool next(GemmTask& t, InProgress task_in_progress) {
@@ -61,8 +61,8 @@ private:
             u32& held = b.state.held_tasks[queue];
             b.state.ticket = held != NONE ? held : dev::load_relaxed(c.tasks + queue);
             while (describe(queue, b.state.ticket, t) && ready(queue, t)) {
-                // By an add, which succeeds for every block: of compare-and-swaps one succeeds per polling time. The ticket may therefore
-                // be a later one that is not ready yet.
+                // Claims by an add, which succeeds for every block. Only one of several concurrent compare-and-swaps would succeed, and the
+                // other blocks would have to poll again. With an add, the ticket may be a later one that is not ready yet.
                 if (held == NONE) {
                     held = dev::fetch_add(c.tasks + queue, 1u);
                     if (held != b.state.ticket) {
@@ -78,7 +78,7 @@ private:
         return false;
     }
 
-    // Kind, batch and tile of task `number` of a queue. False past the end.
+    // Sets the kind, batch and tile of task `number` of a queue. False past the end.
     DEVICE bool describe(u32 queue, u32 number, GemmTask& t) {
         const Layer& l = b.l;
         const u32* tasks = l.queue.tasks[queue];
@@ -87,7 +87,7 @@ private:
             b.state.known |= KNOWN_QUEUE << queue;
             return false;
         }
-        // The last entry that begins at or before the task; tickets only grow.
+        // Finds the entry that contains the task. The search continues from the last entry found, because a queue's tickets only increase.
         u32& entry = b.state.entry[queue];
         while (tasks[entry + 1] <= number) entry++;
         u32 down, m, n;
@@ -131,7 +131,7 @@ private:
         const MlpWeights w = mlp_weights(l, t.batch);
         bool shared = is_shared(l, t.batch), gated = is_gated(l, t.batch), gradient = queue == GRADIENT_TASKS;
         u32 own = l.batches.own[t.batch];
-        // For a gradient: the first slot of the batch.
+        // Position of the first slot of the queue's part of the batch; for a gradient, of the whole batch.
         u64 base = queue == OWN_FIRST || queue == OWN_SECOND || (gradient && own > 0) ? l.batches.own_base[t.batch] : l.batches.rest_base[t.batch];
         u64 wide = store.intermediate;
         t.hidden = s.hidden;
@@ -139,7 +139,7 @@ private:
         t.gated = gated;
         t.activation = u8(shared ? s.shared_activation : s.activation);
         // With several rounds, which share memory, activations are not kept for backward. Own tiles of the first round may be computed
-        // before the number of rounds is known.
+        // before the number of rounds is known, so they always store activations in training.
         bool unknown = queue == OWN_FIRST && b.step.round == 0;
         t.training = s.training && (unknown || shared || b.step.mode == MODE_RECOMPUTE || !*l.received.overflow);
         t.accumulate = b.pass.accumulate || (!shared && b.step.round > 0);

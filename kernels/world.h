@@ -1,6 +1,7 @@
 // Exchange between all PEs of the world, across EP groups, by their numbers in the world.
 //
-// Only Symmetric::all_reduce, capacity and losses, and their signals, have the same addresses on every PE of the world.
+// Only Symmetric::all_reduce, capacity and losses, and their signals, have the same offsets in the symmetric blocks of all PEs of the
+// world.
 #pragma once
 #include "protocol.h"
 
@@ -19,8 +20,8 @@ DEVICE void signal_world(const Layer& l, u64* mine, u64 value, u32 pe) {
     dev::signal_set(mine, value, pe);
 }
 
-// A record from each PE of the world per forward pass, double-buffered by the pass's parity. A buffer is free two passes later: by then
-// this PE has the records that all PEs sent after reading those of the pass in between.
+// One record from each PE of the world per forward pass, double-buffered by the pass's parity. A buffer is free two passes later: by then
+// this PE has all PEs' records of the pass in between, which they sent after reading this buffer.
 struct Gathered {
     u8* buffers;    // [2][n_world][bytes]
     u64* signals;  // [n_world]
@@ -32,7 +33,8 @@ struct Gathered {
     }
 };
 
-// All threads of one block. Sends this PE's record to all others; over the network from its own buffer, which only this PE uses.
+// All threads of one block. Sends this PE's record to all others. Puts over the network read it from this PE's own buffer, which no peer
+// writes.
 DEVICE void put_record(const Layer& l, const Gathered& g, u64 forward, const void* record) {
     const u32 me = l.shape.world_pe, n = l.shape.n_world, words = g.bytes / 4;
     u32* buffer = g.of<u32>(l, forward, me);

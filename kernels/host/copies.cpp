@@ -1,5 +1,5 @@
-// cp.async, mbarriers and TMA. Copies complete late: cp.async at the wait that covers it; TMA and cp.async counted by an mbarrier after a
-// seeded number of switches.
+// cp.async, mbarriers and TMA. Copies complete late. A cp.async completes at the wait that covers it. TMA loads, and cp.async that an
+// mbarrier counts, complete after a seeded number of switches between fibers.
 #include <algorithm>
 
 #include "fragments.h"
@@ -29,7 +29,7 @@ u8 slot_of(const Block& block, const u64* bar) {
     return slot;
 }
 
-// Completes the phase when all arrivals and bytes are in.
+// Completes the current phase if no arrival and no byte is missing.
 void settle(Block& block, Mbarrier* mbarrier) {
     if (mbarrier->pending != 0 || mbarrier->transactions != 0) return;
     mbarrier->tag ^= 1;
@@ -42,7 +42,7 @@ void settle(Block& block, Mbarrier* mbarrier) {
     }
 }
 
-// For ThreadSanitizer: each of the two phases has its own address.
+// The address that represents a phase of `bar` to ThreadSanitizer: one for each parity.
 const void* sync_of(const void* bar, u32 parity) { return static_cast<const char*>(bar) + 4 * (parity & 1); }
 
 void complete(Block& block, const TmaLoad& load) {
@@ -161,8 +161,8 @@ TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 ro
     return load;
 }
 
-// Whether a thread that waited for the copy has issued a fence since. That thread need not have read the copy, as in tiles with fewer
-// rows than two panels.
+// Whether some thread has waited for the copy and then issued a fence. The thread may not have read the copy, as in tiles with fewer rows
+// than two panels.
 bool fenced_by_any(const Block& block, const Written& written) {
     if (written.seen) return true;
     for (const auto& fiber : block.fibers) {
@@ -259,8 +259,8 @@ void cp_async_wait_group(u32 n) {
     finish_copies(fiber, fiber->copy_groups > n ? fiber->copy_groups - n : 0, false);
 }
 
-// As late as the model allows: the copies, of which the sanitizer only sees the reads, and the arrival, which releases none of this
-// thread's other writes.
+// The copies and the arrival complete as late as the memory model allows. ThreadSanitizer sees only the reads of the copies. The arrival
+// releases none of this thread's other writes.
 void cp_async_mbarrier_arrive(u64* bar) {
     Fiber* fiber = self();
     Block& block = *fiber->owner;

@@ -1,5 +1,5 @@
-// Element layouts: in the registers of mma, ldmatrix and wgmma, and in shared memory as TMA writes and wgmma reads it. From the named
-// sections of the PTX ISA; kernels/tests/cute_layouts.cpp compares all of them with CuTe.
+// Element layouts: in the registers of mma, ldmatrix and wgmma, and in shared memory as TMA writes and wgmma reads it. The layouts follow
+// the named sections of the PTX ISA; kernels/tests/cute_layouts.cpp compares all of them with CuTe.
 #pragma once
 #include "../params.h"
 

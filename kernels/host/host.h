@@ -1,20 +1,20 @@
 // C ABI of libaristos_kernels.so, which runs kernels on the CPU in worlds of several PEs.
 //
 // A world holds PEs with symmetric heaps of equal size. A launch runs a kernel's grid on OS threads and returns when it has finished.
-// Launches of different PEs, and of one PE, may run concurrently on different threads. Up to 64 blocks of a launch are resident at once
-// and may wait for each other; in larger grids the rest run as others finish.
+// Launches of different PEs, and of one PE, may run concurrently on different threads. Up to 64 blocks of a launch are resident at once and
+// may wait for each other; in larger grids the remaining blocks run as others finish.
 #pragma once
 #include "../params.h"
 
 extern "C" {
 
-// A world whose PEs are all in this process. Heaps are allocated here, zeroed and page-aligned. `reachable`, n_pes * n_pes bytes, says
+// A world whose PEs are all in this process. Heaps are allocated here, zeroed and page-aligned. `reachable` has n_pes * n_pes bytes:
 // whether PE i (row) can load and store PE j's heap (column); null: all can. A PE always reaches itself. Returns null and sets
 // aristos_host_error() if memory is exhausted.
 void* aristos_host_world(aristos::u32 n_pes, aristos::u64 heap_bytes, aristos::u64 seed, const aristos::u8* reachable);
 
-// A world whose PEs are processes: `heaps[pe]` is this process's mapping of each PE's heap, including its own. With `reached` loads and
-// stores reach all PEs, otherwise only the network does.
+// A world whose PEs are processes: `heaps[pe]` is this process's mapping of each PE's heap, including its own. If `reached`, PEs reach each
+// other by loads and stores, otherwise only over the network.
 void* aristos_host_attach(aristos::u32 my_pe, aristos::u32 n_pes, void* const* heaps, aristos::u64 heap_bytes, aristos::u64 seed,
                           aristos::u32 reached);
 
@@ -28,8 +28,8 @@ struct AristosHostTransport {
     void (*quiet)(const void* context);
 };
 
-// A world whose PEs are processes that reach each other through `transport`, except those whose heaps are not null here, which loads and
-// stores reach.
+// A world whose PEs are processes. This process reaches the PEs with a heap in `heaps` by loads and stores, the others (null) through
+// `transport`.
 void* aristos_host_join(aristos::u32 my_pe, aristos::u32 n_pes, void* const* heaps, aristos::u64 heap_bytes, aristos::u64 seed,
                         const AristosHostTransport* transport);
 

@@ -90,7 +90,7 @@ void Network::deliver(std::size_t which) {
         // For ThreadSanitizer data are written at delivery, whether or not they become visible at once.
         tsan::reads(piece.source, piece.bytes);
         tsan::writes(piece.to, piece.bytes);
-        // A peer in another process has its own network, which could not publish data withheld here.
+        // Data for a peer in another process are not withheld: the peer has its own network, which could not publish them.
         if (!world_.owns_heaps || random_.below(2)) {
             raw_copy(piece.to, piece.source, piece.bytes);
         } else {
@@ -144,7 +144,7 @@ void Network::quiet(u32 from) {
         }
     }
     show([&](const Withheld& data) { return data.from == from; });
-    // To the caller, deliveries have completed: it may reuse its sources.
+    // All deliveries have completed, so the caller may reuse its sources.
     tsan::acquire(&delivered_);
 }
 
@@ -198,8 +198,8 @@ template <class Work> void once(Wait kind, const void* argument, Work work) {
     block.arrive_at_barrier(fiber, barrier, ~0u, kind);
 }
 
-// Data that a put or signal releases must be fenced, because its carrier is not a device thread: by its writer before the block's last
-// barrier, or by this thread after it.
+// Fails if the data before a put or signal are not fenced. The fence is necessary because no device thread performs the put. Either the
+// data's writer calls fence_sys before the block's last barrier, or this thread does after it.
 void check_fenced(Block& block, const Fiber& fiber, const char* what) {
     if (block.syncs - fiber.fenced_at > 1) block.fail("%s by thread %u, which has not called fence_sys", what, fiber.thread);
 }
@@ -267,7 +267,7 @@ bool store_is_lost() {
     return launch.world->has_fault(launch.pe, ARISTOS_FAULT_STORE_LOST);
 }
 
-// Sleeps, so that other blocks run before this block's other threads continue.
+// With the fault SLOW_SIGNALLER: sleeps in one of four calls, so that other blocks run before this block's other threads continue.
 void delay_signaller() {
     Block& block = *self()->owner;
     if (!block.launch->world->has_fault(block.launch->pe, ARISTOS_FAULT_SLOW_SIGNALLER) || block.random.below(4) != 0) return;

@@ -1,11 +1,11 @@
 // Puts to PEs that are reachable only over the network, as late, fragmented and reordered as OpenSHMEM allows.
 //
-// A put is split into up to four pieces. The pieces of all puts and all signals wait in one pool, from which random ones are delivered by
-// blocks that poll or call quiet, and by the network's own thread. Sources are read at delivery. A message sent to a PE after a fence
-// waits until all earlier messages to that PE are delivered; only quiet orders anything else.
+// A put is split into up to four pieces. The pieces of all puts and all signals wait in one pool. Blocks that poll or call quiet, and the
+// network's own thread, deliver random ones of them. Sources are read at delivery. A message that is sent to a PE after a fence waits until
+// all messages sent to that PE before the fence are delivered. Only quiet orders anything else.
 //
-// As with some network cards, data delivered to a PE may stay invisible until a thread of that PE calls `make_visible`: half of the
-// pieces are withheld until then if the PEs are in one process. Signals are never withheld.
+// As with some network cards, data delivered to a PE may stay invisible until a thread of that PE calls acquire_puts (`see`). If the PEs
+// are in one process, half of the pieces are withheld until then. Signals are never withheld.
 #pragma once
 #include "world.h"
 
@@ -21,7 +21,6 @@ class Network {
     void poll();
     // Waits until no message of `from` is in flight, and makes all of them visible.
     void quiet(u32 from);
-    // Number of quiet calls of a PE.
     u64 quiets(u32 pe) const { return quiets_[pe]; }
     // Makes everything delivered to `pe` visible to its later reads.
     void see(u32 pe);

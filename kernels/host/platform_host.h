@@ -141,7 +141,7 @@ void pause();
 // ---- memory
 
 [[noreturn]] void fail_misaligned(const void* p);
-// For global memory only (platform_cuda.h).
+// load16 and store16 are for global memory only (platform_cuda.h).
 DEVICE bool is_in_shared(const void* p) {
     return current && reinterpret_cast<std::uintptr_t>(p) - reinterpret_cast<std::uintptr_t>(current->shared) < 227 << 10;
 }

@@ -1,5 +1,5 @@
-// Fills and copies memory without ThreadSanitizer noticing. The sanitizer intercepts memset and memcpy and would attribute the work of a
-// machine's copy engines to the calling thread; simt.h's tsan::reads and writes declare these accesses instead.
+// Fills and copies memory in a way that ThreadSanitizer does not see. The sanitizer intercepts memset and memcpy, and would attribute the
+// work of emulated copy engines to the calling thread; simt.h's tsan::reads and writes declare these accesses instead.
 #pragma once
 #include "../params.h"
 

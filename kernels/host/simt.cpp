@@ -116,7 +116,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     for (MbarrierSlot& slot : mbarriers) slot = {nullptr, 0};
     switches = pauses = idle_rounds = syncs = 0;
     queue_head = queue_size = 0;
-    // Reads of uninitialised memory must be noticed: all ones are NaN in every format.
+    // Fills shared memory with all ones, which are NaN in every format, so that reads of uninitialised memory are noticed.
     raw_fill(window, 0xff, SHARED_START + launch->shared_bytes);
     raw_fill(written, 0, sizeof written);
     std::memcpy(window + SHARED_START + launch->shared_bytes, &SHARED_CANARY, 8);
@@ -131,7 +131,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     main_tsan_fiber = tsan::current_fiber();
     tsan::release(&sync_[0]);
     dev::ThreadContext* outside = dev::current;
-    Fiber* to = pop();  // not pick(), which returns here after another block's failure
+    Fiber* to = pop();  // not pick(): after another block's failure it leaves through main_stack_pointer
     dev::current = to;
     tsan::switch_to(to->tsan_fiber);
     aristos_switch_stack(&main_stack_pointer, to->stack_pointer);
@@ -170,7 +170,7 @@ void Block::start_fiber(Fiber* fiber) {
     if (!fiber->tsan_fiber) fiber->tsan_fiber = tsan::create_fiber();
     char* stack = stacks + i * STACK_BYTES;
     std::memcpy(stack, &STACK_CANARY, 8);
-    // Staggered by cache sets: stacks at equal distances would share a few sets.
+    // Staggers the stacks, because stacks at equal distances would share a few cache sets.
     fiber->stack_pointer = new_stack(stack + STACK_BYTES - (i % 32) * 320, fiber_main);
     queue[i] = u16(i);
     ++queue_size;
@@ -294,7 +294,7 @@ void Block::pause(Fiber* fiber) {
             return switch_away(fiber);
         }
         poll_network(launch->world);
-        // Backs off the longer no progress is made, to leave the CPUs to other PEs.
+        // Sleeps longer the longer no progress is made, to leave the CPUs to other PEs.
         if (++idle_rounds < 32) {
             sched_yield();
         } else {

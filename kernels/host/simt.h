@@ -65,19 +65,20 @@ struct Operands {
     const u32 *a, *b;    // mma; stmatrix: `a`
 };
 
-// A cp.async in flight. `slot` is that of the mbarrier of the thread's next cp_async_mbarrier_arrive, which arrives in phase `phase`;
-// NO_SLOT before that call.
+// A cp.async in flight. `slot` and `phase`: the mbarrier and the phase in which the thread's next cp_async_mbarrier_arrive arrives. `slot`
+// is NO_SLOT before that call.
 struct Copy { char* to; const char* from; u32 group; bool valid; u8 slot; u64 number; u32 phase; };
 // The initialised mbarriers of a block. Phases are counted over all uses of a slot.
 constexpr u32 MBARRIERS = 32;
 constexpr u8 NO_SLOT = 255;
 struct MbarrierSlot { u64* bar; u32 phases; };
-// Writer of a 16-byte piece of shared memory by cp.async or stmatrix: 1 + thread, 0 for none. wgmma and TMA may access the piece only
-// after a fence. With `slot`, the copy is complete after that phase of that mbarrier. `seen`: a wgmma with a fence has read it. `passed`:
-// since then the other block of the cluster has called fence_proxy_async_cluster.
+// Writer of a 16-byte piece of shared memory by cp.async or stmatrix: 1 + thread, 0 for none. wgmma and TMA may access the piece only after
+// a fence. If `slot` is not NO_SLOT, the copy is complete after phase `phase` of that mbarrier. `seen`: a wgmma has read the piece after a
+// fence. `passed`: some thread has waited for the copy and issued a fence, and after that the other block of the cluster has called
+// fence_proxy_async_cluster.
 struct Written { u16 thread; u8 slot; bool seen, passed; u32 phase; };
 
-// A tma_store_2d in flight (stores.cpp), with the data once they are read.
+// A tma_store_2d in flight (stores.cpp). `read` holds its data once they are read from shared memory.
 struct BulkStore {
     const char* from;
     u8 map[sizeof(TensorMap)];
@@ -104,7 +105,7 @@ struct Fiber : dev::ThreadContext {
     u32 bulk_groups;            // committed by bulk_commit
     UntrackedVector<BulkStore> stores;  // not yet waited for
     u32 fenced_at;              // the block's `syncs` at the last fence_sys
-    UntrackedVector<u32> unfenced;  // pieces of the shared window that its waits found written since its last fence_proxy_async
+    UntrackedVector<u32> unfenced;  // pieces that its completed cp.async and its stmatrix wrote since its last fence_proxy_async
     WgmmaThread wgmma;
 };
 
@@ -142,7 +143,7 @@ struct Cluster {
     bool idle[2] = {false, false};  // no thread of the block is runnable, and no operation is in flight to it
     bool over[2] = {false, false};
     UntrackedVector<RemoteOp> ops[2];   // pending operations of block `rank`
-    std::atomic<u32> waiting[2] = {{0}, {0}};  // number of them
+    std::atomic<u32> waiting[2] = {{0}, {0}};  // number of pending operations
     u32 arrived = 0;                      // threads of both blocks at cluster_sync
     u8 sync[2];                           // for ThreadSanitizer: remote operations, and the barrier
 };
@@ -182,8 +183,8 @@ struct Block {
     u32 shared_address(const void* p) const { return u32(static_cast<const char*>(p) - window); }
     void pause(Fiber* self);
 
-    // In a cluster only: runs pending operations of the other block; await_remote_ops also waits for one if no fiber is runnable, and
-    // returns false if none can arrive.
+    // In a cluster only: runs the operations that the other block has requested. await_remote_ops is called if no fiber is runnable: it
+    // also waits for an operation, and returns false if none can arrive.
     void run_remote_ops();
     bool await_remote_ops();
 
@@ -231,7 +232,7 @@ inline bool copies_in_flight(const Block& block) { return !block.loads.empty() |
 void complete_loads(Block& block, bool force_one);
 void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too);
 
-// copies.cpp, for cluster.cpp: effects in `block`, to which the thread `self()` belongs.
+// copies.cpp, for cluster.cpp. The effects are in `block`, to which the thread `self()` belongs.
 void arrive_here(Block& block, u64* bar);
 // `remote`: requested by the other block of a cluster.
 void begin_load(Block& block, TmaLoad load, bool remote = false);

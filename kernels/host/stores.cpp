@@ -1,5 +1,5 @@
-// TMA stores. All of them take effect late, at seeded moments: shared memory is read at the store or at the wait for its reads, and
-// global memory is written then or at the wait for completion. A store that is never waited for is never written.
+// TMA stores. A seeded generator chooses when they take effect. Shared memory is read at the store or at the wait for its reads. Global
+// memory is written at one of these moments or at the wait for completion. A store that is never waited for is never written.
 #include "fragments.h"
 #include "simt.h"
 
@@ -7,7 +7,6 @@ namespace aristos::host {
 
 namespace {
 
-// Reads the box from shared memory.
 void read_box(Block& block, const Map& map, BulkStore& store) {
     const u32 bytes = map.box_rows * map.box_cols * map.element_bytes;
     tsan::reads(store.from, bytes);

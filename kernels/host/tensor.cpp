@@ -10,7 +10,7 @@ Work work;
 
 namespace {
 
-// Explicit vectors: the compiler would vectorise these loops over k, with gathers.
+// Explicit vectors, because the compiler would vectorise these loops over k, with gathers.
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef float Floats16 __attribute__((vector_size(64), may_alias));
 
@@ -70,7 +70,7 @@ void load_matrices(const void* smem_row, u32* registers, bool transposed) {
     block.warp_done(fiber);
 }
 
-// The last lane writes for all; each row's writer is the lane that gave its address.
+// The last lane to arrive writes all rows. ThreadSanitizer and the fence checks count the lane that gave a row's address as its writer.
 void store_matrices(void* smem_row, const u32* registers) {
     Fiber* fiber = self();
     Block& block = *fiber->owner;
@@ -98,7 +98,7 @@ void store_matrices(void* smem_row, const u32* registers) {
 
 // ---- wgmma
 
-// `rows` x 16 of an operand, as out[k][row].
+// Reads `rows` x 16 elements of an operand to out[k][row].
 void read_operand(Block& block, const WgmmaOp& op, u64 descriptor, u32 rows, bool trans, bool bf16, float* out) {
     if (descriptor >> 62 != 1) block.fail("a wgmma descriptor without the 128-byte swizzle: %llx",
                                           static_cast<unsigned long long>(descriptor));
@@ -174,7 +174,7 @@ void execute_through(Block& block, WgmmaGroup& group, u64 through) {
     }
 }
 
-// The accumulators `acc` of thread t, borrowed from it now unless they already are.
+// Borrows the accumulators `acc` from `fiber`, unless they are borrowed already.
 Accumulators* borrow(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, float* acc, u32 n) {
     const u32 t = fiber->thread % WARPGROUP;
     Accumulators* found = expected;

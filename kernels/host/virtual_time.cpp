@@ -6,7 +6,7 @@ void VirtualTime::run_next(const Block* from) {
     running_ = nullptr;
     if (wakes_.size() < expected_) return;
     if (waiting_.empty()) {
-        for (Block* block : parked_) waiting_.insert(order(block));  // still in parked_, which tells them that they were not woken
+        for (Block* block : parked_) waiting_.insert(order(block));  // they stay in parked_, so that park() returns false
     }
     if (waiting_.empty()) return;
     const auto next = waiting_.begin();
@@ -73,7 +73,7 @@ void VirtualTime::send(const Block* block, u32 from, u32 to, u64 bytes, bool sig
     out.bytes += bytes;
     Pair& pair = pairs_[u64(from) * out_.size() + to];
     pair.sent++;
-    // The turn at the receiving port is taken at departure: an earlier message may leave later.
+    // A message gets its turn at the receiving port when it departs, because a message that was sent earlier may depart later.
     events_.emplace(out.free, [this, &pair, to, takes, signal, left = out.free, deliver = std::move(deliver)] {
         // The first byte arrives after the latency; the receiving port may still be busy with another PE's message.
         Port& in = in_[to];

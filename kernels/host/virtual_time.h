@@ -1,8 +1,8 @@
 // Virtual time: a world's clock that stands still while code runs and advances by the durations that a test assigns to work and messages.
 //
-// Of all PEs' blocks one runs at a time: the one with the least time, until it pauses or works. Messages over the network arrive at times
-// that follow from the rates of the PEs' ports, each of which sends and receives messages one after the other. A block's next action is
-// thus decided by the kernels' own code from the data that have arrived at its time, and every run is the same.
+// Only one block of all PEs runs at a time: the one with the least time, until this block pauses or works. Messages over the network arrive
+// at times that follow from the rates of the PEs' ports, each of which sends and receives messages one after the other. A block's next
+// action is thus decided by the kernels' own code from the data that have arrived at its time, and every run is the same.
 #pragma once
 #include <algorithm>
 #include <condition_variable>
@@ -29,13 +29,13 @@ class VirtualTime {
         : rates_(rates), expected_(blocks), out_(n_pes), in_(n_pes), pairs_(u64(n_pes) * n_pes), begin_(n_pes), end_(n_pes) {}
     // After all blocks have ended: continues with another kernel, on each PE from the time at which its last kernel ended.
     void next(u32 blocks);
-    // Calls `callback` at a time, before other events at that time.
+    // Calls `callback` at `time`, before later added events of the same time.
     void at(u64 time, std::function<void()> callback) { events_.emplace(time, std::move(callback)); }
 
     void begin(Block* block);
     void end(Block* block);
     u64 now(const Block* block) const { return block->time; }
-    // The block works, or polls again later.
+    // Advances the block's time, by the duration of its work or of its pause before the next poll.
     void spend(Block* block, u64 ns);
     void poll(Block* block) { spend(block, rates_.poll_ns); }
 
@@ -73,7 +73,7 @@ class VirtualTime {
     std::vector<u64> begin_, end_;  // per PE, of the current kernel
 };
 
-// For the calling block, in a world with virtual time.
+// Advances the calling block's time, in a world with virtual time.
 void spend(u64 ns);
 
 }  // namespace aristos::host

@@ -1,7 +1,7 @@
 // State of asynchronous wgmma (tensor.cpp).
 //
-// When a thread issues a wgmma, its accumulators are borrowed and replaced by NaN; the wait that covers their last wgmma returns them. In
-// between, the products are computed at a seeded moment after all 128 threads have issued theirs. Code that reads accumulators or
+// When a thread issues a wgmma, its accumulators are borrowed and replaced by NaN; the wait that covers their last wgmma returns them. The
+// products are computed at a seeded moment in between, after all 128 threads have issued the wgmma. Code that reads accumulators or
 // overwrites operands too early thus gets wrong results.
 #pragma once
 #include <memory>
@@ -18,7 +18,7 @@ struct Accumulators {
     u32 n = 0;
     u32 open = 0;                 // threads whose accumulators are still borrowed
     float* of_thread[WARPGROUP];  // where they return to; null if not borrowed
-    u64 last_use[WARPGROUP];      // counted in the thread's own wgmmas
+    u64 last_use[WARPGROUP];      // the thread's last wgmma that uses them, counted from 1
     UntrackedVector<float> values;
 };
 

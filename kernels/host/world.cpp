@@ -45,8 +45,8 @@ World* new_world(u32 n_pes, u64 heap_bytes, u64 seed) {
     return world;
 }
 
-// Reuses only blocks of the same PE: the caller orders a PE's launches, but not those of two PEs, which ThreadSanitizer would report as a
-// race in the block's shared memory.
+// Reuses only blocks of the same PE. The caller orders the launches of one PE, but not those of two PEs. If two PEs used the same block,
+// ThreadSanitizer would report a race in its shared memory.
 std::unique_ptr<Block> get_block(World& world, u32 pe) {
     {
         Locked locked(world.lock);
@@ -184,7 +184,7 @@ int aristos_host_launch(void* world_, u32 pe, const char* kernel, u32 grid, u32 
     launch.number = world.launches.fetch_add(1, std::memory_order_relaxed);
     launch.kernel = found;
     launch.args = args;
-    // All blocks of a grid that may be cooperative are resident; of a larger grid, as many as the CPUs can use.
+    // If a grid is small enough to be cooperative, all of its blocks are resident. Otherwise as many are as the CPUs can use.
     const u32 cores = std::max(1u, std::thread::hardware_concurrency());
     const u32 most = resident(world), workers = grid <= most ? grid : std::min(grid, std::min(2 * cores, most));
     tsan::release(&launch.sync[0]);

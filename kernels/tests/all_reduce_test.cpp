@@ -1,5 +1,5 @@
-// aristos_all_reduce: sums equal to those in holder order, bit for bit, over peers' memory, over a network, and over both; for replicated
-// gradients and for those of experts that several PEs hold.
+// Tests of aristos_all_reduce: sums must equal those in holder order, bit for bit. The tests run over peers' memory, over a network, and
+// over both, for replicated gradients and for those of experts that several PEs hold.
 #include "../all_reduce.h"
 #include "route_world.h"
 
@@ -15,7 +15,7 @@ std::vector<std::vector<float>*> replicated(Pe& p) {
     return all;
 }
 
-// Expert `e`'s gradients on the PEs that hold it, and those PEs.
+// The PEs that hold expert `e` in addition to PE e % n.
 std::vector<u32> replicas_of(u32 e, u32 n) {
     return e % 3 == 0 ? std::vector<u32>{(e + 1) % n, (e + 2) % n} : e % 3 == 1 ? std::vector<u32>{0} : std::vector<u32>{};
 }
@@ -58,7 +58,7 @@ struct Experts {
     }
 };
 
-// In the second pass routing is the caller's, so only experts' gradients are summed.
+// Runs three passes. The second has a caller's routing, so only experts' gradients are summed.
 void run(LayerShape s, const std::vector<u8>& reachable, u32 seed, bool replicas) {
     const u32 n = s.n_pes;
     World w(s, [&](u32 e) { return e % n; }, reachable, seed, [&](u32 e) { return replicas ? replicas_of(e, n) : std::vector<u32>{}; });

@@ -1,9 +1,10 @@
 // Compares our reading of the PTX ISA with CuTe (CUTLASS): fragments of mma, ldmatrix and wgmma, positions in swizzled shared memory, and
-// wgmma's descriptors. Our side are the layouts of the emulated tensor cores (host/fragments.h), with which the GEMMs are tested, and the
-// code of the Hopper kernels (gemm_hopper_stage.h, platform_cuda_hopper.h). Needs no GPU, but the headers of CUTLASS and CUDA
+// wgmma's descriptors. Our side consists of the layouts of the emulated tensor cores (host/fragments.h), with which the GEMMs are tested,
+// and of the code of the Hopper kernels (gemm_hopper_stage.h, platform_cuda_hopper.h). Needs no GPU, but the headers of CUTLASS and CUDA
 // (tests/kernels.rs).
 
-// CuTe asks for shared-memory addresses of pointers: here those of `buffer`, at the emulator's addresses.
+// CuTe converts pointers to shared-memory addresses with this function. Here they are offsets in `buffer`, which stands for the emulator's
+// shared memory.
 #include <cstddef>
 constexpr std::size_t BUFFER_BYTES = 1 << 18;
 alignas(1024) static char buffer[BUFFER_BYTES];
@@ -163,7 +164,7 @@ CASE(descriptors_match_cute) {
 
 // ---- the Hopper kernels' stages
 
-// For the wider tile; the narrower one's B is its first half.
+// The stage of the wider tile. The narrower tile's B is the first half of the wider tile's.
 using Stage = hopper::Tile<256>;
 
 // Offset of element (row or column `r`, `k`) of an operand in a stage, from its first panel.
@@ -172,7 +173,8 @@ template <bool MN_MAJOR> static u32 stage_offset(u32 r, u32 k) {
     return r / hopper::PANEL * hopper::PANEL_BYTES + hopper::swizzled(line, along / 8) + along % 8 * 2;
 }
 template <bool MN_MAJOR, int ROWS> static void check_stage() {
-    // Panels along rows: for MN-major operands CuTe's first step is then along K.
+    // Panels follow each other along rows, and each has all steps of K. An MN-major atom of CuTe has only 8 steps of K, so CuTe must repeat
+    // it along K first.
     auto tensor = tensor_at(Stage::STAGE_BYTES, cute_layout<MN_MAJOR, ROWS, hopper::TILE_K, MN_MAJOR>());
     for (u32 r = 0; r < ROWS; ++r) {
         for (u32 k = 0; k < hopper::TILE_K; ++k) {

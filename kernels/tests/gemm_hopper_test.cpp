@@ -1,8 +1,8 @@
 // The Hopper GEMM path on the emulator: queues of tiles of several experts, forward and then backward, against float64.
 //
-// Experts have 1, 7, 64, 129 and 200 slots; K, M and N end within a box, or 16 bytes before or after one. Rows between batches hold NaN,
-// as does everything that no row pointer may reach; all writes must lie within their arrays. A queue must give the same bytes on any
-// number of blocks, for any emulator seed, and with tasks that become known late.
+// Experts have 1, 7, 64, 129 and 200 slots; K, M and N end within a box of 64 elements, or 16 bytes before or after the end of one. Rows
+// between batches hold NaN, as does everything that no row pointer may reach; all writes must lie within their arrays. A queue must give
+// the same bytes on any number of blocks, for any emulator seed, and with tasks that become known late.
 //
 // Tiles are 128 x 256 and 128 x 128. Prefetches must cover exactly the lines of gate_up and of the sums that backward's epilogues read.
 #include <limits>
@@ -77,7 +77,7 @@ struct Shape {
     u32 activation;
     std::vector<u32> rows;  // per expert
     bool stored = true;     // results stored by TMA if a warp has all its rows
-    bool pair = false;      // by CTA pairs
+    bool pair = false;      // computed by CTA pairs
 };
 
 // Prefetched 128-byte lines.
@@ -203,7 +203,8 @@ template <class T> struct Run {
         return t;
     }
 
-    // Runs all tiles of the given (kind, which) list on a grid of `blocks`, one stage of the queue each.
+    // Runs all tiles of the given list of (kind, which) as one queue, on a grid of `blocks`. The tiles of an entry need all tiles of the
+    // entries before it.
     void launch(const std::vector<std::pair<u32, u32>>& kinds, u32 blocks, u32 seed, u32 delay) {
         std::vector<GemmTask> tasks;
         std::vector<u32> needs;
@@ -285,7 +286,7 @@ template <class T> void check_forward(const Run<T>& r) {
     if (!r.shape.training && !r.gate_up.untouched(0, size_t(r.shape.rows[0]) * W)) fail("gate_up written without training");
 }
 
-// `before`: gate_up as forward left it; r.gate_up and r.h are backward's results.
+// `before`: gate_up after forward. `old`: the gradients before backward. r.gate_up and r.h are backward's results.
 template <class T> void check_backward(const Run<T>& r, const std::vector<double>& before, const std::vector<std::vector<float>>& old) {
     const auto type = reference::Type::of(std::is_same_v<T, F16>);
     const u32 H = r.H, I = r.I, W = r.W;
@@ -376,8 +377,8 @@ template <class T> void check_memory(const Run<T>& r) {
     }
 }
 
-// Prefetches must cover exactly the 128-byte lines that the epilogue reads: of every row of gate_up those with 64 elements each, of every
-// row accumulated into those with 32.
+// Prefetches must cover exactly the 128-byte lines that the epilogue reads: all lines of each row of gate_up (64 elements per line) and of
+// each gradient row that is added to (32 elements per line).
 template <class T> void check_prefetches(const Run<T>& r) {
     std::set<u64> read, begun;
     auto reads = [&](const auto* first, u32 rows, u32 width, u32 pitch) {

@@ -182,7 +182,7 @@ private:
         state_ ^= state_ << 13, state_ ^= state_ >> 7, state_ ^= state_ << 17;
         return double(i32(state_ >> 32)) / 2147483648.0;
     }
-    // Independent conversions: _Float16, and the upper half of a float.
+    // Conversions that do not depend on the kernels' code: by _Float16, or as the upper half of a float.
     double get(const Buffer& b, size_t i) const {
         u16 bits;
         memcpy(&bits, b.data() + i * 2, 2);

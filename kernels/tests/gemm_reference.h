@@ -1,7 +1,8 @@
 // The products of gemm.h in float64 from the same rounded inputs, with bounds on the kernels' rounding errors.
 //
-// u = 2^-24, u_T = 2^-8 (bf16) or 2^-11 (f16). A dot product of K terms in f32, in any order, with sums that may be truncated rather than
-// rounded, as in tensor cores: 2 (K + 2) u sum |a b|. All other errors are first order in each function's inputs.
+// u = 2^-24, u_T = 2^-8 (bf16) or 2^-11 (f16). The bound of a dot product of K terms in f32 is 2 (K + 2) u sum |a b|. The bound holds for
+// any order of the terms, and for sums that are truncated rather than rounded, as in tensor cores. All other bounds are first order in the
+// errors of a function's inputs.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -42,7 +43,7 @@ inline Near dot(View a, size_t i, View b, size_t j, size_t k_end) {
 
 inline double phi(double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)); }
 
-// By definition, not with the kernel's formulas.
+// Evaluated by definition, not with the kernels' formulas.
 inline double value(u32 activation, double x) {
     switch (activation) {
         case ACT_SILU: return x / (1 + std::exp(-x));
@@ -62,11 +63,11 @@ inline double slope(u32 activation, double x) {
         default: return x > 0 ? 1 : 0;
     }
 }
-// f32 evaluation: at most 16 roundings of numbers up to |x| (value) or 1 + |x| (slope; x times a slope that falls off faster).
+// Bounds of an evaluation in f32: 16 roundings of numbers up to |x| for the value, 24 of numbers up to 1 + |x| for the slope.
 inline Near value_f32(u32 activation, double x) { return {value(activation, x), 16 * U * std::fabs(x)}; }
 inline Near slope_f32(u32 activation, double x) { return {slope(activation, x), 24 * U * (1 + std::fabs(x))}; }
 
-// For an argument with an error: no activation here is steeper than 1.2.
+// For an argument with an error. No activation here has a slope above 1.2.
 inline Near value_f32(u32 activation, Near x) {
     Near v = value_f32(activation, x.value);
     v.error += 1.2 * x.error + 16 * U * x.error;

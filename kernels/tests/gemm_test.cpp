@@ -32,7 +32,7 @@ void check(const GemmCase& c, Problem& problem) {
     CHECK(wrong.empty(), "%s:%s", c.name().c_str(), wrong.c_str());
 }
 
-// Below, at, and just above multiples of 16, 64, 128 and 256 in every dimension, each of which is M, N and K of some kind.
+// Sizes below, at, and just above multiples of 16, 64, 128 and 256. Each of the three dimensions is M, N and K of some kind.
 struct Shape { u32 rows, hidden, intermediate; };
 const Shape SHAPES[] = {{1, 64, 64}, {7, 72, 136}, {128, 200, 264}, {129, 264, 128}, {200, 136, 72}, {65, 320, 200}};
 
@@ -142,7 +142,8 @@ template <class Tile> void tsan_products() {
     }
 }
 
-// Counts of products and of copies of A for a tile with `rows` rows.
+// Checks the numbers of products and copies for tiles with few rows. A half without rows must not be multiplied, and rows past the end must
+// not be copied.
 template <class Tile> void empty_rows(u32 kind) {
     auto run = [&](u32 rows, u64& products, u64& copies) {
         GemmCase c{kind, rows, 128, 128, false, true, ACT_SILU, true, true, true, true, 0};
@@ -168,8 +169,8 @@ template <class Tile> void empty_rows(u32 kind) {
 
 namespace {
 
-// Number of shared-memory cycles of an access in which lane l has `bytes` bytes at `at(l)`: lanes with 128 bytes in total, 4 from each
-// bank, go together, and bank conflicts add cycles.
+// Number of shared-memory cycles of an access in which lane l reads or writes `bytes` bytes at `at(l)`. As many lanes as access 128 bytes
+// in total, 4 from each bank, are executed at a time. Bank conflicts add cycles.
 template <class At> u32 wavefronts(u32 bytes, At at) {
     u32 count = 0;
     for (u32 first = 0, together = 128 / bytes; first < 32; first += together) {

@@ -10,7 +10,7 @@ void right(Layers& t) {
     t.verify();
 }
 
-// Messages of PE 1 never arrive: both PEs time out, and each names the other.
+// Network signals of PE 1 are lost: both PEs time out, and each names the other.
 void lost(Layers& t) {
     aristos_host_fault(t.w->handle, 1, ARISTOS_FAULT_SIGNAL_LOST);
     t.run();
@@ -22,7 +22,7 @@ void lost(Layers& t) {
     }
 }
 
-// A header whose results would lie outside of its sender's return area.
+// PE 1 sends a header by which its results would lie outside its return area. PE 0 must report an error that names PE 1.
 void wrong(Layers& t) {
     t.w->all([&](u32 pe) {
         Pass p = t.pass(pe, 0);

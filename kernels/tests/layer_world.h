@@ -1,5 +1,5 @@
-// Small layers with weights on the emulator, for tests of the persistent kernels: several passes of every PE, their results in memory,
-// and the same in float64. Routing is the layer's own (checked by route_test.cpp), and its choices are read back.
+// Small layers with weights on the emulator, for tests of the persistent kernels. Every PE runs several passes, whose results are kept and
+// compared with float64. Routing is the layer's own (checked by route_test.cpp), and its choices are read back.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -46,7 +46,7 @@ struct Options {
     u32 copies = 1;               // PEs that hold each expert; several with host_plan only
     double capacity = 0;
     float aux_loss = 0, z_loss = 0;
-    u32 hot = NONE;               // experts that hot passes prefer, and avoid
+    u32 hot = NONE;               // expert that hot passes prefer, or avoid if `cold`
     bool cold = false;
     std::vector<Forward> passes;  // empty: two passes, with different token counts
     std::vector<u8> reachable;    // as for aristos_host_world; empty: all
@@ -142,8 +142,7 @@ struct Layers {
         return v;
     }
 
-    // A PE's range or group. Without groups, copies of experts are on as many consecutive ranges of PEs; with groups, each group's PEs
-    // hold all experts.
+    // Sets of PEs that each hold all experts: the groups, or without groups `copies` consecutive ranges of PEs.
     std::vector<std::vector<u32>> ranges;
     u32 range_of(u32 pe) const { return o.group_of.empty() ? pe * o.copies / o.n_pes : o.group_of[pe]; }
     void list_ranges() {
@@ -268,7 +267,7 @@ struct Layers {
         if (!planned || !w->launch(pe, KERNEL_FORWARD, o.forward_kernel ? o.forward_kernel : kernel("forward").c_str(), p) || failed(pe)) return false;
         return !sums_losses() || (w->launch(pe, KERNEL_SUM_LOSSES, "aristos_sum_losses", p) && !failed(pe));
     }
-    // With several groups.
+    // Whether losses are summed over several groups.
     bool sums_losses() const { return w->groups.size() > 1 && (o.aux_loss != 0 || o.z_loss != 0); }
     bool backward(u32 pe, Pass& p, u64& hidden_bytes) {
         if (!w->launch(pe, KERNEL_BACKWARD, kernel("backward").c_str(), p) || failed(pe)) return false;
@@ -361,7 +360,7 @@ struct Layers {
         }
         return true;
     }
-    // Number of pass `i` among all passes, and among the forward ones.
+    // Pass `i`, with its numbers among all passes and among the forward passes.
     Pass pass(u32 pe, u32 i) {
         u64 number = o.first_pass + i;
         for (u32 k = 0; k < i; k++) number += o.passes[k].backward;
@@ -370,7 +369,7 @@ struct Layers {
         return p;
     }
 
-    // All passes of one PE, up to the first error.
+    // Runs all passes of one PE, up to the first error.
     void run_pe(u32 pe) {
         std::mt19937_64 delays(o.schedule * 64 + pe);
         auto nap = [&] {
@@ -439,7 +438,8 @@ struct Layers {
 
     double wide(u16 v) const { return widen(v, o.dtype); }
 
-    // One token through one expert. With `dy`, also gradients: of x into `dx`, of the weights into `d`, and <dy, y>.
+    // Computes one expert's result for one token. With `dy`, also adds the gradient of x to `dx` and those of the weights to `d`, and
+    // stores <dy, y>.
     std::vector<double> mlp(u32 e, const u16* x, double weight, const u16* dy, double* dx, Doubles* d, double* d_weight) const {
         const Expert& m = experts[e];
         bool shared = e == o.experts, gated = shared || o.gated;
@@ -491,7 +491,8 @@ struct Layers {
         return y;
     }
 
-    // Largest difference relative to the largest value, or to `least` where terms may cancel almost completely.
+    // Checks the largest difference, relative to the largest value. The divisor is at least `least`, because terms may cancel almost
+    // completely.
     void compare(const char* what, const float* got, const std::vector<double>& want, double least = 1e-3) const {
         double scale = least, worst = 0;
         u64 at = 0;

@@ -1,13 +1,13 @@
 // Measures how much communication the GEMMs hide, in virtual time (host/virtual_time.h). The persistent kernels run unchanged except that
-// each product only takes the time of its FLOP. The network's rate makes the transfers as long as a given share of the GEMMs. Copies
-// inside a PE cost no time.
+// products are not computed and only take the time of their FLOP. The network's rate makes the transfers as long as a given share of the
+// GEMMs. Copies inside a PE cost no time.
 //
 //   overlap_test table     prints the tables of docs/measurements for models' shapes. "equal": only transfers as long as the GEMMs; "sums": only
 //                          gradient sums; "pairs": CTA pairs against single blocks on 8 PEs; "counts": fences, signals, puts and bytes.
 //
-// Without an argument only small layers run, with checks. Models are scaled to 1/8 of their 4,096 tokens and columns, of a tile's rows
-// and columns, and of a chunk's rows. Scaled models run on as many blocks as an H100 has SMs, so that each block has the usual number of
-// tasks of each kind, which take as long as at 6 TFLOP/s per SM.
+// Without an argument only small layers run, with checks. Models are scaled to 1/8: their 4,096 tokens, their columns, the rows and columns
+// of tiles, and the rows of chunks. Scaled models run on as many blocks as an H100 has SMs, so that each block has the usual number of
+// tasks of each kind. A task takes as long as the unscaled task does at 6 TFLOP/s per SM.
 #include "testing.h"
 
 #include "../host/virtual_time.h"
@@ -20,7 +20,7 @@ using namespace aristos;
 constexpr u32 THREADS = 64, SCRATCH = 8192, TILE = 16;
 constexpr u32 CHUNKS_LEAST = 16, LEAST_CHUNK_ROWS = 128 / 8, MOST_CHUNK_ROWS = 256 / 8;
 constexpr u64 LATENCY_NS = 2000, POLL_NS = 1000;
-constexpr double SHARES[] = {0.5, 0.82, 0.91};  // of the rows' transfer time, at which tiles are counted
+constexpr double SHARES[] = {0.5, 0.82, 0.91};  // shares of the rows' transfer time at which startable tiles are counted
 
 // Per PE: total time of the tasks, and end of the last one, ns.
 std::vector<std::atomic<u64>> busy(64), last_end(64);
@@ -118,7 +118,7 @@ struct Model {
 // Mixtral 8x7B: 4096, 14336; Qwen3-30B-A3B: 2048, 768; DeepSeek-V3: 7168, 2048.
 constexpr Model MIXTRAL{"Mixtral", 512, 1792, 8, 2}, QWEN{"Qwen3-30B", 256, 96, 128, 8}, DEEPSEEK{"DeepSeek-V3", 896, 256, 256, 8};
 
-// Times of one pass over all PEs, ns; share of tiles that could start.
+// Measurements of one pass over all PEs: times in ns, bytes, and the share of tiles that could start at each of SHARES.
 struct Result {
     double compute = 0, end = 0, gemm_end = 0, waits = 0, wire_bytes = 0, row_bytes = 0, sum_bytes = 0;
     double startable[3] = {};
@@ -170,7 +170,7 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
     });
     if (sums != NO_SUMS) {
         time.next(n * t.w->pes[0]->info.launches[KERNEL_ALL_REDUCE].grid);
-        // With a caller's routing, so only experts' gradients are summed.
+        // `grad_weights` means a caller's routing, so that only experts' gradients are summed.
         float given;
         t.w->all([&](u32 pe) {
             Pass p = t.pass(pe, 0);
@@ -254,7 +254,7 @@ void print(const char* name, u32 pes, bool backward, double ratio, const Result&
     std::fflush(stdout);
 }
 
-// Time beyond the GEMMs of backward and the sums: with the sums after it, and inside it.
+// Prints the time that backward and the sums take beyond the GEMMs: with the sums after backward, and inside it.
 void print_sums(const char* name, u32 groups, u32 pes, double ratio, const Result& after, const Result& hidden) {
     const double was = after.end / after.compute - 1, is = hidden.end / hidden.compute - 1;
     std::printf("| %s | %u x %u | %.1f | %.2f | %.2f | %.2f | %.0f |\n", name, groups, pes / groups, ratio, was, is, is / was, 100 * (was - is) / ratio);
@@ -274,7 +274,7 @@ void sums_table() {
     }
 }
 
-// Maximum over the PEs, with chunks of 1/8 of 256 rows, so that there are as many chunks as with 4,096 tokens.
+// Prints maximum counts over the PEs. Chunks have 1/8 of 256 rows, so that there are as many chunks as with 4,096 tokens.
 void counts_table() {
     std::puts("| model | PEs | inter-node peers | pass | fences | signals | puts | bytes over the network |\n|---|---:|---:|---|---:|---:|---:|---:|");
     for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
@@ -346,7 +346,7 @@ void table(std::initializer_list<double> ratios) {
 
 }  // namespace
 
-// Cost of a network as slow as the GEMMs for a small layer. The bound is far above the actual cost, and far below that of sending rows in
+// A small layer whose transfers take as long as its GEMMs. The bound is far above the actual time, and far below the time with rows sent in
 // token order.
 CASE(communication_is_mostly_hidden) {
     const Result r = Scaled({"small", 64, 64, 32, 4}, 4, 256, SMALL_DEVICE).run(false, 1);
@@ -365,7 +365,7 @@ CASE(communication_is_mostly_hidden_with_cta_pairs) {
     CHECK(r.end < 1.5 * r.compute && back.end < 1.5 * back.compute, "%.2f and %.2f of the GEMMs", r.end / r.compute, back.end / back.compute);
 }
 
-// With sums that take a quarter of the GEMMs' time, less than half of it remains exposed after backward.
+// The sums' transfers take 0.25 of the GEMMs' time. Inside backward they must cost at least 0.15 of the GEMMs' time less than after it.
 CASE(gradient_sums_are_mostly_hidden) {
     const Scaled layer({"small", 64, 64, 16, 4}, 4, 256, SMALL_DEVICE, 2);
     const Result after = layer.run_sums(SUMS_AFTER, 0.25), hidden = layer.run_sums(SUMS_HIDDEN, 0.25);

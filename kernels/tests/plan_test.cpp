@@ -12,7 +12,7 @@ struct Slot { u32 expert, rank; float weight; u32 choice; };
 struct Row { u32 token; std::vector<Slot> slots; u32 number = 0, slots_before = 0; };
 struct Dest { std::vector<Row> rows; std::vector<u32> round_chunk; };
 
-// The rows of one PE for each destination. `kept[choice]`.
+// The rows of one PE for each destination. `kept[choice]`: whether the capacity limit keeps the choice.
 std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const std::vector<float>& weights,
                               const std::vector<bool>& kept) {
     const LayerShape& s = p.s;
@@ -23,7 +23,8 @@ std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const
     for (u32 choice = 0; choice < chosen.size(); choice++) {
         if (!kept[choice]) continue;
         const u32 token = choice / s.top_k, e = chosen[choice], first = p.first_holder[e], holders = p.first_holder[e + 1] - first;
-        // A holder gets the pairs below its cumulative share, rounded down after an offset that differs by source and expert.
+        // A holder gets the pairs below its cumulative share. Before the share is rounded down, an offset is added that differs by source
+        // and expert.
         u32 holder = 0;
         const u64 offset = u32((s.my_pe + e) * 0x9E3779B9u);
         while (holder + 1 < holders && assigned[e] >= (pairs[e] * p.holder_until[first + holder] + offset) >> 32) holder++;
@@ -136,7 +137,7 @@ void run(const Case& c, u32 seed) {
     s.aux_loss_coef = c.losses ? 0.1f : 0.0f;
     std::vector<u8> reachable;
     for (u32 i = 0; i < c.n_pes * c.n_pes; i++) reachable.push_back(!c.network || i / c.n_pes == i % c.n_pes);
-    // Neither contiguous nor even; PE 0 has the most.
+    // Experts are placed neither contiguously nor evenly; PE 0 has the most.
     auto replicas = [&](u32 e) {
         return c.replicas && e % c.replicas == 0 ? std::vector<u32>{(e + 1) % c.n_pes, (e + 2) % c.n_pes} : std::vector<u32>{};
     };
@@ -160,11 +161,12 @@ void run(const Case& c, u32 seed) {
                 for (u32 e : mine) chosen[pe].push_back(e), weights[pe].push_back(float(random() % 1000));
             }
         }
-        // The capacity limit by its definition: by global token index, the first ceil(factor k T / E) pairs of an expert.
+        // The capacity limit by its definition: in the order of global token indices, it keeps the first ceil(factor k T / E) pairs of an
+        // expert.
         std::vector<std::vector<bool>> kept(c.n_pes);
         u64 pairs = 0;
         for (auto& of_pe : chosen) pairs += u64(of_pe.size() - std::count(of_pe.begin(), of_pe.end(), NONE));
-        const u64 all_tokens = pairs / c.k;  // of k choices each
+        const u64 all_tokens = pairs / c.k;  // tokens with k choices each
         const u64 limit = c.capacity > 0 ? u64(std::ceil(c.capacity * c.k * double(all_tokens) / c.experts)) : ~0ull;
         std::vector<u64> count(c.experts, 0);
         for (u32 pe = 0; pe < c.n_pes; pe++)

@@ -19,7 +19,7 @@ struct ClusterTest {
 };
 constexpr u32 ITERATIONS = 6, BOX = 64 * 64 * 2, FULL = 2 * BOX, EMPTY = FULL + 8, WORD = FULL + 16, CLUSTER_SHARED = FULL + 24;
 
-// In each iteration both blocks load one half of 16 KB each, by multicast to both, and both read all of it.
+// In each iteration each block loads one half of 16 KB by multicast to both blocks, and both blocks read all of it.
 CLUSTER_KERNEL(test_cluster, 64)(ClusterTest t) {
     char* s = shared();
     u64 *full = reinterpret_cast<u64*>(s + FULL), *empty = reinterpret_cast<u64*>(s + EMPTY);
@@ -60,7 +60,7 @@ CLUSTER_KERNEL(test_cluster, 64)(ClusterTest t) {
 }
 REGISTER_CLUSTER_KERNEL(test_cluster)
 
-// Number of wrong elements.
+// Number of wrong elements; `error` is the launch's.
 u32 run_cluster(u32 fault, u32 seed, std::string& error) {
     World world(1, 1 << 20, seed);
     u16* in = world.heap<u16>(0);

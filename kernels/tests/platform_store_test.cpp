@@ -32,7 +32,8 @@ CASE(tsan_stmatrix) {
 
 enum StoreFault : u32 { STORE_RIGHT, STORE_WITHOUT_FENCE, STORE_REUSED, STORE_UNFINISHED, STORE_FORGOTTEN };
 
-// Two boxes of 16 rows through the same shared memory, from row 8 and column 40 on; then a flag, after which another block reads them.
+// Block 0 stores two boxes of 16 rows through the same shared memory, from row 8 and column 40 on. Block 0 then sets a flag, after which
+// block 1 reads the boxes.
 KERNEL(test_tma_store, 32, 1)(const TensorMap* map, u16* out, u32* flag, u32 fault) {
     u16* s = reinterpret_cast<u16*>(shared());
     if (block() == 0) {
@@ -42,7 +43,8 @@ KERNEL(test_tma_store, 32, 1)(const TensorMap* map, u16* out, u32* flag, u32 fau
                 const u32 r = row + lane() / 8;
                 u32 words[4];
                 for (u32 i = 0; i < 4; ++i) {
-                    // Register i of lane l belongs to row l / 4 of matrix i; its rows are at the addresses of lanes 8 i to 8 i + 7.
+                    // Register i of lane l belongs to row l / 4 of matrix i. The addresses of this matrix's rows are those of the 8 lanes
+                    // from 8 i on.
                     const u32 of = 8 * i + lane() / 4, its_row = row + of / 8, column = of % 8 * 8 + lane() % 4 * 2;
                     words[i] = (box << 12 | its_row << 6 | column) | (box << 12 | its_row << 6 | (column + 1)) << 16;
                 }

@@ -370,8 +370,8 @@ CASE(counted_cp_async_misuse_is_reported) {
 
 // ---- wgmma
 
-// D[64, n] += A[64, 64] B[64, n], by four wgmmas, twice. a is [64, 64] and b is [n, 64], both K-major; transposed operands are MN-major
-// in shared memory.
+// d = 2 a b^T for a[64, 64] and b[n, 64], both row-major: the product is accumulated twice, each time by four wgmmas. Shared memory holds
+// an operand K-major, or MN-major if it is transposed (TRANS_A, TRANS_B).
 struct Wgmma {
     const void *a, *b;
     float* d;

@@ -48,7 +48,7 @@ CASE(tsan_exchange) {
 
 struct Chain { u32 *flag, *ticket; u64* data; u32* seen; };
 
-// Blocks take iterations; each adds to its predecessor's value.
+// Each block claims an iteration and, after the previous iteration's block, adds to `data`.
 KERNEL(test_chain, 128, 1)(Chain c) {
     u32* iteration = reinterpret_cast<u32*>(shared());
     if (thread() == 0) {
@@ -256,7 +256,7 @@ KERNEL(test_put, 64, 1)(Puts p) {
 }
 REGISTER_KERNEL(test_put)
 
-// Waits for 8 signals, or 1; counts missing data, and signals that arrived after a later one. In mode 3 it reads data without
+// Waits for 8 signals, or 1; counts missing data, and signals that arrived after a later one. In mode 3 the kernel reads data without
 // acquire_puts.
 KERNEL(test_get, 64, 1)(Puts p, u32* wrong, u64 limit_ns) {
     const u64 start = nanoseconds();
@@ -330,7 +330,7 @@ CASE(network_faults_are_seen) {
     CHECK(send(0, 1, ARISTOS_FAULT_SIGNAL_LOST).signals == 0);
 }
 
-// A peer that can be stored to.
+// Stores directly to a peer's memory.
 KERNEL(test_store, 64, 1)(u64* data, u64* signal) {
     data[thread()] = thread() + 1;
     sync_block();
@@ -386,7 +386,7 @@ CASE(tsan_attached) {
 // ---- elements
 
 CASE(elements) {
-    const auto round = [](double v, int digits, int lowest) {  // to `digits` binary digits, at least 2^lowest apart, ties to even
+    const auto round = [](double v, int digits, int lowest) {  // to `digits` binary digits, the last of them at least 2^lowest; ties to even
         if (v == 0) return v;
         int exponent;
         std::frexp(v, &exponent);
@@ -411,7 +411,7 @@ CASE(elements) {
 KERNEL(test_race_in_block, 128, 1)(u32* out) {
     u32* s = reinterpret_cast<u32*>(shared());
     s[thread()] = thread();
-    sync_warp();  // within one warp; the reader is in another
+    sync_warp();  // orders only one warp's accesses; the reader is in another warp
     out[thread()] = s[(thread() + 32) % 128];
 }
 REGISTER_KERNEL(test_race_in_block)

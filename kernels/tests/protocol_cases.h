@@ -1,4 +1,4 @@
-// Cases of protocol_test.cpp: routings and rounds in which the protocol has been wrong or might be, the expected counters of each pass,
+// Cases of protocol_test.cpp: routings and rounds in which the protocol had errors or might have some, the expected counters of each pass,
 // and a bitwise comparison of two runs.
 #pragma once
 #include "layer_world.h"
@@ -42,14 +42,14 @@ inline Options base(u32 n_pes) {
     return o;
 }
 
-// In each pass other PEs have tokens, or none do; some passes have no backward.
+// The PEs that have tokens change from pass to pass, and in some passes no PE has any. Some passes have no backward.
 inline Options varying_tokens() {
     Options o = base(3);
     o.experts = 5, o.tokens = 30;
     o.passes = {{{13, 0, 7}, false}, {{0, 21, 0}, false}, {{0, 0, 0}}, {{30, 1, 0}}, {{0, 0, 0}, false}, {{5, 6, 7}}};
     return o;
 }
-// All rows to one expert through windows of one chunk; then evenly, without overflow; then all to one again.
+// In hot passes all tokens choose one expert, whose windows have one chunk. The pass between them has even routing, without overflow.
 inline Options one_expert_in_rounds() {
     Options o = base(4);
     o.top_k = 1, o.tokens = 24, o.round_chunks = 1, o.hot = 1;
@@ -70,14 +70,14 @@ inline Options fewer_chunk_buffers_than_peers() {
     o.passes = {{{30, 9, 30, 17}}, {{30, 30, 0, 5}, false}, {{9, 30, 30, 30}}};
     return o;
 }
-// Rounds limited by slots, with everything that has gradients.
+// Rounds are limited by slots. The layer has a shared expert and biases.
 inline Options rounds_by_slots() {
     Options o = base(2);
     o.experts = 6, o.top_k = 3, o.tokens = 40, o.round_chunks = 4, o.round_slots = 16, o.shared = 1, o.bias = 1;
     o.passes = {{{40, 33}}, {{7, 40}, false}, {{0, 40}}};
     return o;
 }
-// PEs with neither tokens nor experts wait for no results.
+// PEs with neither tokens nor experts wait for no results, so they run ahead of the others.
 inline Options running_ahead() {
     Options o = base(4);
     o.experts = 2, o.top_k = 1, o.hosts = 1, o.tokens = 10, o.round_chunks = 1;
@@ -115,14 +115,15 @@ inline Options bulk() {
     o.passes = {{{20, 3, 11}, true, true}, {{0, 0, 4}}, {{20, 20, 20}, false}};
     return o;
 }
-// A round has many chunks, whose buffers are reused.
+// A round has many chunks, so chunk buffers are reused within it.
 inline Options bulk_in_small_windows() {
     Options o = bulk();
     o.round_chunks = 0;
     return o;
 }
 
-// Experts on two of four PEs each; some have no tokens on one or both of them. More steps than a channel has buffers.
+// Each expert is on two of four PEs; some experts have no tokens on one of the two, or on both. The gradient sums have more steps than a
+// channel has buffers.
 inline Options replicas() {
     Options o = base(4);
     o.copies = 2, o.host_plan = true, o.experts = 14, o.bias = 1, o.tokens = 24, o.intermediate = 40;
@@ -136,7 +137,7 @@ inline Options replicas_in_rounds() {
     return o;
 }
 
-// Two hosts of two PEs: the cases above through relays.
+// Cases with relays. Two hosts of two PEs.
 inline Options relays() {
     Options o = base(4);
     o.host_of = {0, 0, 1, 1};
@@ -151,7 +152,7 @@ inline Options relays_in_rounds() {
     o.passes = {{{24, 9, 24, 3}, false, true}, {{24, 24, 24, 24}, true, true}, {{2, 3, 1, 4}}, {{24, 0, 17, 3}, true, true}};
     return o;
 }
-// A round has many chunks, which share one chunk buffer; their results share a few.
+// A round has many chunks, which share one chunk buffer; the partial results of these chunks share PART_BUFFERS buffers.
 inline Options relays_with_one_chunk_buffer() {
     Options o = relays();
     o.tokens = 40, o.window_chunks = 1, o.chunk_rows = 2;
@@ -172,7 +173,7 @@ inline Options unequal_hosts() {
     o.passes = {{{18, 0, 3, 18, 1, 9}}, {{0, 18, 10, 2, 0, 18}}, {{18, 18, 18, 18, 18, 18}, false}};
     return o;
 }
-// Without backward, which would otherwise find its rows still in the windows.
+// Inference: no backward pass uses the rows that the windows still hold.
 inline Options relays_in_inference() {
     Options o = relays();
     o.training = 0, o.hot = 0;
@@ -193,7 +194,7 @@ inline Options groups() {
     o.passes = {{{20, 9, 14, 3, 20}}, {{13, 0, 7, 20, 1}, false}, {{0, 0, 0, 0, 5}}, {{1, 20, 2, 11, 0}}};
     return o;
 }
-// One row per host, in two groups on two hosts of three PEs: one group has one PE and two, the other two and one.
+// Two groups on two hosts of three PEs: on each host one group has one PE, and the other two. A row is sent once per host.
 inline Options groups_of_hosts() {
     Options o = groups();
     o.n_pes = 6, o.host_of = {0, 0, 1, 1, 0, 1}, o.group_of = {1, 0, 0, 1, 1, 0};
@@ -213,7 +214,7 @@ inline Options groups_with_one_chunk_buffer() {
     o.passes = {{{40, 33, 17, 0, 8, 40}}, {{9, 40, 40, 12, 40, 0}}};
     return o;
 }
-// Groups of two PEs on one host, of one and three PEs on two hosts, and of two and two.
+// Three groups: two PEs on one host; one PE on one host and three on the other; two PEs on each host.
 inline Options group_within_a_host() {
     Options o = groups_of_hosts();
     o.n_pes = 10, o.host_of = {4, 4, 2, 2, 4, 2, 2, 4, 2, 4}, o.group_of = {0, 1, 1, 1, 0, 1, 2, 2, 2, 2};
@@ -288,9 +289,10 @@ inline bool overflows_at(const Layers& t, const std::vector<std::vector<Pair>>& 
     return any;
 }
 
-// One for each send group with any message: the headers of a step; its chunks, chunk 0 for all inter-node peers, then chunk 1, in groups
-// of window_chunks; and likewise its results. A phase thus has at most as many fences as inter-node peers if a window holds the most
-// chunks that any of them receives or returns, and at most n times as many if it holds 1/n of that.
+// One fence for each send group with at least one message. The send groups of a step are its headers; its chunks, in groups of
+// window_chunks (chunk 0 for all inter-node peers, then chunk 1, ...); and its results, likewise. If a window holds all chunks that any one
+// inter-node peer receives or returns, a phase has at most one fence per inter-node peer. If a window holds 1/n of these chunks, a phase
+// has at most n fences per peer.
 inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
     const LayerShape& s = t.w->pes[me]->s;
     const auto& group = t.w->peers(me);
@@ -301,7 +303,8 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     const auto in_inter_node = [&](u32 pe) { return inter_node(pe) && (same_host(t, me, pe) || t.w->is_relay_of(me, pe)); };
     auto overflows = [&](u32 pe) { return overflows_at(t, pairs, pe); };
     u64 fences = 0, most_rounds = 1;
-    // Groups of the messages given by `of` per PE, null if no message is sent.
+    // Counts the send groups of one round's chunks. `of` returns the rows sent to a PE, null if there are none; `listed`, whether the PE's
+    // chunks are numbered.
     auto chunks = [&](auto of, auto listed, u64 round) {
         std::vector<bool> group_used(n * s.round_chunks / s.window_chunks + 1, false);
         u32 peers = 0, most = 0;
@@ -340,8 +343,8 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     return fences;
 }
 
-// Bytes of sums for each unit: the other parts of this PE's values, and the sums of its own part for each holder. Only for the PEs for
-// which `of` is true.
+// Bytes that PE `p` sends to sum gradients, counting only the destinations for which `of` is true. For each unit, every other holder gets
+// p's values of that holder's part, and the sums of p's own part.
 template <class Of> u64 expected_sums(const world::Pe& p, Of of) {
     u64 bytes = 0;
     for (const SumUnit& u : p.sum_units) {
@@ -354,8 +357,9 @@ template <class Of> u64 expected_sums(const world::Pe& p, Of of) {
     return bytes;
 }
 
-// Puts of sums, each with a signal: a unit's pieces of this PE's values for the other parts, and of the sums of its own part. A step has
-// one piece per channel and at most one fence for its values and one for its sums, if any go over the network, not one per channel.
+// Puts that sum gradients, each with a signal, and their fences. For each unit, every other holder gets this PE's values of that holder's
+// part, and the sums of this PE's own part, in pieces. A step has one piece per channel. All its values for the network share one fence,
+// and so do all its sums.
 struct SumCounts { u64 puts = 0, fences = 0; };
 template <class Far> SumCounts expected_sum_counts(const world::Pe& p, Far inter_node) {
     SumCounts c;
@@ -376,7 +380,7 @@ template <class Far> SumCounts expected_sum_counts(const world::Pe& p, Far inter
     return c;
 }
 
-// Work of PE `me` for the rows of an inter-node `source`, except results that a relay returns to it.
+// Adds to `w` the work of PE `me` for the rows of an inter-node `source`, except the results that a relay returns to the source.
 inline void expect_relays(PassStats& w, const Layers& t, const Pair& rows, u32 me, u32 source, bool backward, bool again) {
     const LayerShape& s = t.w->pes[me]->s;
     const u32 chunks = u32(rows.chunk_rows.size()), copies = again ? 2 : 1, headers = !backward ? std::max(1u, rows.rounds) : again ? rows.rounds : 0;
@@ -491,7 +495,7 @@ inline void check_counters(const Layers& t) {
 template <class T> bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
-// Describes the difference, or null.
+// Names the first difference; null if there is none.
 inline const char* difference(const Snapshot& a, const Snapshot& b) {
     if (!a.done || !b.done) return "an unfinished pass";
     if (!same_bits(a.out, b.out)) return "output";
@@ -519,7 +523,7 @@ inline std::string difference(const Layers& got, const std::vector<std::vector<S
     return "";
 }
 
-// One schedule: reachability, pass numbers and kinds of block order follow from the seed.
+// One schedule of a case. The seed determines reachability, pass numbers, the number of blocks, the window and the emulator's schedule.
 inline Options scheduled(Options o, u64 seed) {
     const u64 starts[] = {1, (1 << 24) - 1, (u64(1) << 39) - 100};
     o.schedule = seed;

@@ -20,7 +20,7 @@ enum InjectedFault : u32 {
     ONE_HEADER_BUFFER,         // headers of even and odd forward passes share a buffer
     STAMP_WITHOUT_PASS,           // stamps lack the pass
     NO_ACQUIRE_PUTS,            // data is read without acquire_puts after a network signal
-    NO_FENCE_SYS,      // a network signal without a system fence
+    NO_FENCE_SYS,      // a network signal is sent without a system fence
     EARLY_SUM,         // gradients are sent to be summed before they are complete
     NO_SUM_BUFFER_WAIT,          // gradients are sent without checking that the buffer is free
     EARLY_DONE,        // a task is reported before all of its results are stored
@@ -35,8 +35,8 @@ enum InjectedFault : u32 {
     COPIES_FORGOTTEN,  // a block of a CTA pair loads over the other's copies without a fence
     CTA_FAILS_ALONE,       // a block of a CTA pair that fails leaves without the other
     NO_GROUP_QUIET,  // a staging slot is reused before its message has left
-    NO_STEP_QUIET,  // likewise in the next step, or pass
-    EARLY_GROUP_SIGNAL,        // the signals of a step of sums are sent before all channels have put theirs
+    NO_STEP_QUIET,  // a staging slot is reused in the next step or pass before its message has left
+    EARLY_GROUP_SIGNAL,        // the signals of a step of sums are sent before all channels have put their pieces
 };
 inline InjectedFault injected = NO_FAULT;
 }  // namespace aristos
@@ -58,7 +58,7 @@ u32 seeds(u32 few) {
     return text ? u32(std::strtoul(text, nullptr, 10)) : few;
 }
 
-// Checks one schedule against float64 and all others against its bits, optionally on another GEMM path.
+// Checks one schedule against float64, and `count` others, on the GEMM path `path`, bit for bit against that one.
 void any_schedule(const Options& o, u32 count, world::Path path) {
     Layers want(o);
     want.run();
@@ -156,11 +156,11 @@ CASE(even_routing_needs_at_most_one_fence_per_inter_node_peer) {
                 u64 most[2] = {0, 0};
                 for (u32 pe = 0; pe < pes; pe++) {
                     const Snapshot& s = t.seen[pe][0];
-                    // For headers, rows and results; backward has no headers.
+                    // One fence for headers, and one per peer each for rows and for results. Backward has no headers.
                     CHECK(s.forward.fences <= 1 + 2 * inter_node, "%llu fences to %llu peers", (unsigned long long)s.forward.fences, (unsigned long long)inter_node);
                     CHECK(s.backward.fences <= 2 * inter_node, "%llu fences to %llu peers", (unsigned long long)s.backward.fences, (unsigned long long)inter_node);
-                    // One for each send group with two later ones in its phase, one per kernel, and one for the router's gradient, a
-                    // single piece.
+                    // One quiet for each send group with two later groups in its phase, one per kernel, and one for the router's gradient,
+                    // which is a single piece.
                     const u64 quiets = static_cast<host::World*>(t.w->handle)->network->quiets(pe), groups = inter_node > 2 ? 4 * (inter_node - 2) : 0;
                     CHECK(quiets >= 2 && quiets <= groups + 3, "%llu quiets, %llu peers", (unsigned long long)quiets, (unsigned long long)inter_node);
                     CHECK(s.forward.signals == s.forward.puts && s.backward.signals == s.backward.puts, "a chunk buffer was reused");
@@ -191,7 +191,7 @@ Options many_rows() {
     o.passes = {{{130, 41, 97}}, {{33, 130, 0}, false}};
     return o;
 }
-// Likewise for tiles of 256 rows; some have no rows in the second 128.
+// Like many_rows, for tiles of 256 rows. Some tiles have no rows in the second 128.
 Options more_rows() {
     Options o = rounds_by_slots();
     o.path = world::PATH_HOPPER, o.hidden = 64, o.intermediate = 48, o.tokens = 300, o.experts = 3, o.top_k = 2, o.chunk_rows = 32;
@@ -293,7 +293,7 @@ void dead_peer_ends_all_waits(world::Path path) {
     add("never began, capacity", 2, NEVER_BEGAN, 0, {ERROR_TIMEOUT, 2, WHAT_CAPACITY, PHASE_ROUTER, 1, 0, 0},
         [](Options& o) { o.capacity = 1; });
     add("never began, bulk", 2, NEVER_BEGAN, 0, counts, [](Options& o) { o.bulk = 1; });
-    // Stamps of backward, which is pass 2; the words still hold forward's.
+    // The expected stamps are those of backward, which is pass 2. The words still hold forward's stamps.
     add("no barrier", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_BARRIER, PHASE_WAITING, 2 * STAMP + 2, STAMP + 1, 0},
         [](Options& o) { o.bulk = 1, o.passes = {{{8, 8, 0}}}; });
     add("no results", 0, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 0, WHAT_RESULTS, PHASE_COMBINE, 2 * STAMP + 1, STAMP + 1, 0},
@@ -303,11 +303,11 @@ void dead_peer_ends_all_waits(world::Path path) {
         [](Options& o) { o.hosts = 1, o.round_chunks = 1; });
     add("no rows", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_ROWS, PHASE_DISPATCH, 2 * STAMP + 1, STAMP + 1, 0},
         [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 0, 4}}}; })->unharmed = {1};
-    // A dead relay, while the PEs of its host wait for other hosts' data: it is named, also on the other host.
+    // A relay is dead while the PEs of its host wait for other hosts' data. Errors name the relay, also on the other host.
     add("never began, a relay", 2, NEVER_BEGAN, 0, counts, [](Options& o) {
         o.n_pes = 4, o.host_of = {0, 0, 1, 1}, o.reachable = reach(4, REACH_NODES, 0), o.passes = {{{8, 8, 8, 8}}, {{8, 8, 8, 8}}};
     });
-    // The error gives the relay's index in its group: the third of PEs 1 to 4. The other group finishes its passes.
+    // The error gives the relay's index in its group: the third of PEs 1 to 4. PEs 0 and 5, the other group, finish their passes.
     add("never began, a relay in a group", 3, NEVER_BEGAN, 0, counts, [](Options& o) {
         o.n_pes = 6, o.host_of = {0, 1, 0, 1, 0, 1}, o.group_of = {1, 0, 0, 0, 0, 1}, o.reachable = reach_hosts(o.host_of, 1);
         o.passes = {{{8, 8, 8, 8, 8, 8}, false}, {{8, 8, 8, 8, 8, 8}, false}};
@@ -319,7 +319,7 @@ void dead_peer_ends_all_waits(world::Path path) {
     CHECK(world::failures == 0);
 }
 
-// Relays wait for partial results of PEs on their hosts, which are named; also in bulk mode, where no other message is missing between
+// Relays wait in vain for partial results of PEs on their hosts, and must name such a PE. In bulk mode no other message is missing between
 // the barriers.
 CASE(missing_part_is_reported) {
     for (u32 bulk : {0, 1}) {
@@ -340,7 +340,7 @@ CASE(missing_part_is_reported) {
     CHECK(world::failures == 0);
 }
 
-// A PE that its host aborts at any moment: all PEs finish, and those without an error have correct results.
+// The host aborts a PE at a random moment. All PEs finish, and those without an error have correct results.
 void peer_stopped_anywhere_is_reported(world::Path path) {
     Options o = one_expert_in_rounds();
     o.wait_limit_ns = SECOND, o.delay_us = 0, o.path = path;
@@ -411,7 +411,7 @@ struct Forgery {
         *header_signal(l, 1, 1) = STAMP + 1;
         for (u32 i = 0; i < l.shape.round_chunks; i++) *chunk_signal(l, 1, i) = STAMP + 1;
     }
-    // In chunk 0.
+    // Row words and slots of chunk 0.
     u32* rows() const { return reinterpret_cast<u32*>(window + l.shape.chunk_rows * l.sizes.row_bytes); }
     u32* slots() const { return rows() + l.shape.chunk_rows; }
     const ErrorRecord& run() {
@@ -483,14 +483,14 @@ namespace {
 
 // Number of seeds until a wrong result or an error; 0: never.
 u32 caught(Options o, Reach who, InjectedFault fault, u32 host_fault = 0) {
-    o.wait_limit_ns = world::is_hopper(o.path) ? 20 * SECOND : 2 * SECOND;  // its kernels take long on a busy machine
+    o.wait_limit_ns = world::is_hopper(o.path) ? 20 * SECOND : 2 * SECOND;  // Hopper's kernels take long on a busy machine
     Layers want(o);
     want.run();
     for (u32 seed = 1; seed <= 1000; seed++) {
         Options s = o;
         s.schedule = seed, s.reachable = o.host_of.empty() ? reach(o.n_pes, who, seed) : reach_hosts(o.host_of, 1);
         Options faulty = s;
-        // The run hangs in each pass and each of its rounds.
+        // With these faults the run waits for the whole limit in each pass and each of its rounds.
         if (fault == LATE_DONE || fault == CTA_LEAVES_ALONE) faulty.wait_limit_ns = 2 * SECOND;
         Layers got(faulty);
         aristos_host_fault(got.w->handle, ~0u, host_fault);
@@ -546,7 +546,7 @@ CASE(detects_early_sum_in_groups) { CHECK(caught(groups_of_hosts(), REACH_NONE, 
 CASE(detects_fence_lost) { CHECK(caught(varying_tokens(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_FENCE_LOST)); }
 CASE(detects_signal_first) { CHECK(caught(varying_tokens(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
 
-// On Hopper's kernels and with CTA pairs, both with the layer's kernels and with the small test path.
+// Faults on Hopper's kernels and with CTA pairs, with the layer's kernels and with the small test path.
 namespace {
 Options by(world::Path path, Options o) {
     o.path = path, o.delay_us = 0;
@@ -582,10 +582,11 @@ CASE(detects_cta_fails_alone) {
     world::failures = failures;
 }
 
-// ---- Under ThreadSanitizer, whose vector clocks have an entry per thread and make it slow, so the routing kernels are left out.
+// ---- Under ThreadSanitizer. The sanitizer is slow because its vector clocks have an entry per thread, so the routing kernels are left
+// out.
 namespace {
 
-// Short runs with three kinds of block order, for each way in which PEs reach each other.
+// Short runs, each with another order of blocks and another way in which PEs reach each other.
 void orderly(Options o, u32 count) {
     o.host_plan = true, o.blocks = world::in_cta_pairs(o.path) ? 4 : 3, o.capacity = 0, o.delay_us = 0;
     std::vector<std::vector<Snapshot>> want;

@@ -1,5 +1,5 @@
-// aristos_route, aristos_route_backward and aristos_router_gradients against float64 and against differences of the loss.
-// Passes with ThreadSanitizer, too.
+// aristos_route, aristos_route_backward and aristos_router_gradients against float64 and against differences of the loss. The test also
+// runs under ThreadSanitizer.
 #include <algorithm>
 
 #include "../route.h"
@@ -19,7 +19,7 @@ struct Case {
     float scaling = 1.0f, aux = 0.0f, z = 0.0f;
     u32 gate = 0;
     u32 ties = 0;    // experts 2 i and 2 i + 1 have equal weights
-    float d_size = 1.0f;  // of the routing weights' gradients
+    float d_size = 1.0f;  // scale of the routing weights' gradients
     u32 blocks = 4;
 };
 
@@ -47,7 +47,7 @@ std::vector<double> weights_of(const Case& c, const std::vector<double>& scores,
     return w;
 }
 
-// The choice by sorting; `gap`: distance of the closest decision.
+// Chooses by sorting. `gap`: the smallest difference between a chosen and a rejected value.
 std::vector<u32> choose(const Case& c, const std::vector<double>& scores, const std::vector<float>& bias, double& gap) {
     std::vector<double> selection = scores;
     if (c.bias) for (u32 e = 0; e < c.experts; e++) selection[e] += bias[e];
@@ -196,7 +196,8 @@ void run(const Case& c, u32 seed) {
     pass.pass = 2;
     if (!w.launch(0, KERNEL_ROUTE_BACKWARD, "aristos_route_backward", pass)) return;
     if (!w.launch(0, KERNEL_ROUTER_GRADIENTS, "aristos_router_gradients", pass)) return;
-    // By differences in float64, independent of derivative formulas: all tokens of a small case, otherwise some.
+    // Checks the logits' gradients by differences in float64, independent of derivative formulas: for all tokens of a small case, otherwise
+    // for some.
     double largest = 0;
     for (u64 i = 0; i < u64(c.tokens) * experts; i++) largest = std::max(largest, double(std::fabs(l.routing.d_logits[i])));
     for (u32 t = 0; t < c.tokens; t += 1 + c.tokens * experts / 4000) {
@@ -209,19 +210,19 @@ void run(const Case& c, u32 seed) {
                 at[e] = v;
                 return objective(c, at.data(), chosen, dw, routed, all_tokens);
             };
-            // Fourth order.
+            // A difference of fourth order.
             const double d = (8 * (value(middle + step) - value(middle - step)) - value(middle + 2 * step) + value(middle - 2 * step)) / (12 * step);
             at[e] = middle;
             const double got = l.routing.d_logits[u64(t) * experts + e], error = std::fabs(got - d) / largest;
             if (largest > 0) worst_d_logit = std::max(worst_d_logit, error);
-            // The terms of the formula may cancel; f32's error is that of the terms.
+            // The terms of the formula may cancel, so the error in f32 is proportional to the largest term.
             float term = 0;
             for (u32 j = 0; j < c.k; j++) term = std::max(term, std::fabs(dw[j]) * c.scaling);
             CHECK(std::fabs(got - d) <= 2e-6 * largest + 2e-7 * term, "token %u: gradient of logit %u is %g instead of %g", t, e, got, d);
         }
     }
 
-    // Products in float64 from the kernel's logit gradients.
+    // Checks the products in float64, from the kernel's gradients of the logits.
     auto d_logit = [&](u32 t, u32 e) { return double(l.routing.d_logits[u64(t) * experts + e]); };
     auto d_gate = [&](u32 t) {
         const double v = l.routing.shared_weight[t];

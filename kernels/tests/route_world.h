@@ -41,7 +41,7 @@ inline float from_bits(u32 bits) {
     return f;
 }
 
-// Elements of the layer's dtype, with independent arithmetic.
+// Conversions of elements of the layer's dtype that do not depend on the kernels' code.
 inline float widen(u16 v, u32 dtype) {
     if (dtype == DTYPE_BF16) return from_bits(u32(v) << 16);
     const int exponent = v >> 10 & 31, fraction = v & 1023;
@@ -111,7 +111,7 @@ struct Pe {
 // All PEs, by default in one group. `owner_of(expert)` returns an expert's PE, and `replicas(expert)`, if given, the other holders in its
 // group and in others. PEs are numbered in the world, except in the layer's tables, which use group numbers.
 struct World {
-    LayerShape s;  // of the world, and with a single group also of that
+    LayerShape s;  // of the world; with a single group, that group's
     void* handle = nullptr;
     std::vector<std::unique_ptr<Pe>> pes;
 
@@ -120,7 +120,7 @@ struct World {
     const std::vector<u32>& peers(u32 pe) const { return groups[group[pe]]; }
     static u32 index(const std::vector<u32>& in, u32 of) { return u32(std::find(in.begin(), in.end(), of) - in.begin()); }
 
-    // The host of each PE, with one row per host; and for each group, whether rows are relayed in it.
+    // `hosts`: the host of each PE, in cases with one row per host. `relays`: for each group, whether rows are relayed in it.
     std::vector<u32> hosts;
     std::vector<u8> relays;
     bool intra_node(u32 a, u32 b) const { return !relays[group[a]] || hosts[a] == hosts[b]; }
@@ -131,7 +131,7 @@ struct World {
             if (hosts[other] == hosts[pe]) all.push_back(other);
         return all;
     }
-    // Like src/moe/spec/hosts.rs, for PEs of a group.
+    // The PE to which `source` sends rows for `target`, a PE of the same group, as in src/moe/spec/hosts.rs.
     u32 relay_for(u32 source, u32 target) const {
         if (intra_node(source, target)) return target;
         const std::vector<u32> to = members(target);
@@ -181,7 +181,7 @@ struct World {
             p.owner = owner, p.local_index = index;
             list_placement(p, locals);
             if (p.s.relays) list_relays(p);
-            // Random shares, always the same.
+            // Random shares, the same in every run.
             std::mt19937 random(u32(seed) + pe);
             for (u32 e = 0; e < s.n_experts; e++) {
                 const long count = long(p.first_holder[e + 1] - p.first_holder[e]);
@@ -203,7 +203,6 @@ struct World {
     }
     ~World() { aristos_host_free(handle); }
 
-    // Whether rows are relayed in a group.
     bool relays_in(const std::vector<u32>& of) const {
         bool several = false, apart = false;
         for (u32 a : of)
@@ -234,13 +233,13 @@ struct World {
         return g;
     }
 
-    // The number of expert `e` on PE `pe`, or NONE if it does not hold the expert.
+    // The number of expert `e` on PE `pe`, or NONE if the PE does not hold the expert.
     u32 number(u32 e, u32 pe) const {
         for (size_t i = 0; i < holding[e].size(); i++)
             if (holding[e][i] == pe) return numbering[e][i];
         return NONE;
     }
-    // Likewise at the destination of rows of `source`: the PE, or its relay.
+    // The number of expert `e` of PE `pe` in rows from `source`, which are sent to the PE or to the relay there.
     u32 number_for(u32 source, u32 e, u32 pe) const {
         if (intra_node(source, pe)) return number(e, pe);
         const auto all = members(pe);
@@ -270,7 +269,6 @@ struct World {
             p.first_holder.push_back(u32(p.holder_physical.size()));
         }
     }
-    // The relay tables.
     void list_relays(Pe& p) const {
         const u32 me = p.s.world_pe;
         const auto& of = peers(me);
@@ -278,7 +276,7 @@ struct World {
         const auto here = members(me);
         p.s.members = u32(here.size()), p.s.member = index(here, me);
         p.relay.assign(RELAY_TABLES * n, NONE);
-        // Windows of a PE: its senders, in order.
+        // Number of the window of `source` at PE `at`. A PE's windows are in the order of its senders.
         auto window = [&](u32 at, u32 source) {
             u32 number = 0;
             for (u32 q : of) number += q < source && q != at && (hosts[q] == hosts[at] || is_relay_of(at, q));
@@ -305,7 +303,7 @@ struct World {
     }
     std::vector<std::vector<u32>> holding, numbering;  // by expert: its holders, and its number on each
 
-    // The units of a PE's gradient sums, like the host's.
+    // Lists the units of a PE's gradient sums, as the host does.
     void list_sums(Pe& p, const std::vector<std::vector<u32>>& holders, const std::vector<std::vector<u32>>& numbers) const {
         std::vector<u32> before(s.n_world, 0), all;
         auto add = [&](u32 batch, const std::vector<u32>& of) {
@@ -375,7 +373,7 @@ struct World {
         }
         t.inter_node = p.inter_node.data(), t.inter_node_returns = p.inter_node_returns.data(), t.relay = p.relay.data();
         p.local = static_cast<char*>(std::aligned_alloc(256, (p.info.local_bytes + 255) / 256 * 256));
-        // Memory that is not written must not look like a value.
+        // Memory that is never written must not look like a valid value.
         std::memset(p.local, 0xa5, p.info.local_bytes);
         p.layer_bytes.resize(p.info.layer_bytes);
         aristos_layer(&p.s, &t, reinterpret_cast<u64>(p.local), p.world_peer[pe], p.layer_bytes.data(), &p.info);

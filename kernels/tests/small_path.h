@@ -1,5 +1,5 @@
-// A third GEMM path, for tests of the code around it: scalar products, tiles of 32 x 64 and blocks of two warps. On the emulator it takes
-// a hundredth of the others' time, so that tests can run many seeds, and its small tiles are many.
+// A third GEMM path, for tests of the code around it: scalar products, tiles of 32 x 64 and blocks of two warps. On the emulator this path
+// takes a hundredth of the time of the others, so that tests can run many seeds. The tiles are small, so that there are many.
 #pragma once
 #include "../pass.h"
 #include "../cta_pair.h"
@@ -73,7 +73,7 @@ template <class T, bool IS_BACKWARD> struct SmallCtaPairPath {
         const bool first = !CtaPair::is_second(), one = dev::thread() == 0;
         CtaPair::call(b);
         for (;;) {
-            dev::cluster_sync();  // the second block has read the previous task, and the first one's results of it
+            dev::cluster_sync();  // both blocks have finished with the previous task
             if (one && first) s.more = source.next(s.task, [] { return false; });
             if (one && !first) source.await();
             dev::cluster_sync();

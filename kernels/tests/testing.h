@@ -41,7 +41,7 @@ struct Case {
     static testing::Case registered_case_##name(#name, case_##name); \
     static void case_##name()
 
-// Continues, but prints at most a few lines.
+// A failed check does not end the case. Only the first 20 failures of a case are printed.
 #define CHECK(condition, ...)                                                              \
     do {                                                                                   \
         if (!(condition) && ++testing::Case::failures <= 20) {                             \
@@ -122,8 +122,9 @@ inline int testing_main(int argc, char** argv) {
 
 #ifdef ARISTOS_TSAN
 extern "C" {
-// ThreadSanitizer's hooks: called for every report, and asked once at the start. Cases decide what a report means; worlds of different
-// cases use the same addresses.
+// ThreadSanitizer's hooks. The sanitizer calls the first for every report and the second once at the start. The exit code stays 0, because
+// cases decide what a report means. Reports at equal addresses are not suppressed, because worlds of different cases use the same
+// addresses.
 __attribute__((visibility("default"))) void __tsan_on_report(void*) { ++testing::races; }
 __attribute__((visibility("default"))) const char* __tsan_default_options() { return "exitcode=0:suppress_equal_addresses=0"; }
 }

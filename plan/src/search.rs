@@ -11,7 +11,7 @@ use super::random::Random;
 use super::state::{Move, State, TOWARD_MOST};
 use crate::cluster::LinkTable;
 
-/// The target is below the best objective by this share of its work.
+/// The target is the best objective with all but its all-reduce term reduced by this share.
 const UNDER: f64 = 0.03;
 /// First and last temperature, relative to the first limit of a group.
 const HOT: f64 = 0.1;
@@ -94,7 +94,7 @@ impl<'p, 'a, L: LinkTable, E: Evaluate> Search<'p, 'a, L, E> {
         }
     }
 
-    /// The best of each number of groups, best first; the bounds; and the objective.
+    /// Returns the best grouping for each number of groups, best first; the bounds; and the evaluator.
     pub fn into_found(self) -> (Vec<Found>, Bounds, E) {
         let best = self.best.as_ref().map(|best| best.groups.len());
         let mut found: Vec<Found> = self.by_groups.into_iter().flatten().collect();
@@ -204,7 +204,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L, &'p Problem<'a, L>> {
         chain.into_answer()
     }
 
-    /// A random change: a device of the worst group, or any, into the group of another device, alone or in its place.
+    /// A random change: a device, of the worst group or of any, moves to another group or becomes idle, or is swapped with another device.
     fn propose(&self, state: &State<L>, random: &mut Random) -> Option<Move> {
         let n = self.problem.n();
         let i = if random.below(8) < 3 {
@@ -263,7 +263,7 @@ impl<L: LinkTable> Annealed for Annealing<'_, '_, '_, L> {
     fn objective_below(&mut self, limit_ms: f64) -> Option<f64> {
         let below = |state: &State<L>| state.valid() && state.objective_ms() < limit_ms;
         if below(&self.state) && self.search.problem.n() <= TOWARD_MOST {
-            // Accumulated rounding may report a too low objective.
+            // Accumulated rounding errors may make the objective too low.
             self.state.refresh();
         }
         below(&self.state).then(|| self.state.objective_ms())
@@ -347,7 +347,7 @@ fn deal(blocks: &[Vec<u32>], k: usize, weight: impl Fn(u32) -> f64) -> Vec<Vec<u
     let rate = |block: &Vec<u32>| block.iter().map(|&i| weight(i)).sum::<f64>();
     let mut order: Vec<(f64, usize)> = blocks.iter().map(rate).zip(0..).collect();
     order.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-    // Weights are not negative, so bits sort like numbers.
+    // Sums of weights are not negative, so their bits sort like the numbers.
     let mut heap: std::collections::BinaryHeap<_> = (0..k).map(|g| std::cmp::Reverse((0u64, g))).collect();
     let mut groups = vec![Vec::new(); k];
     for (rate, block) in order {

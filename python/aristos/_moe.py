@@ -113,13 +113,13 @@ class MoE(nn.Module):
             self.z_loss = self.z_loss_coef * logits.logsumexp(-1).square().sum() / max(1, len(ids))
 
     def scale_gradients(self):
-        """Divides the experts' gradients, sums over the group, by its size, to match averaged gradients of other parameters."""
+        """Divides the experts' gradients, which are sums over the group, by the group's size, to match averaged gradients of other parameters."""
         for parameter in (self.gate_up_proj, self.down_proj):
             if parameter.grad is not None:
                 parameter.grad /= self.group.size
 
     def _matrices(self, prefix):
-        """Yields the names in a Hugging Face checkpoint of this process's expert matrices, and views of the parameters."""
+        """Yields each matrix of this process's experts: its name in a Hugging Face checkpoint, and a view of the parameter."""
         inner = self.down_proj.shape[2]
         for local, expert in enumerate(self.local):
             names = {"gate_proj": self.gate_up_proj[local, :inner], "up_proj": self.gate_up_proj[local, inner:]}

@@ -62,7 +62,8 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         dtype,
         wire: (on_wire != dtype).then_some(Wire { dtype: on_wire, sent: &sent, roundings }),
     };
-    // Gradients of weights are computed from the rounded rows, and are not sent as rows.
+    // `dtype` selects the tolerance. Output and input gradient are sums of rows that were sent, so theirs is the type on the wire; gradients
+    // of weights are only computed from such rows, so theirs is the layer's type.
     let mut test = |name: &str, got: &[f32], want: &[f64], bounds: &Bounds, dtype: Dtype| -> Result<()> {
         let Comparison { deviation, tolerance, worst } = judge(name, got, want, bounds, dtype);
         let worst = worst.map(|slice| SliceCheck {

@@ -58,7 +58,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("hosts::devices_are_planned_for_by_what_joins_them", || {
         const DELAY_MS: f64 = 10.0;
         let Some(hosts) = Hosts::with_link(2, &format!("delay_ms={DELAY_MS}")) else { return };
-        // One group whose rows cross only the network, twice in each pass.
+        // Both PEs form one group. Rows between them cross the network twice in each pass, so the plan includes at least two delays.
         let report = json(over(&hosts, 2, "tcp", PLANNED));
         let plan = &report["plan"];
         assert_eq!((&report["check"]["passed"], &plan["source"]), (&true.into(), &"auto".into()), "{report}");

@@ -140,7 +140,7 @@ fn the_closed_form_is_exact_where_it_is_given() {
 
 #[test]
 fn both_directions_get_their_turn() {
-    // The one link belongs to 0 in even rounds and to 1 in odd ones; as published 0 keeps it until its load is sent.
+    // Node 0 has the only link in even rounds and node 1 in odd ones; as published, node 0 keeps it until its load is sent.
     let load = Load::new(2, vec![vec![0, 200, 100, 0]]);
     for (schedule, senders) in [(Schedule::Fair, [0, 1, 0]), (Schedule::Compat, [0, 0, 1])] {
         let mut trace = Vec::new();
@@ -152,7 +152,8 @@ fn both_directions_get_their_turn() {
 
 #[test]
 fn the_second_link_is_timed_in_the_default_alone() {
-    // Link 0 takes the 20 bytes from 0 to 1, so that the 100 from 1 to 0 go over link 1: five packets.
+    // Link 0 carries one packet from 0 to 1, and link 1 five packets from 1 to 0, in 5 + 1 ms. The published program times only link 0,
+    // 1 + 0.2 ms.
     let params = params(r#"{"num_links": 2, "base_delay_ms": 0}"#);
     let load = Load::new(2, vec![vec![0, 20, 100, 0]]);
     let [fair, compat] = [Schedule::Fair, Schedule::Compat].map(|schedule| run(&params, &load, schedule).time_ms);

@@ -104,7 +104,7 @@ fn one_token_makes_a_round_trip() {
     near(bulk.straggler_s[1], 100.0);
     near(bulk.step_s[0], 1.0 + 1.0 + 11.0 + 1.0 + 100.0 + 1.0 + 11.0 + 1.0);
     near(times.sent_bytes, 20.0);
-    // 3 bytes with a row and 4 with its slot in the dispatch.
+    // The dispatch adds 3 bytes per row and 4 per slot.
     let mut with = Case::one_group(case.plans[0].clone(), &[0, 1]);
     (with.cost.out_bytes, with.cost.back_bytes) = ((3.0, 4.0), 5.0);
     near(simulate(&with.step()).step_s[0], 129.0);
@@ -134,7 +134,8 @@ fn transfers_overlap_computation() {
     near(window.step_s[0], 400.0);
     let second = window.spans.iter().filter(|span| span.name == "rows from PE 0").nth(1).unwrap();
     near(second.start_s + second.dur_s, 23.0);
-    // Bulk in windows of one: counts 1 + 1, two rounds of 11 + 1, 400 + 1, results of two rows 21 + 1.
+    // Bulk in windows of one chunk, with a barrier of 1 s after each part: counts 1 + 1, rows twice 11 + 1, experts 400 + 1, results of
+    // two rows 21 + 1.
     let bulk = simulate(&Step { window_chunks: 1, schedule: Schedule::Bulk, ..case.step() });
     near(bulk.step_s[0], 2.0 + 24.0 + 401.0 + 22.0);
     // Twice the FLOP/s halve the work; alpha stays.
@@ -170,7 +171,7 @@ fn groups_sum_their_gradients() {
     // 300 s of work, then 2 latencies and 2 (2 - 1) / 2 of 50 bytes.
     near(times.step_s[0], 300.0 + 2.0 + 50.0);
     near(times.pes[0].all_reduce_s, 52.0);
-    // Replicated weights: two rounds of one latency, and as many bytes.
+    // The replicated weights' gradients take 2 latencies and 2 (2 - 1) / 2 of 70 bytes, while the experts' take 52 s.
     case.cost.gradient_bytes = (50.0, 70.0);
     near(simulate(&Step { backward: true, ..case.step() }).step_s[0], 300.0 + 72.0);
 }
@@ -429,7 +430,7 @@ fn relayed_rows_cross_the_network_once() {
     let names: Vec<&str> =
         once.spans.iter().map(|span| span.name.as_str()).filter(|name| name.contains(" PE ")).collect();
     assert_eq!(names, ["rows from PE 0", "rows from PE 2", "results from PE 3", "results from PE 2"]);
-    // 3 bytes with a row and 4 with a slot in the dispatch, 5 with a slot returned in a backward: both slots cross, one is forwarded.
+    // The dispatch adds 3 bytes per row and 4 per slot, and backward 5 per returned slot. Both slots cross the network; one is forwarded.
     let mut with = case(Some(2));
     (with.cost.out_bytes, with.cost.back_bytes) = ((3.0, 4.0), 5.0);
     let with = simulate(&Step { backward: true, ..with.step() });
@@ -443,7 +444,7 @@ fn relayed_rows_cross_the_network_once() {
 
 #[test]
 fn relays_return_their_slots() {
-    // Three tokens for both PEs of the other host, in crossings of one row and a window of one: the next one leaves when both PEs have
+    // Three tokens for both PEs of the other host, in chunks of one row and a window of one chunk: a chunk leaves when both PEs have
     // gathered the previous one.
     let none = || rows(&[]);
     let three = || Rows {
@@ -455,8 +456,8 @@ fn relays_return_their_slots() {
     let mut case = Case::one_group(group_plan(&sent, &[0, 0, 1, 1], 1, 1), &[0, 0, 1, 1]);
     case.cluster = two_hosts();
     let times = simulate(&Step { window_chunks: 1, ..case.step() });
-    // Arrival at 50, forwarded by 61, credits at 62 and 72: at 122, 133, 144; at 194 and 205. PE 3 then computes from 61 to 361, and a sum
-    // takes 11 + 50.
+    // Row 0 is at PE 2 at 50 and at PE 3 at 61; the credits are back at PE 2 at 62 and at PE 0 at 72. Row 1 follows at 122 and 133 (credit
+    // at 144), row 2 at 194 and 205. PE 3 computes from 61 to 361, and its sum takes 11 + 50.
     let ends: Vec<f64> =
         times.spans.iter().filter(|span| span.name == "rows from PE 0").map(|span| span.start_s + span.dur_s).collect();
     assert_eq!(ends, [50.0, 122.0, 194.0]);

@@ -4,10 +4,10 @@
 //! large sizes and slow links have fewer samples (`sampling.rs`). If the PEs share pages, rounds of the measurement alternate with rounds of bare copies and
 //! flags ([`super::raw`]), so that a change of the machine's speed affects both.
 //!
-//! - **Latency** of put, get and atomic: the call and quiet. Of put with signal and send: a ping-pong.
+//! - **Latency**: for put, get and atomic the call and quiet; for put with signal and send a ping-pong.
 //! - **Bandwidth**: a batch of calls to the same address, then quiet. The bytes are not read.
 //! - **Consume**: a stream of put with signal, or of sends, through a ring of 2 MiB or two slots, whichever is larger. The receiver sums every byte,
-//!   checks the sum, and returns the slot. Its clock is used, starting when all warm-up messages have been read.
+//!   checks the sum, and returns the slot. The receiver's clock is used, starting when all warm-up messages have been read.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -349,7 +349,7 @@ impl<T: Transport> PairMember<'_, T> {
         }
         let (shmem, peer) = (self.shmem, self.peer);
         let source = self.memory.source.slice(0..of.bytes);
-        // The call alone is measured separately: a batch of calls, the clock, then quiet.
+        // `complete` is the time of a call and its quiet. `issue` is that of the calls alone: the clock is read before the batch's quiet.
         let complete = self.sample(plan, |n| {
             for _ in 0..n {
                 shmem.put_nbi(self.memory.ring, source, peer);
@@ -450,7 +450,7 @@ impl<T: Transport> PairMember<'_, T> {
         // The measurement starts with an empty ring: messages that were delivered before would increase the rate.
         let counted_from = (plan.warmup * plan.batch) as u64;
         let deadline = self.deadline(plan);
-        // A slot's signal has the number of the message, counted over all slots and both paths, so that figures may differ in slot size.
+        // A slot's signal holds the message's number. One count covers all slots and both paths, so that figures may differ in slot size.
         let first = self.counted(SLOT, messages);
         let credit = self.counted(CREDIT, messages);
         let slot_of = |m: u64| (m % slots as u64) as usize;
@@ -701,7 +701,7 @@ mod tests {
 
     #[test]
     fn wrong_bytes_are_an_error() {
-        // The receiver expects other bytes than are sent: in the last word of the largest size only.
+        // Only the last word of the largest size differs from what the receiver expects.
         let [_, second] = measure(true, |source| source[511] ^= 1 << 40);
         let error = second.unwrap_err().to_string();
         assert_eq!(error, "message 0 of 4096 bytes from PE 0 arrived damaged");

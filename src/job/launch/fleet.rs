@@ -29,7 +29,7 @@ pub(super) struct Fleet {
 }
 
 struct Member {
-    /// `None` if a launched process is its parent.
+    /// `None` if the PE is the child of a launched process, not of this one.
     child: Option<Child>,
     end: Option<End>,
     /// Whether [`Fleet::reap`] has returned the end of this PE.
@@ -86,7 +86,7 @@ impl Fleet {
     /// Handles the frames of the launched processes; returns the PEs that have just been lost with their parents.
     ///
     /// # Errors
-    /// A PE that could not be started.
+    /// [`LaunchError::Spawn`] if a PE could not be started.
     pub(super) fn listen(&mut self) -> Result<Vec<usize>, LaunchError> {
         let mut lost = Vec::new();
         let n_pes = self.members.len();
@@ -179,7 +179,7 @@ impl Drop for Fleet {
     }
 }
 
-/// The end of a process that was not done: "was killed by signal 9 (SIGKILL)", "exited with code 3".
+/// Describes how a process ended before it was done: "was killed by signal 9 (SIGKILL)", "exited with code 3".
 pub(super) fn describe(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
         (Some(signal), _) => match signals::name(signal) {
