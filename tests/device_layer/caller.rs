@@ -310,7 +310,7 @@ fn state_rows_and_weights_may_move_before_the_backward() {
             backward(&part.layer, &memory.backward(&arrays, &gradients)).unwrap();
             part.layer.finish().unwrap();
             memory.check(&part.want, kind);
-            part.check(&gradients, |value| value, kind);
+            gradients.check((part.layer.spec(), part.gpu.my_pe()), &part.want, |value| value, 0.0, kind);
             drop((old, old_up));
         });
     }
