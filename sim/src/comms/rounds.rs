@@ -162,7 +162,7 @@ impl Round {
         self.nic_bytes[to] += packets * packet_bytes;
     }
 
-    /// The first link that has room for a packet and whose packets, if any, have this direction.
+    /// The first link that has room for a packet, and has no packets yet or packets in this direction.
     fn first_fit(&mut self, from: usize, to: usize, packet_bytes: u64) -> Option<usize> {
         let pair = pair(from, to);
         let links = &self.links[pair * self.num_links..][..self.num_links];

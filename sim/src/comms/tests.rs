@@ -224,8 +224,8 @@ fn bad_input_is_reported_in_one_line() {
     assert!(error(r#"{"load_bytes": [[0, -1], [1, 0]]}"#).starts_with("load_bytes[0][1]: "));
     assert!(error(r#"{"load_bytes": [[0, 1e15], [1e15, 0]]}"#).contains("bytes in all"));
     assert!(error(r#"{"layers": [{"load_bytes": [[0]]}, {"load_bytes": [[0, 1], [1, 0]]}]}"#).contains("layers[1]."));
-    // Packets of `packet_size_bytes` do not fit through a link, or through a NIC. That is accepted if all loads are smaller, as packets
-    // then are.
+    // Packets of `packet_size_bytes` do not fit through a link, or through a NIC. Such a size is accepted if all loads are small, because a
+    // packet is not larger than its load.
     let params = params(r#"{"packet_size_bytes": 200}"#);
     let error = exchange(&params, &even(2, 300), Schedule::Compat, None).unwrap_err().to_string();
     assert!(error.starts_with("packet_size_bytes is 200, expected at most 100 (intra_bw_bytes_per_ms"), "{error}");

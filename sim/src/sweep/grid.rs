@@ -21,7 +21,7 @@ pub enum Isolate {
     Pipeline,
 }
 
-/// The strategies to simulate; empty fields allow all values.
+/// The strategies to simulate. An empty list allows all values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Degrees {

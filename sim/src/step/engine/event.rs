@@ -67,8 +67,7 @@ pub enum What {
         from: u32,
     },
     Taken,
-    /// A PE has finished a piece of work. The event is ignored if PEs share cores and [`HostWork::turn`](super::types::HostWork::turn) is
-    /// no longer `turn`.
+    /// A PE has finished a piece of work. The event is ignored if PEs share cores and `HostWork::turn` is no longer `turn`.
     Computed {
         turn: u64,
     },
