@@ -178,7 +178,7 @@ pub struct ShapeOf<'a> {
     pub spec: &'a LayerSpec,
     pub device: &'a DeviceOptions,
     pub groups: &'a Groups,
-    /// PE of the world.
+    /// This PE's number in the world.
     pub my_pe: usize,
     /// Whether every PE can use loads and stores to the symmetric memory of every other PE.
     pub all_reachable: bool,

@@ -143,7 +143,7 @@ impl Problem {
     /// slowdown  1, or the factor by which shared memory or L2 is slower than the tensor cores
     /// ```
     ///
-    /// Backward has twice as many products again for every tile size, so it does not affect the choice.
+    /// Training has three times the products, because of backward, for every tile size. That does not affect the choice.
     fn clocks(&self, path: GemmPath, tile: &TileKernels) -> f64 {
         let (m, n, blocks) = (f64::from(tile.rows), f64::from(tile.columns), f64::from(tile.blocks));
         let rates = match path {

@@ -402,21 +402,21 @@ impl<'g> DeviceWeights<'g> {
 
 /// The gradients of a layer's weights on a device.
 pub struct DeviceGradients<'g> {
-    /// Gradients of the last backward, written by the kernels. The first `replicated_bytes` are those of replicated weights.
+    /// Gradients of the last backward, which the kernels write. The first `replicated_bytes` bytes are those of replicated weights.
     buffer: Buffer<'g>,
     replicated_bytes: u64,
     /// Whether the gradients of replicated weights are zeros.
     replicated_zero: bool,
-    /// Sums over backward passes; allocated when accumulation is first turned on.
+    /// Sums over backward passes. Allocated when accumulation is turned on for the first time.
     sum: Option<Buffer<'g>>,
     accumulate: bool,
-    /// Whether the layer's gradients are in `sum`.
+    /// Whether the layer's gradients are those in `sum` rather than those in `buffer`.
     summed: bool,
     /// Offsets of the local experts, then of the shared expert.
     offsets: Vec<MlpOffsets>,
     router: u64,
     shared_gate: Option<u64>,
-    /// Host copy.
+    /// Copy of the gradients on the host.
     read: Gradients,
 }
 
@@ -449,7 +449,7 @@ impl<'g> DeviceGradients<'g> {
         })
     }
 
-    /// Turns accumulation on or off; returns the bytes that it allocated.
+    /// Turns accumulation on or off. Returns the number of bytes that it allocated.
     pub fn set_accumulate(&mut self, gpu: &'g dyn Gpu, accumulate: bool) -> Result<u64, GpuError> {
         self.accumulate = accumulate;
         if !accumulate || self.sum.is_some() {
@@ -458,8 +458,8 @@ impl<'g> DeviceGradients<'g> {
         Ok(self.sum.insert(Buffer::new(gpu, self.buffer.bytes())?).bytes())
     }
 
-    /// Call before launching a backward. With the caller's routing, backward does not write the gradients of replicated
-    /// weights, so they must be zeros. `add` is the launch of [`Kernel::Accumulate`].
+    /// Call before launching a backward. If the caller routes (`by_caller`), backward does not write the gradients of replicated weights,
+    /// so they are set to zeros. `add` is the launch of [`Kernel::Accumulate`].
     pub fn begin(&mut self, gpu: &dyn Gpu, add: Launch, by_caller: bool) -> Result<(), GpuError> {
         if self.accumulate && !self.summed {
             self.add(gpu, add, true)?;
@@ -485,8 +485,8 @@ impl<'g> DeviceGradients<'g> {
         let launch = Launch { grid: blocks as u32, ..launch };
         let (to, from) = (sum.address(), self.buffer.address());
         let args = [bytemuck::bytes_of(&to), bytemuck::bytes_of(&from), bytemuck::bytes_of(&count)];
-        // SAFETY: the kernel takes two addresses of `count` f32, a multiple of 4, the count, and a flag. Both buffers
-        // have the same length, in pieces that are multiples of 256 bytes.
+        // SAFETY: the kernel takes two addresses of `count` f32, the count, which must be a multiple of 4, and a flag. Both buffers have
+        // the same length, which is a multiple of 256 bytes.
         unsafe {
             gpu.launch(
                 Kernel::Accumulate.name(),
@@ -496,7 +496,7 @@ impl<'g> DeviceGradients<'g> {
         }
     }
 
-    /// The gradients of the last backward, or the sums.
+    /// Reads the gradients of the last backward, or the sums.
     pub fn read(&mut self, spec: &LayerSpec, me: usize) -> Result<&Gradients, GpuError> {
         let all = &mut self.read;
         if all.experts.is_empty() && all.router.is_empty() {
