@@ -115,7 +115,7 @@ pub(super) use {any, call};
 /// The address of a function, whatever its type.
 type Entry = unsafe extern "C" fn();
 
-/// The addresses of the driver's functions, indexed by [`Symbol`].
+/// The addresses of the driver's functions, indexed by `Symbol`.
 pub struct Driver(Vec<Entry>);
 
 /// The places where the driver is searched for, in this order: the loader's path, the path of WSL, and that of Slurm images whose loader
