@@ -92,10 +92,11 @@ impl Placement {
     /// use aristos::moe::Placement;
     /// use aristos::moe::placement::Split;
     ///
-    /// // Expert 0 of four is on both PEs. Each PE computes the pairs of its own tokens. let split = Split { expert: 0, holders: vec![0,
-    /// 1], shares: vec![vec![1.0, 0.0], vec![0.0, 1.0]] }; let placement = Placement::even(4, 2).with_replicas(&[split])?;
-    /// assert_eq!((placement.experts(0), placement.experts(1)), (&[0, 1][..], &[0, 2, 3][..])); assert_eq!((placement.holders(0),
-    /// placement.holders(1)), (vec![0, 1], vec![0]));
+    /// // Expert 0 of four is on both PEs. Each PE computes the pairs of its own tokens.
+    /// let split = Split { expert: 0, holders: vec![0, 1], shares: vec![vec![1.0, 0.0], vec![0.0, 1.0]] };
+    /// let placement = Placement::even(4, 2).with_replicas(&[split])?;
+    /// assert_eq!((placement.experts(0), placement.experts(1)), (&[0, 1][..], &[0, 2, 3][..]));
+    /// assert_eq!((placement.holders(0), placement.holders(1)), (vec![0, 1], vec![0]));
     /// # Ok::<(), String>(())
     /// ```
     pub fn with_replicas(mut self, splits: &[Split]) -> Result<Self, String> {
