@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds target/gpu/aristos, the stripped program with embedded CUDA kernels, to be copied to a machine with a GPU. Needs Rust and
-# the packages of tools/cuda-toolchain, but no GPU.
+# Builds target/gpu/aristos, the program with embedded CUDA kernels and without symbols, which can be copied to a machine with a GPU. The
+# build needs Rust and the packages of tools/cuda-toolchain, but no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools/cuda-toolchain

@@ -72,7 +72,7 @@ try() {
         check_arguments "$name" "$@"
         return
     fi
-    # The key does not depend on the stage, so a command that has passed in one stage is skipped in the others.
+    # The key does not contain the stage, so a command that has passed in one stage is skipped in the others.
     key=$(printf '%s\n' "$program" "$name" "$@" | sha256sum | cut -c1-32)
     if [ $again = 0 ] && grep -qsx "$key" "$OUT/passed"; then
         before[$stage]=$((${before[$stage]:-0} + 1))
@@ -83,7 +83,7 @@ try() {
         echo "not run: the stage's $limit s are over" | tee -a "$log"
         rc=124
     else
-        # In another shell, because `to` and the like are functions.
+        # The command runs in another shell, because it may be a function such as `to`.
         timeout --kill-after=5 "$left" bash -c '"$@"' try "$@" >>"$log" 2>&1
         rc=$?
     fi
@@ -100,8 +100,8 @@ try() {
     return $rc
 }
 
-# why NAME COMMAND...: collects information about a failure. A second run gets the remaining time of the stage, at most a minute and at least
-# ten seconds, since a command that hung has used it up.
+# why NAME COMMAND...: collects information about a failure, for which it runs the command again. The second run may take the remaining time
+# of the stage, but at most a minute and at least ten seconds, because a command that hung has left no time.
 why() {
     local name=$1 left=$((stage_end - SECONDS))
     left=$((left < 10 ? 10 : left > 60 ? 60 : left))
@@ -172,7 +172,7 @@ mps_off() {
 }
 trap mps_off EXIT
 
-# Builds the two C++ programs, facts.cu and perftest.cu, unless they are up to date (also if built on another machine).
+# Builds the two C++ programs, facts.cu and perftest.cu, unless they are up to date. They may have been built on another machine.
 build() {
     local nvcc=$CUDA_HOME/bin/nvcc name arch flags key
     if [ ! -x "$nvcc" ]; then
@@ -200,7 +200,7 @@ build() {
     echo "$key" >target/gpu/built
 }
 
-# NVSHMEM settings for one host, as in the program.
+# The settings of NVSHMEM for one host, which are the same as in the program.
 host_env=(env NVSHMEM_REMOTE_TRANSPORT=none NVSHMEM_DISABLE_NVLS=1 NVSHMEM_DISABLE_NCCL=1 NVSHMEM_DISABLE_MNNVL=1
     NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo)
 
@@ -220,7 +220,7 @@ run=("$aristos" run --device cuda --check --timeout "${TIMEOUT:-20}")
 layer=(--hidden 512 --intermediate 768 --experts 16 --top-k 4)
 small=("${layer[@]}" --tokens 1000 --dtype bf16)
 
-# Path and tile of each persistent kernel, from kernels/launch.h.
+# The path and the tile of each persistent kernel, from kernels/launch.h.
 mapfile -t tiles < <(sed -nE 's/^ *\{(AMPERE|HOPPER), ([0-9]+), ([0-9]+),.*/\1 \2x\3/p' kernels/launch.h | tr '[:upper:]' '[:lower:]')
 kernels=()
 use() { kernels=(--gemm "${1% *}" --tile "${1#* }"); }
@@ -238,20 +238,21 @@ stage_smoke() {
         use "$tile"
         try "1 PE, tiles of $tile" "${run[@]}" --pes 1 "${kernels[@]}" "${small[@]}"
     done
-    # The first step is recorded already, so all kernels must be loaded before: none may be loaded during a recording.
+    # All kernels must be loaded before the first step, because that step is recorded and no kernel may be loaded during a recording.
     try "1 PE, recorded" "${run[@]}" --pes 1 "${small[@]}" --steps 3 --graph
-    # Several PEs first exchange and check a block of bytes (kernels/smoke.cu).
+    # If there are several PEs, they first exchange a block of bytes and check it (kernels/smoke.cu).
     mps_on 2
     try "2 PEs, Ampere path" "${run[@]}" --pes 2 --gemm ampere "${small[@]}"
     ! runs hopper || try "2 PEs, Hopper path" "${run[@]}" --pes 2 --gemm hopper "${small[@]}"
     mps_off
     mps_on 4
-    # Rows and results in expert order, in several rounds.
+    # Rows and results are in the order of the experts, and take several rounds.
     try "4 PEs, all to a few, small budget" "${run[@]}" --pes 4 "${small[@]}" --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32
     mps_off
 }
 
-# Writes plans with two groups that hold all experts each, and with a replica and its split.
+# Writes two plans with two groups each, in which every group holds all experts. In plan-4 one expert also has a replica, and its rows are
+# split between the two copies.
 two_groups() {
     python3 - "$OUT" <<'END'
 import json, sys
@@ -283,20 +284,21 @@ stage_groups() {
             --aux-loss-coef 0.01 --z-loss-coef 0.001 --capacity-factor 1.1
         mps_off
     done
-    # Probe the devices, plan for them, and run by that plan.
+    # These commands probe the devices, make a plan for them, and run a job with that plan.
     mps_on 2
     try "probe of the devices" "$aristos" probe --device cuda --pes 2 --hidden 2048 --intermediate 4096 --out "$OUT/cluster-2.json"
     try "2 PEs, planned for the devices" "${run[@]}" --pes 2 "${small[@]}" --plan auto
     mps_off
-    # Started as by srun and torchrun.
+    # The processes are started in the way of srun and of torchrun.
     mps_on 2
     try "2 PEs, one by one" one_by_one 2 "${run[@]}" "${small[@]}"
-    # The probed devices stay open for the layer.
+    # The devices are probed, and the layer then uses them without opening them again.
     try "2 PEs, one by one, planned for the devices" one_by_one 2 "${run[@]}" "${small[@]}" --plan auto
     mps_off
 }
 
-# Inter-node communication on one host: the kernels use NVSHMEM's puts, fences and signals for every peer instead of loads and stores.
+# Communication between hosts, tested on one host. The kernels use NVSHMEM's puts, fences and signals for every peer instead of loads and
+# stores.
 stage_network() {
     local gemm pes over=(env ARISTOS_REACH=network "${run[@]}")
     for pes in 2 4; do
@@ -310,14 +312,14 @@ stage_network() {
         try "$pes PEs, bulk" "${over[@]}" --pes $pes "${small[@]}" --mode bulk
         mps_off
     done
-    # Gradient sums between groups; all channels' signals of a step share a fence.
+    # These layers sum gradients between groups. The signals of all channels share one fence in each step.
     two_groups || return
     mps_on 4
     try "2 groups, a replica" "${over[@]}" --pes 4 "${small[@]}" --plan "$OUT/plan-4.json" --steps 2
     mps_off
 }
 
-# Two nodes of a Slurm allocation over NVSHMEM's own network, one PE per GPU.
+# Layers on two nodes of a Slurm allocation, with one PE per GPU. NVSHMEM's own network connects them.
 stage_hosts() {
     local gpus gemm over
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
@@ -355,7 +357,7 @@ layer_on() {
     try "$pes PEs, $gemm, $what" "${run[@]}" --pes "$pes" --gemm "$gemm" "${with[@]}"
 }
 
-# One layer per feature, with the minimum number of PEs; `correct-all` has all combinations.
+# Checks one layer for each feature, with the smallest number of PEs that the feature needs. `correct-all` checks all combinations.
 stage_correct() {
     local gemm what
     for gemm in hopper ampere; do
@@ -407,8 +409,8 @@ stage_sanitize() {
     done
 }
 
-# compare_with_c P2P PERFTEST: ratios of aristos's times on streams to those of the C loops; fails without common rows. In C a ping-pong is a
-# round trip.
+# compare_with_c P2P PERFTEST: prints the ratios of the times on streams of aristos to those of the loops in C. Fails if the two files have
+# no rows in common. In C the time of a ping-pong is that of a round trip, so the time of aristos is doubled.
 compare_with_c() {
     awk -F, '
         FNR == 1 { file++; next }
@@ -425,7 +427,7 @@ export -f compare_with_c
 stage_p2p() {
     mps_on 2
     try "perftest's loops in C" to "$OUT/perftest.csv" "${host_env[@]}" target/gpu/perftest 2
-    # NCCL refuses two PEs on one GPU: one line of the output reports that, and all other operations are measured.
+    # NCCL refuses two PEs on one GPU. One line of the output then reports that, and all other operations are measured.
     try "aristos" "$aristos" bench p2p --transport nvshmem --csv "$OUT/p2p.csv" --plot "$OUT/p2p"
     try "on streams, beside C" to "$OUT/p2p-streams.csv" compare_with_c "$OUT/p2p.csv" "$OUT/perftest.csv"
     mps_off
@@ -435,7 +437,7 @@ stage_p2p() {
     fi
 }
 
-# Prints the version of the NCCL that the program would load, e.g. 23003 for 2.30.3; empty without NCCL.
+# Prints the version of the NCCL that the program would load, for example 23003 for 2.30.3. Prints nothing if there is no NCCL.
 nccl_version() {
     local library=libnccl.so.2
     [ ! -e "${NCCL_HOME:-}/lib/$library" ] || library=$NCCL_HOME/lib/$library
@@ -447,8 +449,8 @@ print(version.value)
 END
 }
 
-# compare_ways ONE OTHER PREFIX: median times of a layer's passes in two variants, from the files PREFIX-VARIANT-ROUND.csv; fails if one of them
-# has no measurements.
+# compare_ways ONE OTHER PREFIX: prints the median times of a layer's passes in the two variants ONE and OTHER, from the files
+# PREFIX-VARIANT-ROUND.csv. Fails if a variant has no measurements.
 compare_ways() {
     local mode pass way
     echo "mode,pass,$1_ms,$2_ms,$2_of_$1"
@@ -463,7 +465,8 @@ compare_ways() {
 }
 export -f compare_ways
 
-# nvshmem_and_nccl PES WHERE: a layer on PES PEs with the symmetric memory of NVSHMEM and of NCCL: against float64, recorded, and timed.
+# nvshmem_and_nccl PES WHERE: runs a layer on PES PEs, with the symmetric memory of NVSHMEM and with that of NCCL. The layer is compared
+# with float64, recorded, and timed.
 nvshmem_and_nccl() {
     local pes=$1 where=$2 by bench=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 20 --warmup 5)
     for by in nvshmem nccl; do
@@ -478,7 +481,7 @@ nvshmem_and_nccl() {
         nvshmem nccl "$OUT/nccl-$pes-${where// /-}"
 }
 
-# One PE per GPU if there are several GPUs. NCCL supports several PEs per GPU experimentally, from 2.30 on.
+# If there are several GPUs, each has one PE. From 2.30 on, NCCL supports several PEs per GPU experimentally.
 stage_nccl() {
     local version gpus pes
     version=$(nccl_version)
@@ -502,14 +505,15 @@ stage_nccl() {
     fi
 }
 
-# Models' layers, as in gpu/torch_layer.py: for DeepSeek-V3 one PE's experts of eight PEs, with the rows of all PEs.
+# The layers of models, which are those of gpu/torch_layer.py. For DeepSeek-V3 it is the share of one PE of eight: its experts, with the
+# rows from all PEs.
 declare -A shapes=([mixtral]="--experts 8 --top-k 2 --hidden 4096 --intermediate 14336"
     [deepseek-v3-of-8]="--experts 32 --top-k 8 --hidden 7168 --intermediate 2048"
     [qwen3-30b]="--experts 128 --top-k 8 --hidden 2048 --intermediate 768"
     [llama4-scout]="--experts 16 --top-k 1 --hidden 5120 --intermediate 8192")
 models=(deepseek-v3-of-8 mixtral qwen3-30b llama4-scout)
 
-# speed_of MODEL TOKENS NAME OPTION...: times a layer; results go to speed-MODEL-TOKENS[-NAME].csv.
+# speed_of MODEL TOKENS NAME OPTION...: times a layer and writes the results to speed-MODEL-TOKENS[-NAME].csv.
 speed_of() {
     local shape=$1 tokens=$2 name=$3 file="$OUT/speed-$1-$2" shape_of
     shift 3
@@ -519,7 +523,7 @@ speed_of() {
         --tokens "$tokens" "${shape_of[@]}" "$@" --csv "$file.csv"
 }
 
-# Rebuilds the table from all existing measurements and prints it.
+# Makes the table again from all measurements that exist, and prints it.
 speed_table() {
     local ours torch="$OUT/torch.csv"
     [ $dry = 0 ] || return 0
@@ -537,7 +541,7 @@ speed_table() {
     fi
 }
 
-# The models' layers at a typical token count of training and at a small one; `speed-all` has more.
+# Times the models' layers with a number of tokens that is typical of training, and with a small number. `speed-all` has more numbers.
 stage_speed() {
     local shape tokens
     try "PyTorch and cuBLAS, 4096 and 512 tokens" to "$OUT/torch.csv" python3 gpu/torch_layer.py --tokens 4096,512 --skews 0
@@ -549,7 +553,8 @@ stage_speed() {
 
 # traced FILE COMMAND...: writes a timeline of all blocks to FILE.gz.
 traced() { "${@:2}" --trace "$1" && gzip -f "$1"; }
-# profiled FILE PASS COMMAND...: ncu's report on the second persistent kernel of a pass: FILE.txt, and FILE-source.csv per instruction.
+# profiled FILE PASS COMMAND...: writes ncu's report on the second persistent kernel of a pass to FILE.txt, and its values for each
+# instruction to FILE-source.csv.
 profiled() {
     ncu --clock-control none --section SpeedOfLight --section WarpStateStats --section SourceCounters --section MemoryWorkloadAnalysis \
         --import-source no -k "regex:aristos_$2_" -s 1 -c 1 -f -o "$1" "${@:3}" &&
@@ -557,7 +562,7 @@ profiled() {
 }
 export -f traced profiled
 
-# Breakdown of a step's time.
+# Shows how much time each part of a step takes.
 stage_profile() {
     local shape pass shape_of step
     for shape in qwen3-30b deepseek-v3-of-8; do
@@ -593,7 +598,8 @@ stage_speed_all() {
     speed_table
 }
 
-# 16-bit results stored by TMA and by lanes, alternating twice so that changes of the GPU clock affect both.
+# Compares 16-bit results that are stored by TMA with results that are stored by lanes. Both are measured twice, in turn, so that changes of
+# the GPU clock affect both.
 stage_stores() {
     local problem name experts top_k hidden intermediate tokens round way
     local common=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 20 --warmup 5 --pes 1 --gemm hopper)
@@ -618,8 +624,8 @@ stage_stores() {
     done
 }
 
-# fastest PATH HIDDEN INTERMEDIATE EXPERTS ROWS NAME: the measured tile with the lowest median of forward and backward, as a row of MEASURED in
-# src/moe/device/tiles.rs, followed by the times of all tiles, ms.
+# fastest PATH HIDDEN INTERMEDIATE EXPERTS ROWS NAME: prints the measured tile with the lowest median of forward and backward, in the form
+# of a row of MEASURED in src/moe/device/tiles.rs, followed by the times of all tiles, ms.
 fastest() {
     local path=$1 tile took best='' least='' said='' file
     for file in "$OUT/tune-$6-$path"-*.csv; do
@@ -634,7 +640,7 @@ fastest() {
     printf '    (GemmPath::%s, %s, %s, %s, %s, %s, (%s, %s)), // %s:%s\n' "${path^}" "$multiprocessors" "$2" "$3" "$4" "$5" "${best%x*}" "${best#*x}" "$6" "$said"
 }
 
-# Whole layers on one PE, and one PE's experts of 8 or 16 PEs with the rows of all PEs.
+# Times whole layers on one PE, and the share of one PE of 8 or 16: its experts, with the rows from all PEs.
 stage_tune() {
     local problem name experts top_k hidden intermediate tokens tile path multiprocessors
     local common=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 10 --warmup 3 --pes 1)

@@ -1,11 +1,11 @@
-// Checks the runtime's assumptions about NVSHMEM and the driver on this machine, without Rust and without the runtime's own
-// kernels, so that a wrong assumption can be told from other failures.
+// Checks on this machine whether NVSHMEM and the driver behave as the runtime assumes. It uses neither Rust nor the runtime's kernels, so
+// that a wrong assumption can be distinguished from other failures.
 //
 //   facts [PES]     PES processes share the first GPU (default 2); prints "question: answer" lines; exit code 0 if a put and
 //                   a put with signal between neighbours arrived, 1 otherwise.
 //
-// Built by gpu/check.sh. The kernel is compiled twice: into this program (unused), and by `nvcc -fatbin` into facts.fatbin, which is
-// loaded with cuModuleLoadData, as the runtime loads its own.
+// gpu/check.sh builds this program. The kernel is compiled twice. One copy is in this program and is not used. The other is in
+// facts.fatbin, made by `nvcc -fatbin` and loaded with cuModuleLoadData, in the way that the runtime loads its kernels.
 #include "non_abi/nvshmem_build_options.h"
 #undef NVSHMEM_IBGDA_SUPPORT
 #undef NVSHMEM_GPUNETIO_SUPPORT
@@ -15,7 +15,7 @@
 #include <nvshmemx.h>
 
 extern "C" __global__ void facts_put(unsigned long long* words, int me, int n) {
-    // Word 0: put by the previous PE. Word 1: its signal. Words 2..: data of put_signal.
+    // The previous PE puts word 0. Word 1 is the signal of its put with signal, and words 2.. are that put's data.
     const int to = (me + 1) % n;
     unsigned long long* data = words + 2;
     data[64 + threadIdx.x] = 1000ull * (me + 1) + threadIdx.x;

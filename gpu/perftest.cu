@@ -1,12 +1,13 @@
-// perftest's loops in C, for comparison with `aristos bench p2p` on the same card. Written from the description of NVSHMEM's own
-// perftest (device put_bw, put_latency, put_signal ping-pong): host timing around one launch, the mean of all iterations, block scope.
+// The loops of NVSHMEM's perftest in C, with which `aristos bench p2p` is compared on the same card. They follow the description of that
+// perftest (device put_bw, put_latency, put_signal ping-pong): the host measures the time of one launch, the result is the mean of all
+// iterations, and a block makes each call.
 //
-// Further loops run from the host on a stream, between two CUDA events: put and get with a quiet after each, many puts or gets with
-// one quiet at the end, and the ping-pong.
+// In further loops the host enqueues operations on a stream, between two CUDA events. These are a put or a get with a quiet after each,
+// many puts or gets with one quiet at the end, and the ping-pong.
 //
 //   perftest [2]    prints CSV: op,bytes,iterations,mean_us,gb_per_s
 //
-// Built by gpu/check.sh, like facts.cu.
+// gpu/check.sh builds this program in the same way as facts.cu.
 #include "non_abi/nvshmem_build_options.h"
 #undef NVSHMEM_IBGDA_SUPPORT
 #undef NVSHMEM_GPUNETIO_SUPPORT
@@ -31,7 +32,7 @@ extern "C" __global__ void get_latency(char* to, const char* from, size_t bytes,
     }
 }
 
-// Each block puts its part, with a barrier of all blocks after each iteration and one quiet at the end.
+// Each block puts its part. All blocks wait for each other after each iteration, and there is one quiet at the end.
 extern "C" __global__ void put_bandwidth(char* to, const char* from, size_t bytes, int peer, int iterations, unsigned* counter) {
     const size_t part = bytes / gridDim.x, at = part * blockIdx.x;
     for (int i = 0; i < iterations; ++i) {
@@ -73,7 +74,7 @@ static double now_us() {
     return t.tv_sec * 1e6 + t.tv_usec;
 }
 
-// One iteration on the stream. `value` is the signal's value, which increases by one.
+// Enqueues one iteration on the stream. `value` is the value of the signal, which increases by one in each iteration.
 static void on_stream(const char* op, char* to, char* from, size_t bytes, int peer, uint64_t* signal, uint64_t value, int me,
                       CUstream stream) {
     if (!std::strncmp(op, "put", 3)) nvshmemx_putmem_on_stream(to, from, bytes, peer, stream);
@@ -99,7 +100,7 @@ static int stream_loops(int me, int peer, char* to, char* from, uint64_t* signal
         {"ping_pong_on_stream", 200, true},
     };
     for (const auto& test : tests) {
-        // Without MPS, waiting on a stream ends the process if PEs share the GPU.
+        // If PEs share the GPU without MPS, waiting for a signal on a stream ends the process.
         if (test.both && nvshmemx_init_status() == NVSHMEM_STATUS_LIMITED_MPG) continue;
         for (size_t bytes = 16; bytes <= 4 << 20; bytes *= 4) {
             float ms = 0;

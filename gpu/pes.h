@@ -1,4 +1,4 @@
-// Common to facts.cu and perftest.cu: PES processes that share the first GPU, connected by NVSHMEM.
+// Used by facts.cu and perftest.cu. Starts PES processes that share the first GPU and that NVSHMEM connects.
 #pragma once
 #include <cuda.h>
 #include <nvshmem.h>
@@ -30,7 +30,7 @@ struct Shared {
         }                                                                                          \
     } while (0)
 
-// Binds the first GPU's primary context and joins the job. Returns 0, or 1 after printing the error.
+// Makes the primary context of the first GPU current and joins the job. Returns 0, or prints the error and returns 1.
 inline int join(int me, int n, Shared* shared, CUdevice& device) {
     CUcontext context;
     CU(cuInit(0));
@@ -64,7 +64,7 @@ inline int join(int me, int n, Shared* shared, CUdevice& device) {
     return 0;
 }
 
-// Loads a fatbin like the runtime does.
+// Loads a fatbin in the way that the runtime does.
 inline int load(int me, const char* path, CUmodule& module) {
     std::vector<char> image;
     FILE* file = std::fopen(path, "rb");
@@ -79,7 +79,7 @@ inline int load(int me, const char* path, CUmodule& module) {
     return 0;
 }
 
-// Runs `pe_main(pe, n, shared, fatbin)` in n processes; returns 0 if all returned 0. The fatbin is in the program's folder.
+// Runs `pe_main(pe, n, shared, fatbin)` in n processes. Returns 0 if all processes returned 0. The fatbin is in the folder of the program.
 template <class F>
 int run_pes(int argc, char** argv, F pe_main) {
     const int n = argc > 1 ? std::atoi(argv[1]) : 2;

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Times MoE layers in PyTorch on one GPU, and cuBLAS as the limit of the card, for comparison by `gpu/check.sh speed`.
+"""Times MoE layers in PyTorch on one GPU, and cuBLAS as the limit of the card. `gpu/check.sh speed` compares with these times.
 
-The layer is softmax top-k, renormalised, gated SiLU experts: tokens are sorted by expert, `grouped_mm` runs the
-experts' GEMMs in one kernel per projection, and the weighted results are summed per token. The limit is cuBLAS's rate at the
-expert's GEMM shape, on as many rows as all experts get together. Random data, device events, medians.
+The layer chooses the top-k experts by softmax, normalises their scores, and has gated SiLU experts. Tokens are sorted by expert,
+`grouped_mm` runs the GEMMs of the experts in one kernel per projection, and the weighted results are summed per token. The limit is the
+rate of cuBLAS for the GEMM shape of an expert, on the number of rows of all experts together. The data are random, device events measure
+the times, and the results are medians.
 
 Prints CSV: what,shape,tokens,skew,pass,median_ms,p99_ms,min_ms,tflops,iterations
 """
@@ -53,7 +54,7 @@ class Layer(torch.nn.Module):
 
 
 def choose(tokens, experts, top_k, skew, device):
-    """Experts of each token; with `skew`, a quarter of the experts get that share of the probability."""
+    """Returns the experts of each token. With `skew`, a quarter of the experts together have that probability."""
     p = torch.ones(experts, device=device) / experts
     if skew:
         hot = max(1, experts // 4)

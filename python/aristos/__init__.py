@@ -4,7 +4,8 @@ If transformers is installed, ``import aristos`` registers the expert-parallel i
 
     DistributedConfig(ep_size=N, fsdp_size=N, ep_implementation="aristos")
 
-Without transformers: `MoE` is a layer with router and shared expert; `experts` computes the routed experts for the caller's routing.
+Without transformers, use `MoE`, a layer with router and shared expert, or `experts`, which computes the routed experts for the caller's
+routing.
 """
 
 from . import _exit as _exit

@@ -1,4 +1,4 @@
-"""The native part. It checks shapes and types of the views that `_experts.py` makes of contiguous tensors."""
+"""The native part of the package. It checks the shapes and types of the views that `_experts.py` makes of contiguous tensors."""
 
 # Address, shape and type of a contiguous tensor in host memory.
 _View = tuple[int, tuple[int, ...], str]
@@ -29,7 +29,7 @@ class Layer:
     def forward(self, tensors: list[_View], experts: list[_View | None]) -> Saved: ...
     def sent_bytes(self) -> int: ...
 
-# Only in a wheel with devices.
+# This class exists only in a wheel that is built with devices.
 class DeviceLayer:
     def __new__(
         cls,

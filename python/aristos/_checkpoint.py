@@ -1,7 +1,7 @@
-"""Checkpoints of modules with `MoE` layers: sharded safetensors with Hugging Face names.
+"""Checkpoints of modules with `MoE` layers. They are sharded safetensors files with Hugging Face names.
 
-A save writes its shards under new names. Its last step is a rename: the new index, which names the shards, replaces the previous index. So
-the folder always holds the weights of one save, even if a process is killed.
+A save writes its shards under new names. In its last step the new index, which names the shards, replaces the previous index by a rename.
+The folder therefore always holds the weights of exactly one save, even if a process is killed.
 """
 
 import contextlib
@@ -18,27 +18,29 @@ from ._moe import MoE
 
 _INDEX = "model.safetensors.index.json"
 _LOCK = ".aristos-save.lock"
-# Names of a save: its shards, the folders in which they are written, and its index before the rename.
+# The names that a save uses for its shards, for the folders in which they are written, and for its index before the rename.
 _OWN_NAMES = re.compile(r"model-[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors|\.aristos-[0-9a-f]{16}-(\d+|index)\.tmp")
-# A slower disk may exceed the time limit of a save.
+# The time limit of a save assumes that the disk is at least this fast.
 _MIN_BYTES_PER_S = 10_000_000
 
 
 def save(module, folder, group=None):
-    """Writes a module's weights as a sharded safetensors checkpoint with Hugging Face names; each process writes its experts. Collective.
+    """Writes a module's weights as a sharded safetensors checkpoint with Hugging Face names. Each process writes its own experts.
+    Collective.
 
-    The folder's previous checkpoint can be loaded until the new one is complete and on disk, and is then removed. If a process fails or is
+    The previous checkpoint in the folder is kept until the new one is complete and on disk, and is then removed. If a process fails or is
     killed, `load` reads either the previous checkpoint or the new one.
 
     Args:
         module: a module that contains `MoE` layers.
-        folder: created if missing; the same on all processes. The disk needs space for both checkpoints.
+        folder: the folder, which must be the same on all processes. It is created if it is missing. The disk needs space for both
+            checkpoints.
         group: a `Group`; the default has all processes.
 
     Raises:
-        RuntimeError: if another save into the folder is running, or another process failed; the previous checkpoint is unchanged.
-        OSError: if this process cannot write its file; the previous checkpoint is unchanged.
-        AristosError: if another process is missing after the wait limit, plus a second for each 10 MB of its shard.
+        RuntimeError: if another save into the folder is running, or if another process has failed. The previous checkpoint is unchanged.
+        OSError: if this process cannot write its file. The previous checkpoint is unchanged.
+        AristosError: if another process is missing after the wait limit plus one second for each 10 MB of the largest shard.
     """
     with contextlib.ExitStack() as held:
         _Save(module, os.fspath(folder), group or _group.default(), held).run()
@@ -57,19 +59,20 @@ class _Save:
         self.shard = f"model-{self.token}-{self.group.rank + 1:05}-of-{self.group.size:05}.safetensors"
         written = self.on_all(self.write)
         previous = self.on_all(lambda: self.publish(written) if self.group.rank == 0 else None)[0]
-        # From here on the new index is in place, so the shards stay even if a step fails.
+        # The new index is in place now, so the shards are kept even if a later step fails.
         self.shard = None
         self.on_all(lambda: self.remove_old(previous, written) if self.group.rank == 0 else None)
 
     def on_all(self, step):
-        """Runs a step on all processes; returns all results, in rank order. If the step fails on one, all remove their shards and raise."""
+        """Runs a step on all processes and returns all results, in rank order. If the step fails on one process, all processes remove their
+        shards and raise an error."""
         result = failure = None
         try:
             result = step()
         except Exception as error:
             failure = error
         outcome = (result, failure and f"{type(failure).__name__}: {failure}")
-        # No shard is removed if this raises: rank 0 may have received all results, and then publishes them.
+        # If this call raises an error, no shard is removed, because rank 0 may have received all results and then publishes them.
         outcomes = self.group.gather(outcome, purpose="save", limit_s=self.group.wait_limit_s + self.extra_s)
         failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
         if failed:
@@ -98,12 +101,13 @@ class _Save:
         return os.path.join(self.folder, f".aristos-{self.token}-{part}.tmp")
 
     def write(self):
-        """Writes this process's shard to disk. Returns its name, size, and the names of its tensors."""
+        """Writes this process's shard to disk. Returns the shard's name, its size, and the names of its tensors."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         path = os.path.join(self.folder, self.shard)
-        # save_file writes a temporary file next to its target. In this folder the next save finds it if this process is killed.
+        # save_file writes a temporary file next to its target. The target is in a folder of its own, so that the next save finds and
+        # removes that file if this process is killed.
         temporary = self.temporary(self.group.rank)
         os.mkdir(temporary)
         try:
@@ -132,7 +136,7 @@ class _Save:
             with open(temporary, "x") as index:
                 json.dump({"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}, index, indent=1)
             _sync(temporary)
-            # The shards' names must reach the disk before the index that refers to them.
+            # The names of the shards must be on disk before the index that refers to them.
             _sync(self.folder)
             os.replace(temporary, os.path.join(self.folder, _INDEX))
         except OSError:
@@ -164,7 +168,7 @@ def _locked(folder):
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The previous holder may have removed the file between open and flock.
+            # The process that held the lock may have removed the file between open and flock.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock), os.stat(path)):
                     break
@@ -190,13 +194,14 @@ def _sync(path):
 
 
 def load(module, folder):
-    """Loads a checkpoint of `save`, or any sharded safetensors checkpoint with the same names, on any number of processes.
+    """Loads a checkpoint that `save` has written, or any sharded safetensors checkpoint with the same names. The number of processes need
+    not be that of the save.
 
-    Reads files of the folder only. A save that ends meanwhile does not mix with the checkpoint that is read.
+    Reads only files in the folder. All weights come from the same checkpoint, even if a save into the folder ends at the same time.
 
     Raises:
         RuntimeError: if names are missing or shapes differ.
-        ValueError: names a malformed file, with the wrong entry.
+        ValueError: if a file is malformed. The message names the file and the wrong entry.
     """
     from safetensors import SafetensorError
 
@@ -214,14 +219,14 @@ def load(module, folder):
 
 
 def _open_shards(folder, names, opened):
-    """The weight map, and the open files of these tensors by name."""
+    """Returns the weight map, and the opened files of these tensors by file name."""
     weight_map = _read_index(folder)
     while True:
         try:
             files = {weight_map[name] for name in names if name in weight_map}
             return weight_map, {file: opened.enter_context(_open_shard(os.path.join(folder, file))) for file in sorted(files)}
         except FileNotFoundError:
-            # A save that has just ended removes the files of the previous index.
+            # The file is missing if a save has just ended, because it removes the files of the previous index.
             before, weight_map = weight_map, _read_index(folder)
             if weight_map == before:
                 raise
@@ -240,7 +245,7 @@ def _open_shard(path):
 
 
 def _read_index(folder):
-    """The file of each tensor, by name; all files are names in the folder."""
+    """Returns the file of each tensor, by the tensor's name. Every file is a name without a folder."""
     path = os.path.join(folder, _INDEX)
     expected = "expected an object with a weight_map"
     try:
@@ -260,6 +265,6 @@ def _read_index(folder):
 
 
 def _shown(value, most=60):
-    """A JSON value on one line, shortened."""
+    """Returns a JSON value as text on one line, shortened if it is long."""
     text = json.dumps(value)
     return text if len(text) <= most else f"{text[:most]}..."

@@ -1,7 +1,8 @@
-"""The routed experts on a device: operators whose state is a tensor. Calls only launch kernels, on the current stream.
+"""The routed experts on a device. The operators keep the state of a pass in a tensor. A call only launches kernels, on the current stream.
 
-A tensor on the CPU counts as one of an emulated device if the environment variable ARISTOS_DEVICE is ``emulated`` or ``emulated-hopper``;
-the wheel must be built with the feature `emulate`. This runs the code of this file and the device's kernels without a GPU.
+If the environment variable ARISTOS_DEVICE is ``emulated`` or ``emulated-hopper``, a tensor on the CPU is treated as a tensor of an emulated
+device. The wheel must be built with the feature `emulate`. This makes it possible to run the code of this file and the device's kernels
+without a GPU.
 """
 
 import os
@@ -30,7 +31,7 @@ def kind(tensor):
 
 
 class Part:
-    """This process's part of the tokens that a batch group has in common; all tokens without one."""
+    """This process's part of the tokens that the processes of a batch group have in common. Without a batch group it is all tokens."""
 
     def __init__(self, batch_group, tokens):
         self._group = None if batch_group < 0 else _group.numbered(batch_group)
@@ -40,7 +41,7 @@ class Part:
         return rows if self._group is None else rows.tensor_split(len(self._counts))[self._group.rank]
 
     def all(self, rows):
-        """All rows, given this process's part. Collective."""
+        """Returns all rows, given this process's part of them. Collective."""
         return rows if self._group is None else self._group.gather_rows(rows, self._counts)
 
 
@@ -66,7 +67,8 @@ def _layer(group, tokens, x, top_k, up, down, up_bias, form):
 
 
 def _plain(tensor, dtype=None):
-    """The tensor in memory as kernels read it: contiguous, of this type, at a multiple of 16 bytes. Weights of a usual layer are not copied."""
+    """Returns the tensor in the form that kernels read: contiguous, of this type, and at a multiple of 16 bytes. It is copied only if
+    needed, which is not the case for the weights of a usual layer."""
     if tensor is None:
         return None
     tensor = tensor.detach().to(dtype or tensor.dtype).contiguous()
@@ -78,7 +80,7 @@ def _addresses(*tensors):
 
 
 def _stream(tensor):
-    """The address of the stream on which framework and kernels work."""
+    """The address of the stream on which both the framework and the kernels work, or None on the CPU."""
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.device.type == "cuda" else None
 
 
@@ -118,7 +120,7 @@ def _forward(
 
 @_forward.register_fake
 def _(x, ids, weights, up, down, up_bias, down_bias, group, batch_group, activation, gated, limit, limit_after, plus_one):
-    # The size of the state is the native layer's, which a compiler's trace must be able to create.
+    # Only the native layer knows the size of the state, so the layer must be created even while a compiler traces.
     with unset_fake_temporarily():
         # The largest part of a batch group's tokens.
         tokens = x.shape[0] if batch_group < 0 else -(-x.shape[0] // _group.numbered(batch_group).size)
@@ -127,7 +129,7 @@ def _(x, ids, weights, up, down, up_bias, down_bias, group, batch_group, activat
 
 
 def _check_backward(grad_output, x, weights, up, down, up_bias, down_bias, into):
-    """Checks what the kernels rely on; the forward has checked that the other shapes fit each other."""
+    """Checks what the kernels rely on. The forward pass has checked that the other shapes match."""
     if weights.dim() != 2 or weights.shape[0] != x.shape[0]:
         raise ValueError(f"weights has shape {list(weights.shape)}, expected [{x.shape[0]}, top_k]")
     for name, tensor, like in (("grad_output", grad_output, x), *((f"the gradient of {name}", one, of) for name, one, of in zip(("up", "down"), into, (up, down)))):
@@ -139,7 +141,7 @@ def _check_backward(grad_output, x, weights, up, down, up_bias, down_bias, into)
 
 
 def _run_backward(grad_output, state, x, weights, up, down, up_bias, down_bias, group, batch_group, form, into):
-    """Runs the backward into f32 gradients: of `into`, which are added to, or new ones."""
+    """Runs the backward pass. It adds to the f32 gradients `into`, or writes new f32 gradients if `into` is empty."""
     _check_backward(grad_output, x, weights, up, down, up_bias, down_bias, into)
     part = Part(batch_group, x.shape[0])
     x, grad_output, weights = part.mine(x), part.mine(grad_output), part.mine(weights)
@@ -242,14 +244,16 @@ def _setup(ctx, inputs, output):
 
 
 def _main_grad(parameter):
-    """The parameter's f32 sum of gradients (Megatron's convention), if kernels can add to it in place."""
+    """Returns `main_grad`, the parameter's f32 sum of gradients in Megatron, if it exists and kernels can add to it in place, and otherwise
+    None."""
     main = getattr(parameter, "main_grad", None)
     fits = main is not None and main.dtype == torch.float32 and main.is_contiguous() and main.data_ptr() % 16 == 0
     return main if fits and main.shape == parameter.shape else None
 
 
 def _added(parameter):
-    """Marks a parameter whose gradient is in `main_grad`; returns the placeholder that Megatron's hooks expect, or None."""
+    """Marks a parameter as one whose gradient is in `main_grad`. Returns the placeholder that Megatron's hooks expect, or None without
+    Megatron."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
@@ -257,11 +261,13 @@ def _added(parameter):
 
 
 def _backward_formula(ctx, grad_output, _):
-    # The operators do not declare that they write the state: a compiler would copy it, and no other operator reads it.
+    # The backward operators overwrite the state but do not declare it, because a compiler would then copy the state. No other operator
+    # reads it.
     if ctx.spent:
         raise ValueError("the forward pass has had its backward, which overwrites its state")
     state, x, weights, up, down, up_bias, down_bias = ctx.saved_tensors
-    # The backward is collective: another process's loss may depend on these experts even if this one's does not.
+    # The backward pass must run even if the loss of this process does not depend on these experts, because it is collective and the loss of
+    # another process may.
     if grad_output is None:
         grad_output = torch.zeros_like(x)
     tensors = (grad_output, state, x, weights, up, down, up_bias, down_bias)

@@ -1,24 +1,24 @@
-"""A clean exit of programs that used torch.distributed.
+"""Makes programs that used torch.distributed exit cleanly.
 
-gloo's threads release a collective's tensors after they have reported its completion. Releasing a tensor with a Python object needs the
-interpreter, and a thread that requests the interpreter during its shutdown is terminated in the middle of C++ code: the process aborts,
-and a finished job fails (with torch 2.15 on a busy machine one of 78 jobs of four processes). `destroy_process_group` joins these threads
-only if nothing else references their group.
+gloo's threads release a collective's tensors after they have reported its completion. A thread needs the interpreter to release a tensor
+that has a Python object. If a thread requests it while the interpreter shuts down, the thread is terminated in the middle of C++ code. The
+process then aborts, and a job fails although it has finished its work. With torch 2.15 on a busy machine this happened to one of 78 jobs of
+four processes. `destroy_process_group` joins these threads only if nothing else references their group.
 """
 
 import atexit
 import pathlib
 import time
 
-# Name of gloo's threads in torch.
+# The name that torch gives to gloo's threads.
 _GLOO = "pt_gloo_runloop"
 _POLL_S = 0.002
-# Threads that wait for a missing collective sleep, so this limit is only reached on a heavily loaded machine.
+# The limit is reached only on a heavily loaded machine, because threads that wait for another process sleep and count as idle.
 _LIMIT_S = 10.0
 
 
 def _gloo_threads():
-    """Per gloo thread: its number of context switches, or None if it is running or runnable."""
+    """Returns for each gloo thread its number of context switches, or None if the thread is running or could run."""
     seen = {}
     for task in pathlib.Path("/proc/self/task").iterdir():
         try:
@@ -34,12 +34,13 @@ def _gloo_threads():
 
 @atexit.register
 def wait_for_gloo_threads():
-    """Waits until gloo's threads are idle: all sleep, and none has run since the last check although the interpreter was free."""
+    """Waits until gloo's threads are idle, which means that all sleep and none has run since the last check although the interpreter was
+    free."""
     until, before = time.monotonic() + _LIMIT_S, None
     while time.monotonic() < until:
         now = _gloo_threads()
         if not now or (now == before and None not in now.values()):
             return
         before = now
-        # Releases the interpreter, so that a waiting thread can take it.
+        # Sleeping releases the interpreter, so that a thread that waits for it can take it.
         time.sleep(_POLL_S)

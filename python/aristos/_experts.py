@@ -1,4 +1,5 @@
-"""The routed experts of a layer over a group of processes, with the caller's routing: one forward and one backward operator."""
+"""The routed experts of a layer over a group of processes. The caller provides the routing. There is one operator for the forward pass and
+one for the backward pass."""
 
 import ctypes
 import weakref
@@ -29,31 +30,33 @@ def experts(
     plus_one=False,
     batch_group=None,
 ):
-    """``sum over a token's experts of weight * expert(x)``, with the experts distributed over a group in even contiguous blocks.
+    """``sum over a token's experts of weight * expert(x)``, with the experts distributed over a group in contiguous blocks of equal size.
 
-    Collective: every process of the group makes the same calls in the same order, each with its own tokens, or none. Differentiable in all
-    tensors except ``ids``; gradients of expert weights are sums over all processes' tokens. ``up`` and ``down`` are read in place, not
-    copied, so they are never stale.
+    Collective: every process of the group makes the same calls in the same order, each with its own tokens, or with none. The result is
+    differentiable with respect to all tensors except ``ids``. The gradients of expert weights are sums over the tokens of all processes.
+    Each call reads ``up`` and ``down`` in place and keeps no copy, so changed weights take effect at once.
 
     Args:
         x: tokens, [T, hidden], float32 or bfloat16.
-        ids: the tokens' experts, [T, top_k], integers; -1 for none. A token may not have an expert twice.
-        weights: the experts' weights, [T, top_k], of a floating type.
-        up: weights of this process's experts, [E_local, 2 * intermediate, hidden], gate then up; without a gate [E_local, intermediate, hidden].
-        down: [E_local, hidden, intermediate].
+        ids: the experts of each token, [T, top_k], integers, -1 for no expert. A token must not have the same expert twice.
+        weights: the routing weights of these experts, [T, top_k], of a floating type.
+        up: weights of this process's experts, [E_local, 2 * intermediate, hidden], with the gate's rows before those of up. Without a gate
+            [E_local, intermediate, hidden].
+        down: weights of this process's experts, [E_local, hidden, intermediate].
         group: a `Group`; the default has all processes (`init`).
-        activation: its name in transformers: "silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2" or "quick_gelu".
-        gated: whether an expert is ``down(act(gate(x)) * up(x))``; otherwise ``down(act(up(x)))``.
-        up_bias, down_bias: biases, [E_local, 2 * intermediate] and [E_local, hidden]; both or none.
-        limit: clamps gate and up, 0 for no limit; `limit_after`: clamps the activation instead of the gate; `plus_one`: adds 1 to up.
-        batch_group: a `Group` whose processes have the same tokens (tensor parallelism); each process then computes a part of them.
+        activation: the activation by its name in transformers: "silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2" or "quick_gelu".
+        gated: whether an expert computes ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))``.
+        up_bias, down_bias: biases, [E_local, 2 * intermediate] and [E_local, hidden]. Either both or none must be given.
+        limit: the limit to which gate and up are clamped, 0 for no limit. `limit_after`: whether the activation is clamped instead of the
+            gate. `plus_one`: whether 1 is added to up.
+        batch_group: a `Group` whose processes have the same tokens, as with tensor parallelism. Each process then computes a part of them.
 
     Returns:
         [T, hidden], of x's type.
 
     Raises:
-        ValueError: if a type, device, shape or expert is invalid. The group stays usable.
-        AristosError: if another process is missing after the wait limit. The group is then unusable.
+        ValueError: if a type, a device, a shape or an expert is invalid. The group can still be used.
+        AristosError: if another process is missing after the wait limit. The group cannot be used any more.
     """
     group = group or _group.default()
     _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit)
@@ -65,8 +68,8 @@ def experts(
 
 
 def _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, device="cpu"):
-    """Checks the arguments of a forward pass. `aristos.experts` and the operator both call it: a tensor on another device does not reach
-    the operator's own code."""
+    """Checks the arguments of a forward pass. Both `aristos.experts` and the operator call this function, because torch does not call the
+    operator's code for a tensor on another device."""
     if not limit >= 0:
         raise ValueError(f"limit is {limit}, expected 0 or more")
     if x.dim() != 2:
@@ -111,7 +114,8 @@ def _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, device="
 
 
 def _check_backward(tensors):
-    """Checks types and devices of a backward pass, given by name. The native layer compares the shapes with the forward pass."""
+    """Checks the types and devices of the tensors of a backward pass, which are given by name. The native layer compares the shapes with
+    those of the forward pass."""
     device = tensors["ticket"].device
     for name, tensor in tensors.items():
         if tensor is not None and name != "ticket" and not tensor.is_floating_point():
@@ -121,7 +125,8 @@ def _check_backward(tensors):
 
 
 class _Pass:
-    """A forward pass until its backward pass: the native layer's saved state, and the division of the tokens."""
+    """What a forward pass keeps until its backward pass: the state that the native layer saved, and how a batch group divides the
+    tokens."""
 
     def __init__(self, tokens, batch_group):
         self.saved = None
@@ -130,7 +135,7 @@ class _Pass:
         self.counts = None if batch_group is None else [len(part) for part in torch.arange(tokens).tensor_split(batch_group.size)]
 
     def mine(self, name, rows):
-        """This process's part of the rows of a batch group."""
+        """Returns this process's part of the rows, which are those of a batch group."""
         if rows.dim() != 2 or rows.shape[0] != self.tokens:
             raise ValueError(f"{name} has shape {list(rows.shape)}, expected 2 dimensions with {self.tokens} tokens, as in the forward pass")
         if self.counts is None:
@@ -138,12 +143,12 @@ class _Pass:
         return rows.tensor_split(len(self.counts))[self.batch_group.rank]
 
     def all(self, rows):
-        """All rows, given this process's part. Collective."""
+        """Returns all rows, given this process's part of them. Collective."""
         return rows if self.counts is None else self.batch_group.gather_rows(rows, self.counts)
 
 
-# Keyed by the address of their tickets. A ticket is a tensor that represents a pass in autograd's graph: the pass lives as long
-# as its memory.
+# The passes, keyed by the address of their tickets. A ticket is a tensor that represents a pass in autograd's graph. The pass is kept until
+# the ticket's memory is freed.
 _passes = weakref.WeakValueDictionary()
 
 
@@ -159,7 +164,7 @@ def _contiguous_all(*tensors):
 
 
 def _views(*tensors):
-    """The tensors as the native layer gets them. It checks shapes and types, and relies on the layout checked here."""
+    """Describes the tensors for the native layer. That layer checks shapes and types, and relies on the check of the layout here."""
     for tensor in tensors:
         if tensor is not None and not (tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()):
             raise ValueError(f"a tensor of shape {list(tensor.shape)} on {tensor.device} is not contiguous in host memory")
@@ -223,7 +228,7 @@ def _forward(
 
 @_forward.register_fake
 def _(x, ids, weights, up, down, up_bias, down_bias, group, batch_group, activation, gated, limit, limit_after, plus_one):
-    # Also runs for tensors on torch's device "meta".
+    # This function is also called for tensors on torch's device "meta".
     _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, "meta" if x.device.type == "meta" else "cpu")
     return x.new_empty(x.shape), x.new_empty(1, dtype=torch.int64)
 
@@ -272,7 +277,8 @@ def _setup(ctx, inputs, output):
 
 def _backward_formula(ctx, grad_output, _):
     ticket, x, weights, up, down, up_bias, down_bias = ctx.saved_tensors
-    # The backward is collective: another process's loss may depend on these experts even if this one's does not.
+    # The backward pass must run even if the loss of this process does not depend on these experts, because it is collective and the loss of
+    # another process may.
     if grad_output is None:
         grad_output = torch.zeros_like(x)
     tensors = (ticket, x, weights, up, down, up_bias, down_bias)

@@ -15,23 +15,27 @@ _groups = []
 _default = None
 # One year.
 _MAX_WAIT_S = 31_536_000
-# Unlikely to be used by a program's own messages.
+# The tag of the messages of `_barrier`. Messages of the program are unlikely to have the same tag.
 _BARRIER_TAG = 0x4152
-# Multiprocessors left to NCCL's kernels, which wait for peers as the experts' do.
+# Number of multiprocessors that are left to NCCL's kernels. Those wait for peers too, so they must be able to run beside the experts'
+# kernels.
 _SPARE_FOR_NCCL = 8
 _settings = dict(wait_limit_s=60.0, max_tokens=None)
 
 
 def init(*, wait_limit_s=60.0, max_tokens=None):
-    """Creates the default group of all processes: those of torch.distributed, torchrun, Slurm or MPI, or this process alone. Collective.
+    """Creates the default group of all processes, as given by torch.distributed, torchrun, Slurm or MPI. Without these the group has only
+    this process. Collective.
 
-    Initialises torch.distributed (gloo) if a launcher's environment variables describe several processes. In the shell of a Slurm batch
-    script or of salloc the process is alone, and a warning is logged if the job has several tasks: only srun starts them. A second call, which is needed
-    after an error that made a layer unusable, resets all groups; patched models continue with them.
+    Initialises torch.distributed (gloo) if the environment variables of a launcher describe several processes. In the shell of a Slurm
+    batch script or of salloc the group has only this process, because only srun starts the tasks of a job. A warning is logged there if the
+    job has several tasks. A second call resets all groups, which is needed after an error that made a layer unusable. Patched models then
+    use the reset groups.
 
     Args:
         wait_limit_s: seconds after which a process stops waiting for another one and names it.
-        max_tokens: maximum tokens of a process per pass; by default the maximum over the processes in a layer's first pass.
+        max_tokens: maximum number of tokens of a process per pass. By default, it is the largest number that any process has in a layer's
+            first pass.
 
     Returns:
         The `Group`.
@@ -65,7 +69,7 @@ def default():
 
 
 def numbered(number):
-    """The group with this number, which is how operators refer to it."""
+    """The group with this number. Operators refer to a group by its number."""
     if not 0 <= number < len(_groups):
         raise ValueError(f"group is {number}, expected 0 to {len(_groups) - 1}, the number of a Group")
     return _groups[number]
@@ -73,24 +77,25 @@ def numbered(number):
 
 @functools.cache
 def of(process_group):
-    """The group of all layers over a process group. The first call is collective."""
+    """The `Group` of a process group, which all layers over that process group share. The first call is collective."""
     return Group(process_group)
 
 
 @functools.cache
 def alone():
-    """The group of all layers that run in this process only."""
+    """The `Group` that all layers share that run only in this process."""
     return Group.alone()
 
 
 class Group:
     """The processes of a torch.distributed group, or this process alone.
 
-    Creating it is collective. The processes must be on one host, since they communicate through shared memory. The wait limit and the
-    maximum tokens are those of `init`.
+    Creating a group is collective. The processes must be on one host, because they communicate through shared memory. The wait limit and
+    the maximum number of tokens are those of `init`.
 
     Args:
-        group: a process group; None is the default one, or this process alone if torch.distributed is not initialised.
+        group: a process group, or None for the default process group. If torch.distributed is not initialised, None stands for this process
+            alone.
     """
 
     def __init__(self, group=None):
@@ -107,7 +112,7 @@ class Group:
 
     @classmethod
     def alone(cls):
-        """A group of this process only, independent of torch.distributed. Not collective."""
+        """Creates a group that has only this process and does not use torch.distributed. Not collective."""
         group = cls.__new__(cls)
         group._begin(None)
         group.rank, group.size, group._key = 0, 1, secrets.token_hex(16)
@@ -127,11 +132,11 @@ class Group:
         self._pid = os.getpid()
 
     def local_experts(self, experts):
-        """The indices of this process's experts: an even contiguous block of `experts`."""
+        """The indices of this process's experts. They are contiguous, and every process has the same number of experts."""
         return _aristos.local_experts(experts, self.rank, self.size)
 
     def layer(self, tokens, device=None, **shape):
-        """The native layer of this shape, on this kind of device, shared by all identical layers. The first call is collective."""
+        """Returns the native layer of this shape on this kind of device, which all identical layers share. The first call is collective."""
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked after its group was made: start it by spawn instead, or, alone, call aristos.init() in it")
         key = (device, *shape.values())
@@ -143,7 +148,7 @@ class Group:
         return native
 
     def sent_bytes(self):
-        """Bytes that this process has put to other processes, over all layers on the CPU."""
+        """The number of bytes that this process has put to other processes, summed over all layers on the CPU."""
         return sum(native.sent_bytes() for native, _ in self._layers.values() if isinstance(native, _aristos.Layer))
 
     def check(self):
@@ -153,7 +158,7 @@ class Group:
                 native.check()
 
     def _make(self, tokens, device, shape):
-        # Symbolic in a compiler's trace.
+        # The number is converted because it is symbolic while a compiler traces.
         tokens = int(max(1, tokens if self.max_tokens is None else self.max_tokens))
         for rank, (theirs, their_shape) in enumerate(self.gather((tokens, dict(shape, device=device)))):
             for field, value in dict(shape, device=device).items():
@@ -169,7 +174,8 @@ class Group:
         return native, tokens
 
     def gather(self, value, *, purpose="make a layer", limit_s=None):
-        """All processes' values, in rank order. Collective; with gloo limited by `limit_s` (the wait limit), naming a missing process."""
+        """Returns the values of all processes, in rank order. Collective. With gloo it waits at most `limit_s`, by default the wait limit,
+        and the error names a missing process."""
         if self.size == 1:
             return [value]
         if dist.get_backend(self._group) == "gloo":
@@ -179,7 +185,7 @@ class Group:
         return values
 
     def _barrier(self, purpose, limit_s):
-        """A barrier with a time limit on every process; gloo's monitored barrier has a limit on rank 0 only."""
+        """A barrier with a time limit on every process. It is needed because gloo's monitored barrier has a limit only on rank 0."""
         deadline, message = time.monotonic() + limit_s, torch.zeros(1)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sent = [dist.isend(message, group=self._group, group_dst=rank, tag=_BARRIER_TAG) for rank in others]
@@ -193,7 +199,7 @@ class Group:
                 raise _aristos.AristosError(f"to {purpose}: rank {rank} did not come in {limit_s:.1f} s: {why}") from None
 
     def gather_rows(self, rows, counts):
-        """All processes' rows, in rank order; ``rows`` has ``counts[rank]`` rows. Collective."""
+        """Returns the rows of all processes, in rank order. ``rows`` has ``counts[rank]`` rows. Collective."""
         if self.size == 1:
             return rows
         most = max(counts)
@@ -204,7 +210,7 @@ class Group:
         return torch.cat([one[:n] for one, n in zip(all_rows, counts)])
 
     def sum(self, values):
-        """The sum of the processes' tensors. Collective, not differentiable."""
+        """Returns the sum of the tensors of all processes. Collective, not differentiable."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values, group=self._group)

@@ -1,24 +1,24 @@
-"""Rank and size of this process, from the environment variables of its launcher."""
+"""The rank of this process and the number of processes, from the environment variables of the launcher."""
 
 import functools
 import logging
 import os
 
-# The innermost launcher counts: torchrun and mpirun may be started in a step of Slurm.
+# These launchers come before Slurm, because torchrun and mpirun may be started in a step of Slurm.
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 _PMI_NAMES = ("PMI_RANK", "PMI_SIZE")
-# From here on Slurm's step numbers are the batch script, the interactive shell and the external step, which have one process.
+# Slurm gives step numbers from this one on to the batch script, the interactive shell and the external step. These have one process each.
 _SLURM_NO_STEP = 0xFFFF_FFF0
 
 
 def find():
-    """The rank, the size and the name of the rank's variable; None if no launcher started this process."""
+    """Returns the rank, the number of processes and the name of the rank's variable, or None if no launcher started this process."""
     for names in _LAUNCHERS:
         if _are_set(names):
             return _read(*names)
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
     in_step = _in_slurm_step() and _are_set(("SLURM_PROCID", tasks))
-    # Slurm sets PMI's variables for its own tasks too. Another size is that of an mpiexec that runs in the step.
+    # Slurm sets PMI's variables for its own tasks too. If the size differs from the step's, an mpiexec that runs in the step has set it.
     if _are_set(_PMI_NAMES) and not (in_step and os.environ["PMI_SIZE"] == os.environ[tasks]):
         return _read(*_PMI_NAMES)
     if in_step:
@@ -40,7 +40,8 @@ def _are_set(names):
 
 
 def _in_slurm_step():
-    """Whether srun started this process. The shell of a batch script or of salloc has variables of tasks too."""
+    """Whether srun started this process. The variables of tasks do not show it, because the shell of a batch script or of salloc has them
+    too."""
     step = os.environ.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _SLURM_NO_STEP
 

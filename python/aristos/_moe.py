@@ -11,14 +11,17 @@ from ._experts import experts as run_experts
 
 
 class MoE(nn.Module):
-    """``sum over the top_k experts of weight * expert(x)``, plus a shared expert: Qwen2-MoE's layer, or Mixtral's without the shared expert.
+    """``sum over the top_k experts of weight * expert(x)``, plus a shared expert. This is the layer of Qwen2-MoE, and without the shared
+    expert that of Mixtral.
 
-    The experts are distributed over the group in even contiguous blocks; router and shared expert are replicated. Gradients of experts are
-    sums over all processes' tokens. Gradients of router and shared expert cover this process's tokens only: the caller averages them, and
-    divides the experts' gradients by the group's size if the loss is a mean over processes (`scale_gradients`).
+    The experts are distributed over the group in contiguous blocks of equal size. Every process has a copy of the router and of the shared
+    expert. The gradients of the experts are sums over the tokens of all processes. The gradients of the router and the shared expert cover
+    only the tokens of this process, so the caller must average them. If the loss is a mean over processes, the caller must also divide the
+    gradients of the experts by the group's size, which `scale_gradients` does.
 
-    A forward pass sets `aux_loss` and `z_loss`, multiplied by their coefficients, to be added to the model's loss (0 without coefficient), and
-    `expert_tokens`, [experts], the number of this process's tokens per expert.
+    A forward pass sets `aux_loss`, `z_loss` and `expert_tokens`. The two losses are multiplied by their coefficients, and are 0 if the
+    coefficient is 0; the caller adds them to the model's loss. `expert_tokens`, [experts], is the number of this process's tokens per
+    expert.
 
     Args:
         hidden: width of a token.
@@ -29,9 +32,11 @@ class MoE(nn.Module):
         activation, gated: as for `experts`.
         scoring: "softmax" over all experts, or "sigmoid" per expert.
         normalise: whether the chosen scores are divided by their sum.
-        shared_intermediate: inner width of the shared expert, 0 for none; `shared_gate`: whether a sigmoid gate scales its output.
-        aux_loss_coef: coefficient of the load-balancing loss (Fedus et al., Switch Transformers, section 2.2, summed over the top_k choices),
-            with the load of the whole group; z_loss_coef: coefficient of the router z-loss (Zoph et al., ST-MoE, section 3.2, equation 5).
+        shared_intermediate: inner width of the shared expert, or 0 if there is none. `shared_gate`: whether a sigmoid gate scales the
+            output of the shared expert.
+        aux_loss_coef: coefficient of the load-balancing loss (Fedus et al., Switch Transformers, section 2.2, summed over the top_k
+            choices), which counts the tokens of the whole group. z_loss_coef: coefficient of the router z-loss (Zoph et al., ST-MoE,
+            section 3.2, equation 5).
         dtype: type of all weights, float32 or bfloat16.
     """
 
@@ -82,7 +87,7 @@ class MoE(nn.Module):
         self.aux_loss = self.z_loss = self.expert_tokens = None
 
     def forward(self, hidden_states):
-        """Maps [..., hidden] to the same shape. Collective."""
+        """Computes the layer's output for [..., hidden], which has the same shape. Collective."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.gate(x).float()
         scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
@@ -113,13 +118,14 @@ class MoE(nn.Module):
             self.z_loss = self.z_loss_coef * logits.logsumexp(-1).square().sum() / max(1, len(ids))
 
     def scale_gradients(self):
-        """Divides the experts' gradients, which are sums over the group, by the group's size, to match averaged gradients of other parameters."""
+        """Divides the gradients of the experts by the group's size. They are sums over the group, and the gradients of other parameters are
+        averages."""
         for parameter in (self.gate_up_proj, self.down_proj):
             if parameter.grad is not None:
                 parameter.grad /= self.group.size
 
     def _matrices(self, prefix):
-        """Yields each matrix of this process's experts: its name in a Hugging Face checkpoint, and a view of the parameter."""
+        """For each matrix of this process's experts, yields its name in a Hugging Face checkpoint and a view of the parameter."""
         inner = self.down_proj.shape[2]
         for local, expert in enumerate(self.local):
             names = {"gate_proj": self.gate_up_proj[local, :inner], "up_proj": self.gate_up_proj[local, inner:]}
@@ -175,6 +181,6 @@ _ACTIVATIONS = {
 
 
 def _uniform(experts, out, width, dtype):
-    """The initialisation of nn.Linear."""
+    """Weights initialised like those of nn.Linear."""
     bound = 1 / math.sqrt(width)
     return torch.empty(experts, out, width, dtype=dtype).uniform_(-bound, bound)

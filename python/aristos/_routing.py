@@ -9,14 +9,14 @@ _open = []
 
 
 class Routing:
-    """The routing of some steps of a training run, to be written to a routing file (docs/simulator.md)."""
+    """Records the routing of some steps of a training run and writes it to a routing file (docs/simulator.md)."""
 
     def __init__(self):
         self._steps = []
 
     @contextlib.contextmanager
     def step(self, number):
-        """Records the forward passes inside the context, one per layer, as step `number`."""
+        """Records the forward passes inside the context as step `number`. Each layer must have one forward pass."""
         layers = []
         _open.append(layers)
         try:
@@ -26,7 +26,8 @@ class Routing:
             self._steps.append((number, layers))
 
     def write(self, path, experts, group=None):
-        """Writes the file that `aristos sim comms`, `aristos workload` and `aristos simulate` read as `--routing`. Collective: rank 0 writes.
+        """Writes the file that `aristos sim comms`, `aristos workload` and `aristos simulate` read with the option `--routing`. Collective;
+        only rank 0 writes.
 
         Args:
             path: path of the file.

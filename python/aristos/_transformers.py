@@ -1,4 +1,4 @@
-"""The expert-parallel implementation ``"aristos"`` of transformers (5.23 or later)."""
+"""The expert-parallel implementation ``"aristos"`` for transformers (5.23 or later)."""
 
 import torch
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
@@ -13,8 +13,8 @@ def _local(parameter):
 
 
 class _Stored:
-    """An experts module's weights in the layout of `experts`. The model family determines what an expert computes; the module's flags
-    determine how its weights are stored."""
+    """The weights of a module of experts, converted to the layout of `experts`. The model family determines what an expert computes, and
+    the flags of the module determine how its weights are stored."""
 
     def __init__(self, module):
         name = type(module).__name__
@@ -28,7 +28,8 @@ class _Stored:
         self._module = module
 
     def weights(self):
-        """up, down, and their biases by name: views if the module has this layout, otherwise copies tracked by autograd."""
+        """Returns up, down, and their biases by name. They are views if the module has this layout, and otherwise copies that autograd
+        tracks."""
         module, parameters, gated = self._module, self._module._parameters, self.form["gated"]
         name = "gate_up_proj" if gated else "up_proj"
         up, down = _local(parameters[name]), _local(parameters["down_proj"])
@@ -36,7 +37,7 @@ class _Stored:
         if getattr(module, "is_transposed", False):
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         if gated and not getattr(module, "is_concatenated", True):
-            # Gate and up rows are interleaved.
+            # In this module the rows of gate and up are interleaved.
             up = torch.cat([up[:, 0::2], up[:, 1::2]], dim=1)
             up_bias = None if up_bias is None else torch.cat([up_bias[:, 0::2], up_bias[:, 1::2]], dim=1)
         biases = dict(up_bias=up_bias, down_bias=_local(parameters["down_proj_bias"])) if self._has_bias else {}
@@ -50,13 +51,13 @@ class _Stored:
 
 
 class _AristosExperts(EPImplementation):
-    """Experts distributed over an expert-parallel group."""
+    """Experts that are distributed over an expert-parallel group."""
 
     def __init__(self, experts, ep_mesh, tp_mesh):
         super().__init__(experts, ep_mesh, tp_mesh)
         self._stored = _Stored(experts)
         self._group = _group.of(ep_mesh.get_group())
-        # Processes that share a batch each compute a part of it.
+        # Each process of a group that shares a batch computes a part of it.
         self._batch_group = _group.of(tp_mesh.get_group()) if tp_mesh.size() > 1 else None
 
     def __call__(self, hidden_states, top_k_index, top_k_weights):

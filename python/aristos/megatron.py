@@ -1,10 +1,10 @@
-"""A Megatron-Core (0.16.1) MoE layer whose routed experts run in Aristos, to be used in a specification::
+"""An MoE layer of Megatron-Core (0.16.1) whose routed experts run in Aristos. It is used in a specification::
 
     spec = get_gpt_layer_local_spec(num_experts=N)
     mlp = spec.submodules.mlp
     spec.submodules.mlp = ModuleSpec(module=aristos.megatron.MoELayer, submodules=mlp.submodules, metainfo=mlp.metainfo)
 
-Router, shared expert, the experts' parameters and their names in checkpoints stay Megatron's.
+The router, the shared expert, the parameters of the experts and their names in checkpoints are those of Megatron.
 """
 
 import torch
@@ -19,7 +19,7 @@ from . import _group, _routing
 from ._experts import experts as run_experts
 
 _ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", squared_relu: "relu2", quick_gelu: "quick_gelu"}
-# Megatron options that affect experts, with the only supported value of each.
+# The options of Megatron that affect experts, with the only value of each that is supported.
 _EXPECTED = dict(
     activation_func_clamp_value=None,
     add_bias_linear=False,
@@ -34,13 +34,13 @@ _EXPECTED = dict(
 
 
 class MoELayer(BaseMoELayer):
-    """Megatron's `MoELayer` with dispatch and expert computation by Aristos over the expert-parallel group.
+    """Megatron's `MoELayer`, except that dispatch and the computation of experts run in Aristos over the expert-parallel group.
 
-    The experts must be a `SequentialMLP`; their weights are copied into one tensor for each pass. Gradients are sums over all tokens of the
-    expert-parallel group, as with Megatron's own dispatchers.
+    The experts must be a `SequentialMLP`. In each pass their weights are copied into one tensor. The gradients are sums over all tokens of
+    the expert-parallel group, which is also so with Megatron's own dispatchers.
 
     Raises:
-        ValueError: names a configuration field whose value Aristos does not support.
+        ValueError: if Aristos does not support the value of a configuration field. The message names the field.
     """
 
     def __init__(self, config, submodules=None, layer_number=None, pg_collection=None):
@@ -63,11 +63,11 @@ class MoELayer(BaseMoELayer):
             self.shared_experts = build_module(submodules.shared_experts, config=config, pg_collection=groups, gate=gate)
 
     def forward(self, hidden_states, padding_mask=None):
-        """hidden_states and the output are [sequence, batch, hidden]; padding_mask is [batch, sequence], True for tokens that the router
-        excludes from its losses. Returns the output and None as bias."""
+        """Returns the output, and None in place of a bias. hidden_states and the output are [sequence, batch, hidden]. padding_mask is
+        [batch, sequence], and True for tokens that the router excludes from its losses."""
         mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
         probs, chosen = self.router(hidden_states, mask)
-        # A token that the router drops because of a capacity factor has fewer experts.
+        # If the router drops tokens because of a capacity factor, such a token has fewer experts.
         weights, ids = probs.masked_fill(~chosen, -1).topk(self.config.moe_router_topk)
         dropped = ~chosen.gather(1, ids)
         weights, ids = weights.masked_fill(dropped, 0), ids.masked_fill(dropped, -1)

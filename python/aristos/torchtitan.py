@@ -1,6 +1,6 @@
-"""torchtitan's routed experts by Aristos, with torchtitan 0.3.0: ``--override.imports aristos.torchtitan.experts``.
+"""Runs the routed experts of torchtitan 0.3.0 in Aristos. To use it, pass ``--override.imports aristos.torchtitan.experts``.
 
-Everything else stays torchtitan's, such as the router, the shared experts, and the experts' compute type bfloat16.
+The rest of the model does not change, for example the router, the shared experts, and the type bfloat16 in which experts compute.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ def _local(parameter):
 
 
 class AristosRoutedExperts(RoutedExperts):
-    """`RoutedExperts` with dispatch and computation by Aristos, over the processes of the token dispatcher."""
+    """`RoutedExperts` whose dispatch and computation run in Aristos, over the processes of the token dispatcher."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
         pass
 
     def forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E):
-        """Like `RoutedExperts.forward`; the number of tokens per expert is recomputed."""
+        """Like `RoutedExperts.forward`, except that the given number of tokens per expert is not used, because it is counted again."""
         mesh, inner = getattr(self.token_dispatcher, "ep_mesh", None), self.inner_experts
         group = _group.alone() if mesh is None else _group.of(mesh.get_group())
         gate, up, down = (_local(weight).bfloat16() for weight in (inner.w1_EFD, inner.w3_EFD, inner.w2_EDF))
@@ -37,5 +37,5 @@ class AristosRoutedExperts(RoutedExperts):
 
 @override(target=RoutedExperts.Config, description="routed experts by Aristos")
 def experts(config):
-    """The override to list in ``override.imports``."""
+    """The override that ``override.imports`` must list."""
     return derive(config, AristosRoutedExperts.Config)

@@ -1,4 +1,4 @@
-//! The layer on a device: the same kernels over the addresses of a framework's tensors.
+//! The layer on a device. It runs the same kernels as elsewhere, on tensors of a framework that are given by their addresses.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
@@ -17,20 +17,20 @@ use crate::spec::{Form, SizesOf, check_rank, error, moe_error, spec_of};
 
 /// The devices that this wheel can use.
 pub(crate) const DEVICES: &[&str] = &["emulated", "emulated-hopper"];
-/// Bytes beyond the layer's that alignment and a barrier take.
+/// Number of bytes that alignment and a barrier take in addition to the layer's.
 const HEAP_MARGIN: usize = 64 << 10;
 
-/// A layer, and the reason if it is no longer usable.
+/// A layer. If it is no longer usable, `failed` holds the reason.
 struct State {
     layer: DeviceExperts<'static>,
     failed: Option<String>,
 }
 
-// SAFETY: a device is used by one thread at a time, which the mutex of `DeviceLayer` ensures, and every call makes the device
-// usable in its thread (`Gpu::use_stream`).
+// SAFETY: the mutex of `DeviceLayer` ensures that one thread at a time uses the device, and every call makes the device usable in the
+// thread that calls (`Gpu::use_stream`).
 unsafe impl Send for State {}
 
-/// This process's part of a layer whose tensors are on a device. All identical layers of a model share one.
+/// This process's part of a layer whose tensors are on a device. All identical layers of a model share the same value.
 #[pyclass(frozen, module = "aristos._aristos")]
 pub(crate) struct DeviceLayer {
     state: Mutex<State>,
@@ -41,7 +41,7 @@ fn addresses([up, down, up_bias, down_bias]: [u64; 4]) -> ExpertAddresses {
     ExpertAddresses { up, down, up_bias, down_bias }
 }
 
-/// This process's device with symmetric memory for a layer. The device lives until the process ends, because any thread may drop
+/// Opens this process's device, with symmetric memory for a layer. The device is kept until the process ends, because any thread may drop
 /// the layer.
 fn open(
     device: &str,
@@ -81,8 +81,8 @@ impl DeviceLayer {
 
 #[pymethods]
 impl DeviceLayer {
-    /// Creates the layer together with the other processes that pass the same `key` (collective). The form of the experts is
-    /// that of `Layer`.
+    /// Creates the layer together with the other processes that pass the same `key` (collective). The arguments that describe the experts
+    /// are the same as for `Layer`.
     #[new]
     #[pyo3(signature = (key, rank, size, *, device, hidden, intermediate, experts, top_k, activation, gated, bias, limit,
         limit_after, plus_one, dtype, max_tokens, wait_limit_s, spare_multiprocessors))]
@@ -134,8 +134,8 @@ impl DeviceLayer {
         self.state_bytes
     }
 
-    /// Launches `output = sum of weight * expert(x)` (collective). `tensors` holds the addresses of x, ids, weights and output,
-    /// `experts` those of up, down and their biases; output has x's type.
+    /// Launches `output = sum of weight * expert(x)` (collective). `tensors` holds the addresses of x, ids, weights and output, and
+    /// `experts` those of up, down and their biases. The output has the type of x.
     #[pyo3(signature = (tokens, tensors, experts, state, *, wide_ids, stream))]
     #[allow(clippy::too_many_arguments)]
     fn forward(
@@ -152,13 +152,13 @@ impl DeviceLayer {
         let experts = addresses(experts);
         let forward =
             ExpertsForward { stream, tokens, x, ids, wide_ids, weights, output, narrow_output: true, experts, state };
-        // SAFETY: the wrapper has checked the tensors' types and sizes. The tensors live during the call; afterwards the
-        // framework's allocator reuses their memory in the order of the stream. Autograd keeps the state for the backward.
+        // SAFETY: the wrapper has checked the tensors' types and sizes. The tensors live during the call. Afterwards the framework's
+        // allocator may reuse their memory, but only for later operations of the stream. Autograd keeps the state for the backward pass.
         self.call(py, |layer| unsafe { layer.forward(&forward) }.map_err(moe_error))
     }
 
-    /// Launches the backward of a forward pass (collective). `tensors` holds the addresses of x, grad_output, grad_x and
-    /// grad_weights; `gradients` are f32, and are added to if `accumulate`.
+    /// Launches the backward pass of a forward pass (collective). `tensors` holds the addresses of x, grad_output, grad_x and grad_weights.
+    /// `gradients` are f32. If `accumulate`, the pass adds to them, and otherwise it overwrites them.
     #[pyo3(signature = (tokens, tensors, experts, gradients, state, *, accumulate, stream))]
     #[allow(clippy::too_many_arguments)]
     fn backward(
@@ -186,11 +186,11 @@ impl DeviceLayer {
             accumulate,
             state,
         };
-        // SAFETY: as in `forward`.
+        // SAFETY: the reasons are those in `forward`.
         self.call(py, |layer| unsafe { layer.backward(&backward) }.map_err(moe_error))
     }
 
-    /// Raises the error of a pass that has ended, without waiting.
+    /// Raises an error if a pass that has ended has failed. Does not wait for passes.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, |layer| layer.check_passes().map_err(moe_error))
     }

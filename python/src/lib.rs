@@ -1,5 +1,5 @@
-//! The native layer behind the Python package `aristos/`. The layer receives views of the caller's tensors, and checks their shapes and
-//! types (`views.rs`); the wrapper has checked that they are contiguous and in host memory.
+//! The native layer behind the Python package `aristos/`. The layer receives views of the caller's tensors and checks their shapes and
+//! types (`views.rs`). The Python code has checked that the tensors are contiguous and in host memory.
 
 use std::marker::PhantomData;
 use std::slice;
@@ -31,19 +31,19 @@ use views::{ExpertViews, Of, Shapes, View};
 type CpuLayer<E> = moe::Layer<Shmem<ShmTransport>, E>;
 type SavedOf<E> = <CpuLayer<E> as MoeLayer>::Saved;
 
-/// A layer of either element type.
+/// A layer whose element type is either f32 or bf16.
 enum Engine {
     F32(CpuLayer<f32>),
     Bf16(CpuLayer<bf16>),
 }
 
-/// The saved state of a forward pass for its backward pass.
+/// The state that a forward pass saves for its backward pass.
 enum PassState {
     F32(SavedOf<f32>),
     Bf16(SavedOf<bf16>),
 }
 
-/// A slice of the caller's memory.
+/// Returns a slice of the caller's memory.
 ///
 /// # Safety
 /// `address` is aligned and points to `len` initialised elements, which are not written during `'a`.
@@ -55,10 +55,10 @@ unsafe fn read<'a, T>(address: usize, len: usize) -> &'a [T] {
     unsafe { slice::from_raw_parts(address as *const T, len) }
 }
 
-/// A mutable slice of the caller's memory.
+/// Returns a mutable slice of the caller's memory.
 ///
 /// # Safety
-/// As for [`read`]; the elements are not accessed otherwise during `'a`.
+/// The conditions are those of [`read`], and nothing else accesses the elements during `'a`.
 unsafe fn write<'a, T>(address: usize, len: usize) -> &'a mut [T] {
     if len == 0 {
         return &mut [];
@@ -67,7 +67,7 @@ unsafe fn write<'a, T>(address: usize, len: usize) -> &'a mut [T] {
     unsafe { slice::from_raw_parts_mut(address as *mut T, len) }
 }
 
-/// A slice of the caller's memory, valid during a call.
+/// A slice of the caller's memory that is valid during a call.
 struct CallerSlice<E> {
     address: usize,
     len: usize,
@@ -76,15 +76,15 @@ struct CallerSlice<E> {
 
 impl<E> AsRef<[E]> for CallerSlice<E> {
     fn as_ref(&self) -> &[E] {
-        // SAFETY: [`Weights::borrow`], which creates it, requires that the memory is valid during the call, and it is dropped
-        // at the call's end.
+        // SAFETY: [`Weights::borrow`] creates the value and requires that the memory is valid during the call. The value is dropped at the
+        // end of the call.
         unsafe { read(self.address, self.len) }
     }
 }
 
-/// Addresses of this process's expert weights, or of their gradients; all contiguous, 0 for a missing bias. In the layer's
-/// element type: up `[experts, 2 * intermediate, hidden]` with gate then up, without a gate `[experts, intermediate, hidden]`;
-/// down `[experts, hidden, intermediate]`. In f32: the biases, `[experts, out]`.
+/// The addresses of the weights of this process's experts, or of their gradients. All are contiguous. up and down have the layer's element
+/// type. up is `[experts, 2 * intermediate, hidden]`, with the gate's rows before those of up, or `[experts, intermediate, hidden]` without
+/// a gate. down is `[experts, hidden, intermediate]`. The biases are f32 `[experts, out]`, and the address of a missing bias is 0.
 #[derive(Clone, Copy)]
 struct Weights {
     up: usize,
@@ -100,7 +100,7 @@ impl From<[usize; 4]> for Weights {
 }
 
 impl Weights {
-    /// Address and length of expert `local`'s matrix, with elements of `bytes` bytes, and of its bias.
+    /// Returns the address and the length of expert `local`'s matrix, whose elements have `bytes` bytes, and those of its bias.
     fn matrix_and_bias(&self, config: &LayerConfig, local: usize, proj: Proj, bytes: usize) -> [(usize, usize); 2] {
         let (h, i) = (config.hidden, config.expert.intermediate);
         let parts = if config.expert.gated { 2 } else { 1 };
@@ -117,10 +117,10 @@ impl Weights {
         }
     }
 
-    /// The experts, borrowed from the caller's memory.
+    /// Returns the experts, whose weights stay in the caller's memory.
     ///
     /// # Safety
-    /// The addresses are those of tensors with these shapes and types, which are not written while the experts live.
+    /// The addresses are those of tensors with these shapes and types, and nothing writes to the tensors while the experts live.
     unsafe fn borrow<E: Element>(&self, config: &LayerConfig, experts: usize) -> PyResult<Vec<Mlp<E>>> {
         let expert = |local| {
             let (mut borrowed, mut biases) = ([const { None }; 3], [const { Vec::new() }; 3]);
@@ -141,7 +141,7 @@ impl Weights {
     /// Calls `compute` with buffers for expert `local`'s gradients.
     ///
     /// # Safety
-    /// As for [`Weights::borrow`]; the gradients are not accessed otherwise meanwhile.
+    /// The conditions are those of [`Weights::borrow`], and nothing else accesses the gradients during the call.
     unsafe fn compute_into<E: Element>(
         &self,
         config: &LayerConfig,
@@ -152,7 +152,7 @@ impl Weights {
         let mut biases: [&mut [f32]; 3] = [&mut [], &mut [], &mut []];
         for &proj in config.expert.projections() {
             let [(address, len), (bias, out)] = self.matrix_and_bias(config, local, proj, size_of::<E>());
-            // SAFETY: guaranteed by the caller; the elements have this type, and the projections do not overlap.
+            // SAFETY: the caller guarantees the memory. The elements have this type, and the projections do not overlap.
             unsafe {
                 matrix[proj_index(proj)] = match E::NAME == f32::NAME {
                     true => MatrixGradientMut::F32(write(address, len)),
@@ -167,16 +167,16 @@ impl Weights {
     }
 }
 
-/// Addresses of a forward pass's tensors, all contiguous: x `[tokens, hidden]` in the layer's element type; ids i32 and weights
-/// f32 `[tokens, top_k]`; output f32 `[tokens, hidden]`.
+/// The addresses of the tensors of a forward pass, which are contiguous. x is `[tokens, hidden]` in the layer's element type, ids are i32
+/// `[tokens, top_k]`, weights are f32 `[tokens, top_k]`, and output is f32 `[tokens, hidden]`.
 struct Forward {
     tokens: usize,
     tensors: [usize; 4],
     experts: Weights,
 }
 
-/// Addresses of a backward pass's tensors: x as in forward and grad_output in the layer's element type; grad_x f32 `[tokens,
-/// hidden]`, grad_weights f32 `[tokens, top_k]`.
+/// The addresses of the tensors of a backward pass, which are contiguous. x and grad_output are `[tokens, hidden]` in the layer's element
+/// type, and x is that of the forward pass. grad_x is f32 `[tokens, hidden]`, and grad_weights is f32 `[tokens, top_k]`.
 struct Backward {
     tokens: usize,
     tensors: [usize; 4],
@@ -186,7 +186,7 @@ struct Backward {
 
 impl Forward {
     /// # Safety
-    /// The addresses are those of the caller's tensors with these shapes and types, which are not accessed otherwise meanwhile.
+    /// The addresses are those of the caller's tensors with these shapes and types, and nothing else accesses the tensors during the call.
     unsafe fn run<E: Element>(&self, layer: &mut CpuLayer<E>) -> PyResult<SavedOf<E>> {
         let (elements, pairs, local) = sizes(layer, self.tokens);
         let [x, ids, weights, output] = self.tensors;
@@ -201,7 +201,7 @@ impl Forward {
 
 impl Backward {
     /// # Safety
-    /// As for [`Forward::run`].
+    /// The conditions are those of [`Forward::run`].
     unsafe fn run<E: Element>(&self, layer: &mut CpuLayer<E>, saved: &mut SavedOf<E>) -> PyResult<()> {
         let (elements, pairs, local) = sizes(layer, self.tokens);
         let [x, grad_output, grad_x, grad_weights] = self.tensors;
@@ -226,30 +226,30 @@ impl Backward {
     }
 }
 
-/// Elements of a pass's tokens, number of (token, expert) pairs, and number of this process's experts.
+/// Returns the number of elements of a pass's tokens, the number of (token, expert) pairs, and the number of this process's experts.
 fn sizes<E: Element>(layer: &CpuLayer<E>, tokens: usize) -> (usize, usize, usize) {
     let config = &layer.spec().config;
     let local = layer.spec().placement.experts(layer.my_pe()).len();
     (tokens * config.hidden, tokens * config.router.top_k, local)
 }
 
-/// A layer, and the reason if it is no longer usable.
+/// A layer. If it is no longer usable, `failed` holds the reason.
 struct State {
     engine: Engine,
-    /// Whether the layer holds the memory of a finished pass for reuse. One suffices, since passes rarely overlap.
+    /// Whether the layer keeps the memory of a finished pass for reuse. It keeps that of one pass, because passes rarely overlap.
     has_spare: bool,
     failed: Option<String>,
     signals: Arc<Signals>,
 }
 
-/// This process's part of a layer whose experts and routing come from the caller. All identical layers of a model share one.
+/// This process's part of a layer whose experts and routing come from the caller. All identical layers of a model share the same value.
 #[pyclass(frozen, module = "aristos._aristos")]
 struct Layer {
     state: Arc<Mutex<State>>,
     shapes: Shapes,
 }
 
-/// The saved state of a forward pass. If it is dropped without a backward pass, a later pass reuses its memory.
+/// The saved state of a forward pass. If it is dropped without a backward pass, a later pass may reuse its memory.
 #[pyclass(frozen, module = "aristos._aristos")]
 struct Saved {
     pass: Mutex<Option<PassState>>,
@@ -261,7 +261,7 @@ struct Saved {
 impl Drop for Saved {
     fn drop(&mut self) {
         let Ok(Some(pass)) = self.pass.get_mut().map(Option::take) else { return };
-        // If another thread uses the layer, the memory is freed instead.
+        // If another thread is using the layer, the memory is not kept for reuse but freed.
         let Ok(mut state) = self.layer.try_lock() else { return };
         state.recycle(pass);
     }
@@ -279,8 +279,8 @@ impl State {
         }
     }
 
-    /// Runs a pass, unless an earlier one has failed. Invalid arguments are detected before a pass begins; any other error
-    /// leaves the processes in different states.
+    /// Runs a pass, unless an earlier one has failed. After an error other than invalid arguments the layer is unusable, because the
+    /// processes may be in different states. Invalid arguments are detected before a pass begins.
     fn pass<T>(&mut self, run: impl FnOnce(&mut Engine) -> PyResult<T>) -> PyResult<T> {
         if let Some(why) = &self.failed {
             return Err(error(format!("the layer failed before, and needs a new group (aristos.init()): {why}")));
@@ -300,8 +300,8 @@ fn lock(state: &Mutex<State>) -> PyResult<MutexGuard<'_, State>> {
 
 #[pymethods]
 impl Layer {
-    /// Creates the layer together with the other processes that pass the same `key` (collective). `limit`, `limit_after` and
-    /// `plus_one` are a gated expert's `Glu`.
+    /// Creates the layer together with the other processes that pass the same `key` (collective). `limit`, `limit_after` and `plus_one`
+    /// describe the `Glu` of a gated expert.
     #[new]
     #[pyo3(signature = (key, rank, size, *, hidden, intermediate, experts, top_k, activation, gated, bias, limit, limit_after,
         plus_one, dtype, max_tokens, wait_limit_s))]
@@ -351,8 +351,8 @@ impl Layer {
         Ok(Layer { state, shapes })
     }
 
-    /// `output = sum of weight * expert(x)` (collective). `tensors` holds x, ids, weights and output (`Forward`), `experts` up,
-    /// down and their biases (`Weights`).
+    /// Computes `output = sum of weight * expert(x)` (collective). `tensors` holds x, ids, weights and output as in `Forward`, and
+    /// `experts` holds up, down and their biases as in `Weights`.
     fn forward(&self, py: Python<'_>, tensors: [View; 4], experts: ExpertViews) -> PyResult<Saved> {
         let (shapes, [x, ids, weights, output]) = (self.shapes, &tensors);
         let tokens = shapes.tokens(x)?;
@@ -391,8 +391,8 @@ impl Layer {
 
 #[pymethods]
 impl Saved {
-    /// The backward of this pass (collective). `tensors` holds x, grad_output, grad_x and grad_weights (`Backward`), `experts`
-    /// the experts, and `gradients` the experts' gradients.
+    /// Runs the backward pass (collective). `tensors` holds x, grad_output, grad_x and grad_weights as in `Backward`, `experts` the weights
+    /// of the experts, and `gradients` their gradients.
     fn backward(
         &self,
         py: Python<'_>,
@@ -428,7 +428,8 @@ impl Saved {
     }
 }
 
-/// The routed experts of a model configuration (JSON): activation, gated, bias, limit, limit_after, plus_one.
+/// Returns what a model's configuration, given as JSON, says about the routed experts: activation, gated, bias, limit, limit_after and
+/// plus_one.
 #[pyfunction]
 fn family_expert<'py>(py: Python<'py>, config: &str) -> PyResult<Bound<'py, PyDict>> {
     let wrong = |e: String| PyValueError::new_err(e);
@@ -446,19 +447,19 @@ fn family_expert<'py>(py: Python<'py>, config: &str) -> PyResult<Bound<'py, PyDi
     Ok(dict)
 }
 
-/// The supported model families, by the text model's `model_type`.
+/// Returns the supported model families. Each is named by the `model_type` of its text model.
 #[pyfunction]
 fn families() -> Vec<&'static str> {
     Family::all().map(Family::model_type).collect()
 }
 
-/// The instruction set of the kernels on this CPU, limited by `ARISTOS_CPU`: scalar, avx2, avx512, avx512bf16 or amx.
+/// Returns the instruction set that the kernels use on this CPU, which `ARISTOS_CPU` can limit: scalar, avx2, avx512, avx512bf16 or amx.
 #[pyfunction]
 fn instruction_set() -> &'static str {
     InstructionSet::in_use().name()
 }
 
-/// The indices of process `rank`'s experts, for `experts` over `size` processes.
+/// Returns the indices of the experts of process `rank`, if `experts` experts are distributed over `size` processes.
 #[pyfunction]
 fn local_experts(experts: usize, rank: usize, size: usize) -> Vec<usize> {
     block(experts, size, rank).collect()

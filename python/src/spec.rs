@@ -1,4 +1,4 @@
-//! The layer's configuration from Python's arguments, and errors for Python.
+//! Converts Python's arguments to the layer's configuration, and errors to those of Python.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ pub(crate) fn error(e: impl std::fmt::Display) -> PyErr {
     AristosError::new_err(e.to_string())
 }
 
-/// Converts an error; wrong arguments become Python's `ValueError`.
+/// Converts an error to one of Python. Wrong arguments become a `ValueError`.
 pub(crate) fn moe_error(e: MoeError) -> PyErr {
     match e {
         MoeError::Config(_) | MoeError::Shape { .. } | MoeError::Usage { .. } => PyValueError::new_err(e.to_string()),
@@ -39,7 +39,7 @@ pub(crate) struct Form<'a> {
     pub(crate) plus_one: bool,
 }
 
-/// Sizes of a layer; `experts` of all processes.
+/// The sizes of a layer. `experts` is the number of experts of all processes.
 pub(crate) struct SizesOf {
     pub(crate) hidden: usize,
     pub(crate) intermediate: usize,
@@ -48,7 +48,7 @@ pub(crate) struct SizesOf {
     pub(crate) max_tokens: usize,
 }
 
-/// The layer over `size` processes.
+/// Returns the specification of a layer over `size` processes.
 pub(crate) fn spec_of(
     sizes: SizesOf,
     form: &Form<'_>,

@@ -4,14 +4,14 @@ use aristos::moe::Dtype;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// A contiguous tensor in host memory: address, shape, and type as torch names it.
+/// A contiguous tensor in host memory, given by its address, its shape, and its type with torch's name.
 #[derive(FromPyObject)]
 pub struct View(usize, Vec<usize>, String);
 
-/// Views of up, down and their biases, or of their gradients.
+/// The views of up, down and their biases, or of their gradients.
 pub type ExpertViews = [Option<View>; 4];
 
-/// Sizes and types of a layer's tensors.
+/// The sizes and the type of a layer's tensors.
 #[derive(Clone, Copy)]
 pub struct Shapes {
     pub hidden: usize,
@@ -19,38 +19,39 @@ pub struct Shapes {
     pub gated: bool,
     pub bias: bool,
     pub top_k: usize,
-    /// This process's experts.
+    /// Number of this process's experts.
     pub local: usize,
     pub dtype: Dtype,
 }
 
-/// An element type of a tensor.
+/// The element type that a tensor must have.
 #[derive(Clone, Copy)]
 pub enum Of {
-    /// The layer's.
+    /// The element type of the layer.
     Layer,
     F32,
     I32,
 }
 
 impl Shapes {
-    /// The first dimension of x: its number of tokens.
+    /// Returns the number of tokens, which is the first dimension of x.
     pub fn tokens(&self, x: &View) -> PyResult<usize> {
         let View(_, shape, _) = x;
         shape.first().copied().ok_or_else(|| PyValueError::new_err("x has shape [], expected [tokens, hidden]"))
     }
 
-    /// The address of a tensor `[tokens, hidden]`.
+    /// Checks a tensor `[tokens, hidden]` and returns its address.
     pub fn rows(&self, name: &str, view: &View, tokens: usize, of: Of) -> PyResult<usize> {
         self.address(name, view, &[tokens, self.hidden], of)
     }
 
-    /// The address of a tensor `[tokens, top_k]`.
+    /// Checks a tensor `[tokens, top_k]` and returns its address.
     pub fn pairs(&self, name: &str, view: &View, tokens: usize, of: Of) -> PyResult<usize> {
         self.address(name, view, &[tokens, self.top_k], of)
     }
 
-    /// The addresses of up, down and their biases, 0 for a missing bias. `suffix` completes the tensors' names.
+    /// Checks up, down and their biases, and returns their addresses, 0 for a missing bias. `suffix` is appended to the tensors' names in
+    /// errors.
     pub fn experts(&self, views: &ExpertViews, suffix: &str) -> PyResult<[usize; 4]> {
         let wide = self.intermediate * if self.gated { 2 } else { 1 };
         let expected: [(&str, &[usize], Of); 4] = [

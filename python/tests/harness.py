@@ -1,4 +1,4 @@
-"""Test harness: runs cases on all processes; rank 0 prints a line per case."""
+"""Runs test cases on all processes. Rank 0 prints a line for each case."""
 
 import traceback
 
@@ -8,19 +8,20 @@ import aristos
 
 
 def relative_error(got, want):
-    """Norm of the difference divided by the norm of `want`; infinity if a value is not finite."""
+    """Returns the norm of the difference divided by the norm of `want`, or infinity if a value is not finite."""
     got, want = got.detach().float(), want.detach().float()
     error = ((got - want).norm() / (want.norm() + 1e-12)).item()
     return error if error == error else float("inf")
 
 
 def full(tensor):
-    """The full tensor of a DTensor. Collective."""
+    """Returns the full tensor of a DTensor. Collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def run(cases):
-    """Runs (name, function) cases; a function returns a remark or raises. Returns the number of cases that failed on any process."""
+    """Runs cases, which are pairs of a name and a function. A function returns a remark, or raises an error if the case fails. Returns the
+    number of cases that failed on any process."""
     group = aristos.init()
     rank, size = group.rank, group.size
     failures = 0
@@ -45,7 +46,7 @@ def run(cases):
 
 
 def refused(kind, words, call):
-    """Checks that a call raises an error of this kind, in one line that contains these words."""
+    """Checks that a call raises an error of this kind, whose message is one line and contains these words."""
     try:
         call()
     except kind as error:

@@ -1,4 +1,4 @@
-"""Runs test cases of this folder and prints a line per case: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
+"""Runs test cases of this folder and prints a line for each case: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
 A case is ``docs``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, ``device`` (all of test_device.py, for a
 wheel with the emulator), ``device:NAME``, or a case of test_transformers.py. Processes are forked with torchrun's variables after importing torch
@@ -18,7 +18,7 @@ import test_docs
 import test_experts
 import test_transformers
 
-# Time that the other processes have after one has failed.
+# The time that the other processes have to end after one process has failed.
 GRACE_S = 20
 
 
@@ -37,7 +37,7 @@ def megatron():
 
 
 def cases_of(text, size):
-    """The (name, function) pairs of a word of the command line."""
+    """Returns the cases, as (name, function) pairs, that a word of the command line stands for."""
     module, _, name = text.partition(":")
     if text == "docs":
         return [("docs::the_ten_lines", test_docs.the_ten_lines)]
@@ -53,7 +53,7 @@ def cases_of(text, size):
 
 
 def process(rank, size, port, cases):
-    """Body of a forked process; does not return."""
+    """Runs the cases in a forked process. Does not return."""
     failed = 1
     try:
         os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -67,7 +67,7 @@ def process(rank, size, port, cases):
 
 
 def launch(size, cases):
-    """Runs cases on `size` processes; returns whether all succeeded."""
+    """Runs cases on `size` processes and returns whether all succeeded."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

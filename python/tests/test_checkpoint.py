@@ -28,7 +28,7 @@ from harness import refused
 
 RANKS = 2
 FORM = dict(hidden=96, intermediate=128, experts=4, top_k=2)
-# Limit of a job that hangs. A survivor of a kill ends at once, because its connection is closed.
+# The time after which a job counts as hanging. If one process is killed, the other ends at once, because its connection is closed.
 LIMIT_S = 120
 ALONE = aristos.Group.alone()
 SHAPES = {name: tensor.shape for name, tensor in aristos.MoE(**FORM, group=ALONE).state_dict().items()}
@@ -40,7 +40,7 @@ def weights(moment):
 
 
 def moment_in(folder, expected):
-    """The one of the expected moments whose weights the folder holds."""
+    """Returns the moment whose weights the folder holds, which must be one of the expected moments."""
     module = aristos.MoE(**FORM, group=ALONE)
     aristos.load(module, folder)
     state = module.state_dict()
@@ -54,13 +54,14 @@ def moment_in(folder, expected):
 
 
 class Job:
-    """Two processes that save the weights of a moment, into a folder or one each. ``prepare(rank)`` runs in each before the save."""
+    """Two processes that save the weights of a moment, either into the same folder or into a folder each. ``prepare(rank)`` runs in each
+    process before the save."""
 
     def __init__(self, folder, moment, prepare=lambda rank: None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        # Each process writes b"b" before its save, and b"e" after it.
+        # Each process writes b"b" to a pipe before its save, and b"e" after it.
         self.events, end = os.pipe()
         self.errors = tempfile.TemporaryFile("w+")
         self.pids = []
@@ -92,7 +93,7 @@ class Job:
             os._exit(failed)
 
     def wait_for(self, begun, limit_s=LIMIT_S):
-        """Waits until this many processes have begun to save, or until all have ended."""
+        """Waits until the given number of processes have begun to save, or until all have ended."""
         until = time.monotonic() + limit_s
         while self.began < begun:
             assert select.select([self.events], [], [], max(0, until - time.monotonic()))[0], "a job hangs"
@@ -107,7 +108,7 @@ class Job:
             os.kill(self.pids[rank], signal.SIGKILL)
 
     def end(self):
-        """Waits for the processes; returns their exit codes (negative: the signal) and what they wrote."""
+        """Waits for the processes. Returns what they wrote and their exit codes. A negative exit code is a signal's number."""
         with contextlib.suppress(AssertionError):
             self.wait_for(RANKS + 1)
         codes, until = [], time.monotonic() + LIMIT_S
@@ -149,7 +150,7 @@ def random_kills_leave_one_moment(options):
             began = time.monotonic()
             assert job.end()[0] == [0, 0]
             took.append(time.monotonic() - began)
-        # Includes the exit of the processes.
+        # The time includes the exit of the processes.
         span, held, before, after = statistics.median(took), 3, 0, 0
         for moment in range(4, 4 + options.kills):
             job = Job(folder, moment)
@@ -243,7 +244,7 @@ def second_save_into_a_folder_is_refused(options):
             assert codes == [1, 1] and said.count(f"{folder}: another save into this folder is running") == 2, (codes, said[-600:])
         assert moment_in(folder, [1, 2]) == 1
         only_one_checkpoint(folder)
-        # A job that was killed does not keep the folder locked.
+        # The folder is not locked any more if the job that locked it was killed.
         (pathlib.Path(folder) / _checkpoint._LOCK).touch()
         save(folder, 2)
         assert moment_in(folder, [1, 2]) == 2
@@ -306,7 +307,7 @@ def index_entries_outside_the_folder_are_refused(options):
         for text in ("", "{", "[]", "null", "[1]", "{}", "[" * 100_000, "\xff"):
             index.write_text(text, encoding="latin-1")
             refused(ValueError, [str(index), "expected an object with a weight_map"], lambda: aristos.load(module, base / "b"))
-        # An entry that opens but is no checkpoint: a folder, a pipe, text.
+        # Entries that can be opened but are no checkpoint: a folder, a pipe and a text.
         (base / "b" / "folder").mkdir()
         os.mkfifo(base / "b" / "pipe")
         (base / "b" / "text").write_text("text")

@@ -1,4 +1,5 @@
-"""The operators on an emulated device: CPU tensors through the kernels of a GPU. The wheel must be built with the feature `emulate`."""
+"""Tests of the operators on an emulated device, in which the kernels of a GPU compute with tensors on the CPU. The wheel must be built with
+the feature `emulate`."""
 
 import os
 import threading
@@ -13,7 +14,7 @@ import aristos
 from aristos import _aristos, _group
 
 BF16, F16 = torch.bfloat16, torch.float16
-# Relative errors of values and gradients, against float64.
+# The largest relative errors of values and of gradients, compared with float64.
 LIMIT = {BF16: 2e-2, F16: 3e-3}
 
 
@@ -32,7 +33,7 @@ def right(problem, output):
 
 
 def wrong(problem, output):
-    """Checks that a planted fault is seen."""
+    """Checks that an injected fault is detected."""
     try:
         right(problem, output)
     except AssertionError:
@@ -63,7 +64,7 @@ def equal_with_narrow_ids():
 
 
 def memory_is_not_copied():
-    """A pass allocates its results and one state; weights and rows are read at their addresses."""
+    """A pass allocates only its results and one state, because weights and rows are read in place."""
     problem = Problem(BF16)
     step_of(problem)
     seen = []
@@ -97,7 +98,7 @@ def memory_is_not_copied():
 
 
 def losses(device, steps=20, stale=False):
-    """Losses of some steps of SGD, which changes the weights in place."""
+    """Returns the losses of some steps of SGD, which changes the weights in place."""
     os.environ["ARISTOS_DEVICE"] = device
     problem = Problem(BF16, seed=5)
     old = [leaf.detach().clone() for leaf in (problem.up, problem.down)]
@@ -106,7 +107,7 @@ def losses(device, steps=20, stale=False):
     all_losses = []
     for step in range(steps):
         if step == steps // 2:
-            # As a framework that gives parameters new storage.
+            # Some frameworks give parameters new storage.
             problem.up.data = problem.up.data.clone()
         up, down = old if stale else (problem.up, problem.down)
         output = aristos.experts(problem.x, problem.ids, problem.w, up, down)
@@ -185,7 +186,7 @@ def saved_tensors_may_move():
 
 
 def overwritten_state_is_seen():
-    """The fault of a state whose memory is reused before the backward."""
+    """The injected fault: the memory of the state is reused before the backward pass."""
     problem, states = Problem(BF16), []
 
     def keep(tensor):
@@ -196,7 +197,7 @@ def overwritten_state_is_seen():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         output = problem.experts()
     (state,) = states
-    # The activations of the forward, behind the words that guide the kernels: bf16 of NaN.
+    # Sets the activations of the forward pass to a NaN of bf16. They come after the words that control the kernels.
     words = state[: state.numel() // 2 * 2].view(torch.int16)
     values = words.view(BF16).float()
     activations = (values.abs() > 1e-3) & (values.abs() < 1e3)
@@ -227,7 +228,7 @@ def gradients_are_added_to_main_grad():
     problem.x.grad = problem.w.grad = None
     problem.experts().backward(problem.grad)
     note = right_mains(2)
-    # A gradient that is added once more.
+    # The injected fault: a gradient is added twice.
     problem.experts().backward(problem.grad)
     try:
         right_mains(2)
@@ -240,7 +241,7 @@ def operators_pass_opcheck():
     problem = Problem(BF16)
     group = _group.default()
     arguments = (problem.x, problem.ids, *problem.leaves()[1:], None, None, group.number, -1, "silu", True, 0.0, False, False)
-    # Not the comparison of all results with those of a trace: a state has words that no kernel writes.
+    # The test that compares all results with those of a trace is left out, because a state has words that no kernel writes.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.aristos.device_experts.default, arguments, test_utils=checks)
 
@@ -288,7 +289,7 @@ def biases_and_forms():
 
 
 def batch_of_a_group():
-    """Processes with the same tokens compute a part each."""
+    """Processes that have the same tokens compute a part of them each."""
     group = _group.default()
     problem = Problem(BF16)
     output = aristos.experts(problem.all_x, problem.all_ids, problem.all_w, problem.up, problem.down, batch_group=group)
@@ -308,7 +309,7 @@ def invalid_arguments_are_named_and_the_next_pass_works():
     refused(ValueError, ["ARISTOS_DEVICE is 'emulate', expected cpu or emulated"], call)
     os.environ["ARISTOS_DEVICE"] = "emulated"
     p.experts()
-    # On one process only. The pass ends on all, and the next call of the process reports the choice.
+    # Only one process makes the invalid choice. The pass ends on all processes, and the next call of this process reports the choice.
     if dist.get_rank() == 0:
         call(ids=p.ids.index_fill(0, torch.tensor([1]), 2**33))
         refused(ValueError, ["ids of an earlier pass", "token 1 has expert 8589934592, expected 0 to 7"], call)
@@ -359,7 +360,7 @@ CASES = [
 
 
 def cases(name):
-    """All cases, or the one with this name, on an emulated device."""
+    """Returns all cases on an emulated device, or only the case with this name."""
     assert "emulated" in _aristos.DEVICES, "this wheel has no emulated device: build it with --features emulate"
 
     def emulated(case):

@@ -15,7 +15,7 @@ def the_ten_lines():
     names = {}
     exec(compile(blocks[0], str(PAGE), "exec"), names)
     loss = names["loss"].item()
-    # Training must reduce the loss well below ln 128, the loss of a uniform guess.
+    # Training must reduce the loss to much less than ln 128, which is the loss if all outcomes get the same probability.
     assert 0 < loss < 4, loss
     router = names["model"].model.layers[0].mlp.gate.weight.grad
     assert router is not None and router.norm() > 0

@@ -24,7 +24,7 @@ def tokens_of(rank):
 
 
 class Problem:
-    """Tokens, routing and weights of all processes, and this process's part."""
+    """The tokens, the routing and the weights of all processes, and this process's part of them."""
 
     def __init__(self, dtype=torch.float32, seed=0):
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -51,7 +51,8 @@ class Problem:
         return aristos.experts(self.x, self.ids, self.w, self.up, self.down, **form)
 
     def wanted(self):
-        """Reference output and gradients of this process's leaves, computed by one process in float64."""
+        """Returns the reference for the output and for the gradients of this process's leaves. It is computed in float64 without other
+        processes."""
         x, w, up, down = (t.double().requires_grad_() for t in (self.all_x, self.all_w, self.all_up, self.all_down))
         y = 0
         for k in range(TOP_K):
@@ -84,7 +85,7 @@ def operators_pass_opcheck():
     group = aristos.init()
     arguments = (problem.x, problem.ids, *problem.leaves()[1:], None, None, group.number, -1, "silu", True, 0.0, False, False)
     torch.library.opcheck(torch.ops.aristos.experts.default, arguments)
-    # opcheck's AOT dispatch also runs the backward operator. It has no check of its own, because the checks would copy its ticket.
+    # The backward operator is run by opcheck's AOT dispatch. It has no opcheck of its own, because that would copy its ticket.
 
 
 def compile_has_no_graph_break():
@@ -114,7 +115,7 @@ def checkpointed():
 
 
 def forwards_before_backwards():
-    # In the order of the forward passes, which differs from autograd's.
+    # The backward passes run in the order of the forward passes, which differs from autograd's order.
     first, second = Problem(seed=1), Problem(seed=2)
     outputs = [problem.experts() for problem in (first, second)]
     for problem, output in zip((first, second), outputs):
@@ -168,7 +169,7 @@ def strided_inputs():
 def weights_are_never_stale():
     problem = Problem()
     problem.experts()
-    # Three ways to change weights: in place, through .data without a version counter, and like an optimizer.
+    # The weights are changed in three ways: in place, through .data, which changes no version counter, and in the way of an optimizer.
     with torch.no_grad():
         problem.up.mul_(0.5)
         problem.all_up.mul_(0.5)
@@ -180,7 +181,7 @@ def weights_are_never_stale():
 
 
 def finite_differences():
-    # The derivative in a random direction, in f32; at this step the central difference has an error of about 1e-3.
+    # This compares the derivative in a random direction, in f32. With this step the central difference has an error of about 1e-3.
     problem = Problem()
     output = problem.experts()
     output.backward(problem.grad)
@@ -205,7 +206,7 @@ def finite_differences():
 
 
 def group_of_a_subset():
-    # Created by all processes, used by the first only.
+    # All processes create the process group, and only the first uses it.
     part = dist.new_group([0])
     if dist.get_rank() == 0:
         group = aristos.Group(part)
@@ -232,7 +233,7 @@ def moe_equals_one_process():
         aristos.save(single, folder[0], alone)
     dist.barrier()
     spread = moe_of(group)
-    # Weights that differ from `single`'s, so that loading them is visible.
+    # The weights differ from those of `single`, so that a load which does nothing is detected.
     with torch.no_grad():
         for parameter in spread.parameters():
             parameter.fill_(9.0)
@@ -263,7 +264,7 @@ def moe_equals_one_process():
     counts = spread.expert_tokens.clone()
     dist.all_reduce(counts)
     assert counts.tolist() == single.expert_tokens.tolist() and counts.sum() == size * 6 * TOP_K
-    # Saved by all processes, loaded by one.
+    # All processes save, and one loads.
     again = [tempfile.mkdtemp()]
     dist.broadcast_object_list(again)
     aristos.save(spread, again[0], group)
@@ -301,7 +302,7 @@ def invalid_arguments_are_named_and_the_next_pass_works():
     ids, weights = torch.cat([p.all_ids] * 9), torch.cat([p.all_w] * 9)
     p.experts()
     refused(ValueError, ["tokens, expected at most", "max_tokens"], lambda: call(x=more, ids=ids, weights=weights))
-    # On one process only; the others wait for its next call.
+    # Only one process makes the invalid call. The others wait for its next call.
     if dist.get_rank() == 0:
         refused(ValueError, ["token 0 has expert 8"], lambda: call(ids=torch.full_like(p.ids, 8)))
     output = p.experts()
@@ -312,7 +313,7 @@ def invalid_arguments_are_named_and_the_next_pass_works():
 
 
 def operators_check_their_arguments():
-    """Calls the registered operators and the native layer without `aristos.experts`."""
+    """Calls the registered operators and the native layer directly, without `aristos.experts`."""
     p = Problem()
     group = aristos.init()
     x, w, up, down = (leaf.detach() for leaf in p.leaves())
@@ -378,7 +379,7 @@ def operators_check_their_arguments():
     refused(ValueError, ["up is missing"], lambda: native.forward(tensors, [None, *experts[1:]]))
     refused(ValueError, ["not contiguous in host memory"], lambda: _experts._views(x.t()))
 
-    # The next passes work.
+    # Passes after the errors work.
     matches(p, output, backward(**gradients)[:4])
     matches(p, call()[0], [])
 
@@ -502,11 +503,11 @@ CASES = [
     ("fork_is_refused", fork_is_refused),
 ]
 
-# Cases that need more than one process.
+# The cases that need more than one process.
 SEVERAL = {"group_of_a_subset", "different_shapes_are_named", "stopped_rank_is_named"}
 
 
 def cases(wanted, size):
-    """The cases for this number of processes as (name, function), or only the wanted one."""
+    """Returns the cases for this number of processes as (name, function) pairs, or only the wanted case."""
     found = [(f"experts::{name}", case) for name, case in CASES if name == wanted or not wanted and (size > 1 or name not in SEVERAL)]
     return found or sys.exit(f"no case experts:{wanted}")

@@ -14,7 +14,7 @@ import unittest.mock
 from aristos import _launchers
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Limit of a hanging job. A working one takes 10 s, and much longer on a busy machine.
+# The time after which a job counts as hanging. A job that works takes 10 s, and much longer on a busy machine.
 LIMIT_S = 600
 STUCK = """
 import os, sys, time, torch, aristos
@@ -50,8 +50,8 @@ time.sleep(6)
 """
 
 
-# All but the last rank exit while gloo's thread, which must release the tensor, waits for the interpreter. The interpreter is
-# only released once the exit has begun.
+# All ranks except the last exit while a thread of gloo, which must release the tensor, waits for the interpreter. The interpreter is
+# released only after the exit has begun.
 ENDING = """
 import sys, time, torch, torch.distributed as dist, aristos
 group = aristos.init()
@@ -76,15 +76,15 @@ else:
 """
 
 
-# Variables of a Slurm job of four tasks: in the shell of its batch script, in salloc's shell (an interactive step), and in a shell without
-# a step. Only srun starts the tasks.
+# The variables of a Slurm job of four tasks, in three shells that are no task, because only srun starts the tasks: the shell of the batch
+# script, the shell of salloc, which is an interactive step, and a shell without a step.
 SHELLS = {
     "batch script": "SLURM_JOB_ID=5 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_LOCALID=0 SLURM_JOB_NUM_NODES=1",
     "batch step": "SLURM_JOB_ID=5 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_ID=4294967291",
     "interactive step": "SLURM_JOB_ID=5 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1",
     "salloc": "SLURM_JOB_ID=5 SLURM_NTASKS=4",
 }
-# Variables, and the rank and the number of processes that they are for.
+# Environment variables, and the rank and the number of processes that they must give.
 TASKS = [
     ("SLURM_JOB_ID=5 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=4", (1, 4)),
     ("SLURM_JOB_ID=5 SLURM_STEP_ID=3 SLURM_PROCID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=4", (1, 4)),
@@ -104,7 +104,7 @@ def torchrun(pes, *command, **more):
 
 
 def alive(pid):
-    """Whether a process runs; zombies do not count."""
+    """Whether a process runs. A zombie does not run."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -124,7 +124,7 @@ def ctrl_c_ends_all_ranks():
             time.sleep(0.1)
         time.sleep(0.5)
         ranks = [int(file.name) for file in pids.iterdir()]
-        # Like a terminal: to all processes.
+        # The signal is sent to all processes, as a terminal does.
         began = time.monotonic()
         os.killpg(job.pid, signal.SIGINT)
         try:
@@ -134,7 +134,7 @@ def ctrl_c_ends_all_ranks():
                 if alive(pid):
                     os.kill(pid, signal.SIGKILL)
                     raise AssertionError(f"process {pid} runs after Ctrl-C")
-        # Without torchrun's help, which kills remaining processes after 30 s.
+        # The job is not started by torchrun, which kills the remaining processes after 30 s.
         for pid in ranks:
             assert (pids / f"{pid}.interrupted").exists(), f"process {pid} did not see Ctrl-C"
         return f"{time.monotonic() - began:.1f} s"
@@ -190,7 +190,7 @@ def ranks_are_read_from_the_innermost_launcher():
 
 
 def reason(said):
-    """The end of a job's output, without torchrun's report about its processes."""
+    """Returns the end of a job's output, without torchrun's report about its processes."""
     lines = said.split("failed (exitcode")[0].splitlines()
     return "\n".join(line for line in lines if "torch/distributed/elastic" not in line)[-1200:]
 
@@ -220,8 +220,8 @@ def training_resumes_with_another_number_of_processes():
 
 
 def losses_agree_for_300_steps():
-    # Fine-tuning on a different text. From random weights, transformers' own expert implementations diverge from each other
-    # too.
+    # A trained model is fine-tuned on a different text. Training does not begin with random weights, because from them even the expert
+    # implementations of transformers diverge from each other.
     how = ("--from-model", "examples/tiny-moe", "--text", typing.__file__, "--learning-rate", 1e-4, "--epsilon", 1e-6, "--warm-up", 20)
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder)

@@ -30,14 +30,14 @@ def config_of(**changed):
 
 
 def layer_of(module, config):
-    """Builds a layer of this class like Megatron."""
+    """Builds a layer of this class in the way that Megatron does."""
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
     mlp = spec.submodules.mlp
     return build_module(ModuleSpec(module=module, submodules=mlp.submodules, metainfo=mlp.metainfo), config=config)
 
 
 def passes(layer, x, grad):
-    """Output, gradient of the input, and gradients of the parameters by name."""
+    """Returns the output, the gradient of the input, and the gradients of the parameters by name."""
     x = x.clone().requires_grad_()
     output, bias = layer(x)
     assert bias is None
@@ -46,12 +46,13 @@ def passes(layer, x, grad):
 
 
 def numbered_from(name, first):
-    """The name in a one-process layer of a parameter of a process whose first expert is `first`."""
+    """Returns the name that a parameter has in a layer on one process, given its name on a process whose first expert is `first`."""
     return re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number[0]) + first), name)
 
 
 def without_gpu():
-    """Patches the router's queries of the current GPU and of Transformer Engine, which this version makes even without them."""
+    """Replaces the functions with which the router asks for the current GPU and for Transformer Engine. This version calls them even if
+    neither exists."""
     patches = contextlib.ExitStack()
     patches.enter_context(mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")))
     patches.enter_context(mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True))
@@ -71,7 +72,8 @@ def layer_by_specification_equals_megatrons():
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x, grad = torch.randn(size, LENGTH, BATCH, HIDDEN), torch.randn(size, LENGTH, BATCH, HIDDEN)
-    # Megatron's layer with all experts, on each process's tokens in turn: the experts' gradients are sums over all tokens.
+    # Megatron's layer with all experts computes the tokens of one process after another, because the gradients of the experts are sums over
+    # all tokens.
     with without_gpu(), parallel(1):
         own = layer_of(MoELayer, config_of())
         weights = dict(own.named_parameters())
@@ -91,7 +93,7 @@ def layer_by_specification_equals_megatrons():
         refused(ValueError, ["glu_linear_offset is 1.0, expected 0.0"], lambda: layer_of(aristos.megatron.MoELayer, config_of(**wrong)))
     errors = {"output": relative_error(output, wanted[rank][0]), "x": relative_error(grad_x, wanted[rank][1])}
     for name, got in gradients.items():
-        # Gradients of replicated parameters are of the process's own tokens.
+        # The gradients of replicated parameters are those of the process's own tokens.
         want = summed if "local_experts" in name else wanted[rank][2]
         errors[name] = relative_error(got, want[names[name]])
     worst = max(errors, key=errors.get)

@@ -1,4 +1,5 @@
-"""Compares torchtitan's routed experts, overridden as by its command, with its own in one process; both compute in bfloat16."""
+"""Compares the routed experts of torchtitan in two forms: those that the command line overrides, and torchtitan's own in one process. Both
+compute in bfloat16."""
 
 import sys
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from harness import relative_error
 from torch.distributed.device_mesh import init_device_mesh
 
-# GPU kernels that these tests do not call, but whose import needs triton: 0.2 GB to download.
+# Modules with GPU kernels. These tests do not call the kernels, but importing them needs triton, a download of 0.2 GB.
 sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = mock.MagicMock()
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
@@ -32,7 +33,7 @@ def config_of(experts):
 
 
 def passes(module, x, scores, ids, grad):
-    """Output, and gradients of tokens, scores and weights."""
+    """Returns the output and the gradients of the tokens, the scores and the weights."""
     x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
     counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
     output = module(x, scores, ids, counts)

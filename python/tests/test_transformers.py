@@ -23,18 +23,18 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests" / "parity"))
 from make_families import configure
 
 EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8)
-# Fields that only one family has; all other fields are those of the parity tests.
+# The fields that only one family has. All other fields are those of the parity tests.
 FIELDS = {
     "deepseek_v3": dict(n_group=2, topk_group=1),
     "dots1": dict(n_shared_experts=1),
     "ernie4_5_moe": dict(moe_k=2),
     "qwen3_moe": dict(norm_topk_prob=True),
 }
-# The unpatched model's grouped GEMM in bfloat16 needs rows of a multiple of 16 bytes.
+# In bfloat16, the grouped GEMM of the unpatched model needs rows whose size is a multiple of 16 bytes.
 WIDTHS = dict(moe_intermediate_size=16, intermediate_size=32, shared_intermediate_size=16)
 ROUTERS = ("gate.weight", "router.weight", "gate.wg.weight")
 BATCH, LENGTH = 4, 16
-# In bfloat16 a second step would start with different weights because of rounding alone.
+# In bfloat16 there is only one step, because rounding alone makes the weights of a second step differ.
 STEPS = {torch.float32: 2, torch.bfloat16: 1}
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # Maximum error of a gradient above the general limit, relative to the unpatched model's own distance from a wider type: in
@@ -55,7 +55,7 @@ def with_first_weights(original):
     first = {}
 
     def experts(x, ids, weights, up, down, **form):
-        # As if the layer had kept the weights of its first pass and the storage of their gradients.
+        # The injected fault: the layer keeps the weights of its first pass and the storage of their gradients.
         def stale(tensor, part):
             key = (tensor.data_ptr(), part)
             return tensor + (first.setdefault(key, tensor.detach().clone()) - tensor).detach()
@@ -67,7 +67,7 @@ def with_first_weights(original):
 
 @contextlib.contextmanager
 def injected(fault):
-    """The plug-in with an injected fault, or unchanged without one."""
+    """Injects a fault into the plug-in, or leaves it unchanged if there is none."""
     original = torch.ops.aristos.experts_backward, _transformers.run_experts
     if fault == "no-gradient-of-weights":
         torch.ops.aristos.experts_backward = without_routing_gradient(original[0])
@@ -80,7 +80,7 @@ def injected(fault):
 
 
 def steps(model, batches, count):
-    """The logits of the first batch, and the gradients of the last of `count` SGD steps."""
+    """Returns the logits of the first batch, and the gradients of the last of `count` steps of SGD."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     logits = None
@@ -98,8 +98,8 @@ _folders = []
 
 @functools.cache
 def folder_of(name):
-    """A folder with a tiny model of a family, identical on all processes."""
-    # Deleted at the end by the process that created it.
+    """Makes a folder with a tiny model of a family. The model is the same on all processes."""
+    # The process that creates the folder deletes it at the end.
     made = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
     _folders.append(made)
     shared = [made and made.name]
@@ -109,7 +109,7 @@ def folder_of(name):
         config = configure(name, {})
         fields = {field: n for field, n in (EXPERTS | WIDTHS).items() if hasattr(config, field)} | FIELDS.get(name, {})
         model = AutoModelForCausalLM.from_config(configure(name, fields))
-        # Widely separated scores, so that rounding to bfloat16 does not change the selection.
+        # The scores are made to differ widely, so that rounding to bfloat16 does not change which experts are selected.
         for key, parameter in model.named_parameters():
             if key.endswith(ROUTERS) and parameter.dim() == 2:
                 parameter.data.mul_(40)
@@ -120,7 +120,8 @@ def folder_of(name):
 
 @functools.cache
 def wanted(name, dtype, batches, split_attention):
-    """Reference of the unpatched model: on one process, or with attention split as in the patched model and its own expert parallelism."""
+    """Returns the reference, which is the unpatched model. It runs either on one process, or with attention split in the way of the patched
+    model and with its own expert parallelism."""
     how = dict(experts_implementation="eager")
     if split_attention:
         size = dist.get_world_size()
@@ -131,7 +132,7 @@ def wanted(name, dtype, batches, split_attention):
 
 @functools.cache
 def exact(name, dtype, batches):
-    """The gradients in a wider type, from weights rounded to `dtype`."""
+    """Returns the gradients in a wider type, for weights that are rounded to `dtype`."""
     reference = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=dtype, experts_implementation="eager").to(WIDER[dtype])
     return steps(reference, batches_of(batches), STEPS[dtype])[1]
 
@@ -148,7 +149,7 @@ def batches_of(n):
 def compare(mode, name, dtype):
     """The worst relative error of the logits and all gradients except those with similar rounding; its name, and the excepted names."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    # In bfloat16, split attention rounds differently, by as much as the compared differences.
+    # In bfloat16, the rounding of split attention differs from that of whole attention by as much as the differences that are compared.
     logits, gradients = wanted(name, dtype, BATCH * size, mode == "tp" and dtype == torch.bfloat16)
     split = {"fsdp": dict(fsdp_size=size), "tp": dict(tp_size=size), "both": dict(fsdp_size=size // 2, tp_size=2), "alone": {}}[mode]
     if mode == "alone":
@@ -185,7 +186,7 @@ def case(mode, name, dtype, fault):
 
 
 def case_named(text):
-    """The (name, function) of a case."""
+    """Returns the name and the function of a case."""
     mode, name, *rest = text.split(":")
     dtype = torch.bfloat16 if "bf16" in rest else torch.float32
     fault = next((word for word in rest if word != "bf16"), "")

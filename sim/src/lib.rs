@@ -4,7 +4,7 @@
 //! - [`comms`]: an all-to-all exchange over a full mesh, in rounds;
 //! - [`routing`]: synthetic routing, and the loads that a routing causes;
 //! - [`network`]: an alpha-beta network with contention at the NICs;
-//! - [`roofline`]: the parts of a transformer outside its experts;
+//! - [`roofline`]: the time of a transformer's operations outside its experts;
 //! - [`step`]: a step of an MoE layer, event by event;
 //! - [`sweep`]: data, horizontal, pipeline and expert parallelism of an MLP.
 //!

@@ -1,7 +1,7 @@
 //! The time of a linear layer from its FLOP and its data movement.
 //!
-//! A forward and backward takes as long as the slowest of its FLOP, its global-memory traffic and its tensor-parallel all-reduces, which
-//! are assumed to overlap perfectly. The formulae are those of the data-movement notebook that `docs/simulator.md` names.
+//! The FLOP, the global-memory traffic and the tensor-parallel all-reduces of a forward and backward are assumed to overlap perfectly, so
+//! its time is the longest of the three times. The formulae are those of the data-movement notebook that `docs/simulator.md` names.
 
 use std::path::Path;
 
@@ -15,17 +15,18 @@ use serde::{Deserialize, Serialize};
 pub struct Device {
     /// Name.
     pub name: String,
-    /// Dense FLOP/s with elements of 8 bits; elements of w bytes take w times as long.
+    /// Dense FLOP/s with elements of 8 bits. With elements of w bytes the rate is 1/w of this.
     pub flop_per_s_8bit: f64,
     /// Bandwidth of global memory, B/s.
     pub global_bytes_per_s: f64,
     /// Bandwidth of the network between the devices, B/s.
     pub net_bytes_per_s: f64,
-    /// Fraction of the FLOP/s and of the global-memory bandwidth that is reached, above 0 and at most 1; the network is not scaled.
+    /// Fraction of the FLOP/s and of the global-memory bandwidth that is reached, above 0 and at most 1. The network's bandwidth is reached
+    /// fully.
     pub base_util: f64,
 }
 
-/// A published figure and its source.
+/// Published figures of a device, and their source.
 struct Preset {
     name: &'static str,
     flop_per_s_8bit: f64,
@@ -98,10 +99,11 @@ struct RawDevice {
 const BASE_UTIL: f64 = 0.8;
 
 impl Device {
-    /// A device by name, one of [`Device::presets`]. Only letters and digits count, case is ignored, and "GB" may be omitted.
+    /// Returns the preset device of this name, one of [`Device::presets`]. Only letters and digits are compared, without case, and a final
+    /// "GB" may be omitted.
     ///
     /// # Errors
-    /// Returns an error that lists the names.
+    /// Returns an error that lists the names if there is no such preset.
     pub fn preset(name: &str) -> Result<Device, InputError> {
         let plain = |name: &str| {
             let word: String = name.chars().filter(char::is_ascii_alphanumeric).collect();
@@ -134,10 +136,10 @@ impl Device {
         Device::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
     }
 
-    /// A device from its JSON text.
+    /// Parses a device from JSON text.
     ///
     /// # Errors
-    /// Those of [`Device::read`], without the file.
+    /// Returns the errors of [`Device::read`], without the name of the file.
     pub fn from_json(text: &str) -> Result<Device, InputError> {
         let raw: RawDevice = parse_json(text)?;
         let positive = |number: Number, field: &str| Range::Positive.check(number.0, || field.to_string());
@@ -155,7 +157,7 @@ impl Device {
     }
 }
 
-/// A linear layer, split over devices; the degrees need not divide the dimensions.
+/// A linear layer that is split over devices. The degrees need not divide the dimensions.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LinearLayer {
@@ -223,10 +225,10 @@ impl LinearLayer {
         LinearLayer::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
     }
 
-    /// A layer from its JSON text.
+    /// Parses a layer from JSON text.
     ///
     /// # Errors
-    /// Those of [`LinearLayer::read`], without the file.
+    /// Returns the errors of [`LinearLayer::read`], without the name of the file.
     pub fn from_json(text: &str) -> Result<LinearLayer, InputError> {
         let raw: RawLayer = parse_json(text)?;
         let count = |count: Count, field: &str| match count.0 {
@@ -243,7 +245,7 @@ impl LinearLayer {
         })
     }
 
-    /// The time on `device` for `tokens` tokens (above 0) over all data-parallel replicas.
+    /// The time on `device` for `tokens` tokens (above 0), summed over all data-parallel replicas.
     ///
     /// # Errors
     /// Returns an error if `tokens` is not a number above 0.
@@ -254,9 +256,9 @@ impl LinearLayer {
         let tokens_local = tokens / self.dp;
         let forward = all_reduce_words(d_out_local * tokens_local, self.tp_in);
         let backward = all_reduce_words(d_in_local * tokens_local, self.tp_out);
-        // Activations out, weight gradients, gradients of the activations in.
+        // Three products: the output, the gradient of the weights, and the gradient of the input.
         let flop = 3.0 * (2.0 * parameters * tokens_local);
-        // Weights read in forward and backward, their gradients read and written; activations read again for the gradients.
+        // Weights are read in forward and in backward, and their gradients are read and written. Backward reads the input again.
         let global_words = 4.0 * parameters + d_in_local * tokens_local + forward + backward;
         let net_words = forward + backward;
         let (flop_s, global_io_s, net_io_s) = (
@@ -290,8 +292,9 @@ impl LinearLayer {
     }
 }
 
-/// Words that a device sends or receives in an all-reduce of `n` words with `p - 1` other devices: it sends p - 1 parts of n/p words to the
-/// devices that sum them, receives as many of its own part, and receives the p - 1 other sums; multicasting its sum is free.
+/// Words that a device sends and receives in an all-reduce of `n` words over `p` devices, each of which sums a part of n/p words. The
+/// device sends p - 1 parts to the devices that sum them, receives p - 1 copies of its own part, and receives p - 1 sums. Multicasting its
+/// own sum is free.
 fn all_reduce_words(n: f64, p: f64) -> f64 {
     3.0 * (p - 1.0) * n / p
 }
@@ -314,19 +317,19 @@ mod tests {
 
     #[test]
     fn small_layer_by_hand() {
-        // 4 x 2 local weights of 2 bytes, 3 local tokens; 1 FLOP/s and 1 B/s, half of them reached.
+        // A device has 4 x 2 weights of 2 bytes and 3 tokens. Half of 1 FLOP/s and of 1 B/s is reached.
         let device = r#"{"name": "d", "flop_per_sec_8bit": 1, "global_Bps": 1, "net_Bps": 1, "base_util": 0.5}"#;
         let device = Device::from_json(device).unwrap();
         let layer = layer(r#"{"d_in": 8, "d_out": 6, "tp_in": 2, "tp_out": 3, "dp": 5, "bytewidth": 2}"#);
         let time = layer.time(&device, 15.0).unwrap();
-        // Three products of 2 * 8 * 3 FLOP; elements of 2 bytes, at half the rate.
+        // Three products of 2 * 8 * 3 FLOP, times 2 for elements of 2 bytes, times 2 for half the rate.
         assert_eq!(time.flop_s, 144.0 * 4.0);
-        // Forward 3 * (2 - 1) * (2 * 3) / 2 = 9 words, backward 3 * (3 - 1) * (4 * 3) / 3 = 24.
+        // All-reduces: 3 * (2 - 1) * (2 * 3) / 2 = 9 words in forward, and 3 * (3 - 1) * (4 * 3) / 3 = 24 words in backward.
         assert_eq!(time.net_io_s, 33.0 * 2.0);
-        // Weights 8 + 16 + 8, activations 4 * 3, and the all-reduces.
+        // 4 * 8 words of weights and their gradients, 4 * 3 of activations, and those of the all-reduces.
         assert_eq!(time.global_io_s, (32.0 + 12.0 + 33.0) * 4.0);
         assert_eq!((time.fwd_bwd_s, time.bottleneck), (576.0, Bottleneck::Flop));
-        // 3 * (5 - 1) * 8 / 5 words, through memory at half its rate.
+        // The all-reduce of the gradients has 3 * (5 - 1) * 8 / 5 words; memory at half its rate is the limit.
         assert!((time.end_of_batch_s - 19.2 * 4.0).abs() < 1e-12);
     }
 

@@ -1,18 +1,19 @@
-//! An alpha-beta network with contention: a message takes the time alpha and, at both of its ends, bytes times beta of a port.
+//! An alpha-beta network with contention: a message has the latency alpha, and occupies one port of its sender and one of its receiver for
+//! its bytes times beta.
 //!
-//! A PE has a port to the other PEs of its host, and one to the network, its own or its host's. A port sends one message at a time and
-//! receives one at a time, in order of arrival. Messages to many PEs therefore leave one after the other, and messages from many PEs to one
-//! (incast) arrive one after the other, regardless of the speed of the links.
+//! A PE has a port to the other PEs of its host, and a port to the network, which is its own or that of its host. A port sends one message
+//! at a time and receives one at a time, in order of arrival. Therefore a PE's messages to several PEs are sent one after the other, and
+//! messages from several PEs to one (incast) are received one after the other.
 
 use aristos_formats::cluster::{Cluster, LinkTable, Links};
 
-/// The PEs with a port to the network.
+/// Whether PEs share a port to the network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Nics {
-    /// Every PE.
+    /// Each PE has its own.
     #[default]
     PerPe,
-    /// All PEs of a host share one.
+    /// The PEs of a host share one.
     PerHost,
 }
 
@@ -20,7 +21,7 @@ pub enum Nics {
 pub struct Network<'c> {
     links: &'c Links,
     host: Vec<u32>,
-    /// By PE, the index of its port to the network; these follow the ports inside hosts.
+    /// By PE, the index of its port to the network. Ports 0 to n - 1 are those of the n PEs inside their hosts.
     nic: Vec<u32>,
     sending_until_s: Vec<f64>,
     receiving_until_s: Vec<f64>,
@@ -82,7 +83,7 @@ impl<'c> Network<'c> {
         if self.is_local(pe, other) { pe } else { self.nic[pe] as usize }
     }
 
-    /// End of the last message at the port through which `pe` sends to `to`, s.
+    /// Time at which the port through which `pe` sends to `to` has sent all queued messages, s.
     pub fn sending_until_s(&self, pe: usize, to: usize) -> f64 {
         self.sending_until_s[self.port(pe, to)]
     }
@@ -122,7 +123,7 @@ mod tests {
     use super::*;
     use aristos_formats::cluster::{Device, Link, Tier, Tiers};
 
-    /// Hosts of two: alpha 1 ms and beta 1 ms/MB inside, 10 and 4 between.
+    /// Hosts of two PEs; alpha is 1 ms and beta 1 ms/MB inside a host, and 10 ms and 4 ms/MB between hosts.
     fn cluster(n: usize) -> Cluster {
         let link = |alpha_ms, beta_ms_per_mb| Link { alpha_ms, beta_ms_per_mb };
         let tiers = vec![Tier { size: 2, link: link(1.0, 1.0) }, Tier { size: n, link: link(10.0, 4.0) }];
@@ -145,16 +146,16 @@ mod tests {
         let mut network = Network::new(&cluster, Nics::PerPe, 1.0);
         near(pass(&mut network, 0, 1, 2.0), 3.0);
         near(pass(&mut network, 0, 2, 2.0), 18.0);
-        // A second message waits for the network port; a message inside the host waits for the port there.
+        // A second message to another host waits for the network port; a second message inside the host waits for the port inside.
         near(pass(&mut network, 0, 4, 2.0), 26.0);
         near(pass(&mut network, 0, 1, 2.0), 5.0);
         near(network.busy_s(0), 16e-3);
-        // Incast: all arrive at PE 7, one after the other.
+        // Incast: PE 7 receives all messages, one after the other.
         let mut network = Network::new(&cluster, Nics::PerPe, 1.0);
         for k in 0..5 {
             near(pass(&mut network, k, 7, 1.0), 10.0 + 4.0 * (k + 1) as f64);
         }
-        // Twice the speed halves beta between hosts, and not inside.
+        // Twice the NIC speed halves beta between hosts, but not inside them.
         let mut network = Network::new(&cluster, Nics::PerPe, 2.0);
         near(pass(&mut network, 0, 2, 2.0), 14.0);
         near(pass(&mut network, 0, 1, 2.0), 3.0);

@@ -1,10 +1,10 @@
-//! The parts of a transformer outside its routed experts, by the roofline model: attention, norms, dense MLPs, embedding and head.
+//! Roofline model of the parts of a transformer outside its routed experts: attention, norms, dense MLPs, embedding and head.
 //!
 //! Each operation takes the longer of two times: its FLOP at the device's rate, and its bytes at the global-memory bandwidth (Williams,
 //! Waterman and Patterson 2009). Operations run one after the other. A weight costs two FLOP per token in forward and four in backward
-//! (Kaplan et al. 2020, section 2.1). The two products of attention are over the visible keys of each query; they read and write global
-//! memory once, and their backward has five products, as one is recomputed (Dao et al. 2022). Every device holds all of these weights, and
-//! processes its own tokens.
+//! (Kaplan et al. 2020, section 2.1). The two products of attention are computed over the visible keys of each query. Their inputs are
+//! read, and their output is written, once. Their backward has five products, since one of the two is recomputed (Dao et al. 2022). Every
+//! device stores all of these weights and processes its own tokens.
 
 use aristos_formats::{InputError, Latent, Transformer};
 
@@ -41,7 +41,8 @@ fn cost(flop: f64, elements: f64) -> Cost {
     Cost { flop, elements, gradient_bytes: 0.0 }
 }
 
-/// `tokens` x `inputs` times `inputs` x `outputs`; backward the gradient of the input, and of the weights.
+/// The product of a `tokens` x `inputs` matrix and `inputs` x `outputs` weights. Its backward computes the gradients of the input and of
+/// the weights.
 fn product(tokens: f64, inputs: usize, outputs: usize) -> Operation {
     let (inputs, outputs) = (inputs as f64, outputs as f64);
     let (flop, rows, weights) = (2.0 * tokens * inputs * outputs, tokens * (inputs + outputs), inputs * outputs);
@@ -49,12 +50,12 @@ fn product(tokens: f64, inputs: usize, outputs: usize) -> Operation {
     Operation { forward: cost(flop, rows + weights), backward: vec![cost(flop, rows + weights), of_weights], weights }
 }
 
-/// An operation without FLOP: elements moved in forward and in backward.
+/// An operation without FLOP that reads and writes `forward` elements in forward and `backward` in backward.
 fn moves(forward: f64, backward: f64) -> Operation {
     Operation { forward: cost(0.0, forward), backward: vec![cost(0.0, backward)], weights: 0.0 }
 }
 
-/// Three products and `silu(gate) * up` between them, which moves three elements in forward and five in backward.
+/// The three products of a gated MLP and `silu(gate) * up`, which reads or writes three values per element in forward and five in backward.
 fn gated_mlp(tokens: f64, hidden: usize, intermediate: usize) -> Vec<Operation> {
     if intermediate == 0 {
         return Vec::new();
@@ -79,7 +80,8 @@ fn attention(model: &Transformer, tokens: f64, sequence: f64, window: f64) -> Ve
             queries.into_iter().chain(latent).collect()
         }
     };
-    // A token sees itself and earlier tokens: on average half of a sequence, or its whole window except at the start of a sequence.
+    // A token sees itself and earlier tokens. Without a window that is on average half of a sequence. With one it is the whole window,
+    // except at the start of a sequence.
     let window = window.min(sequence);
     let seen = window * (1.0 - 0.5 * window / sequence);
     let flop = 2.0 * tokens * seen * (heads * (key + value)) as f64;
@@ -94,12 +96,13 @@ fn attention(model: &Transformer, tokens: f64, sequence: f64, window: f64) -> Ve
     all
 }
 
-/// The parts of the model as (repetitions, is attention, operations): by kind of layer, then the parts outside layers.
+/// The parts of the model as (repetitions, is attention, operations): first those of layers, then those outside layers.
 fn parts(model: &Transformer, tokens: f64, sequence: f64) -> Vec<(f64, bool, Vec<Operation>)> {
     let (layers, moe_layers) = model.layers;
     let (state, dense_layers) = (tokens * model.hidden as f64, layers - moe_layers);
     let (windowed, window) = (model.windowed.0.min(layers), model.windowed.1 as f64);
-    // A norm reads and writes a state, and reads two in backward; an addition reads two states, and its gradient flows to both.
+    // A norm reads and writes one state in forward, and reads two and writes one in backward. An addition reads two states and writes one;
+    // backward is counted as three states too.
     let norm = || moves(2.0 * state, 3.0 * state);
     let logits = tokens * model.vocabulary as f64;
     let embedding = Operation {
@@ -176,7 +179,7 @@ mod tests {
         }
     }
 
-    /// One layer of width 4 with 2 query heads of 2, 1 head of keys and values, an MLP of 8, and a vocabulary of 10.
+    /// One layer of width 4 with 2 query heads of width 2, 1 head of keys and values, an MLP of width 8, and a vocabulary of 10.
     fn tiny() -> Transformer {
         Transformer {
             hidden: 4,
@@ -197,23 +200,25 @@ mod tests {
 
     #[test]
     fn tiny_layer_by_hand() {
-        // 6 tokens in sequences of 6, elements of one byte. With free memory only FLOP count: projections 4 x 8 and 4 x 4, two products of
-        // heads of 2 x (2 + 2) with 3 keys on average; in backward 2 and 2.5 times as much.
+        // 6 tokens in sequences of 6, elements of one byte. If memory is free, only FLOP count. The projections are 4 x 8 and 4 x 4, with
+        // twice the FLOP in backward. The core has 2 heads of (2 + 2) columns and 3 keys on average, with 2.5 times the FLOP in backward.
         let tiny = tiny();
         let flop = time(&tiny, &device(1.0, 1e30), 6, 6, 1).unwrap();
         let (projections, core) = (2.0 * 6.0 * (32.0 + 16.0), 2.0 * 6.0 * 3.0 * 8.0);
         near(flop.attention_s[0], projections + core);
         near(flop.attention_s[1], 2.0 * projections + 2.5 * core);
-        // MLP 3 x 4 x 8, head 4 x 10.
+        // The MLP has 3 x 4 x 8 weights, and the head 4 x 10.
         near(flop.rest_s[0], 2.0 * 6.0 * (96.0 + 40.0));
         near(flop.rest_s[1], 4.0 * 6.0 * (96.0 + 40.0));
-        // With free FLOP only bytes count. Queries, keys and values: 6 x (4 + 8) + 32; products: 6 x (8 + 4); output 6 x 8 + 16.
+        // If FLOP are free, only bytes count. Queries, keys and values have 6 x (4 + 8) + 32, the two products 6 x (8 + 4), and the output
+        // projection 6 x 8 + 16.
         let bytes = time(&tiny, &device(1e30, 1.0), 6, 6, 1).unwrap();
         near(bytes.attention_s[0], 104.0 + 72.0 + 64.0);
         near(bytes.attention_s[1], (104.0 + 72.0 + 128.0) + 144.0 + (64.0 + 48.0 + 64.0));
-        // Two norms and additions of 24 elements, MLP (72 + 32) x 2 + 3 x 48 + 104, embedding 48, norm 48, head 84 + 40, logits 60.
+        // Two norms (48 each) and additions (72 each), MLP (72 + 32) x 2 + 3 x 48 + 104, embedding 48, last norm 48, head 84 + 40, logits
+        // 60.
         near(bytes.rest_s[0], 2.0 * (48.0 + 72.0) + 312.0 + 144.0 + 48.0 + 48.0 + 124.0 + 60.0);
-        // Half the bandwidth is reached, and elements have two bytes: four times the time.
+        // The time is four times as long, since half the bandwidth is reached and elements have two bytes.
         let half = Device { base_util: 0.5, ..device(1e30, 1.0) };
         near(time(&tiny, &half, 6, 6, 2).unwrap().attention_s[0], 4.0 * 240.0);
         near(parameters(&tiny), 48.0 + 96.0 + 2.0 * 40.0);
@@ -223,12 +228,14 @@ mod tests {
 
     #[test]
     fn windows_and_latent_attention() {
-        // One of two layers sees at most 2 keys: in sequences of 8 a query sees 2 x (1 - 1/8) on average, and 4 in the other layer.
+        // In one of two layers a query sees at most 2 keys. In sequences of 8 it sees 2 x (1 - 1/8) on average there, and 4 in the other
+        // layer.
         let flop = |model: &Transformer| time(model, &device(1.0, 1e30), 8, 8, 1).unwrap().attention_s[0];
         let two = Transformer { layers: (2, 0), ..tiny() };
         let windowed = Transformer { windowed: (1, 2), ..two.clone() };
         near(flop(&two) - flop(&windowed), 2.0 * 8.0 * 8.0 * (4.0 - 1.75));
-        // Queries through rank 3, keys and values through rank 2 with 1 shared: 4 x 3 + 3 x 4, 4 x 3, 2 x (2 + 4), 4 x 4.
+        // Queries have rank 3: 4 x 3 + 3 x 4 weights. Keys and values have rank 2, and one column of the keys is shared: 4 x 3 and 2 x (2 +
+        // 4). The output has 4 x 4.
         let latent = Latent { query_rank: 3, rank: 2, shared_key: 1 };
         let latent = Transformer { latent: Some(latent), heads: (2, 2), ..tiny() };
         near(flop(&latent), 2.0 * 8.0 * (12.0 + 12.0 + 12.0 + 12.0 + 16.0) + 2.0 * 8.0 * 4.0 * 8.0);
@@ -236,7 +243,7 @@ mod tests {
 
     #[test]
     fn published_models_have_their_published_sizes() {
-        // Parameters with all experts, 10^9, within 1% of the published numbers.
+        // Parameters, all experts included, in units of 10^9: within 1% of the published numbers.
         for (name, published) in [
             ("mixtral-8x7b", 46.7),
             ("mixtral-8x22b", 141.0),

@@ -1,8 +1,9 @@
-//! Runs the kernels on the CPU, from `libaristos_kernels.so`, which build.rs compiles from `kernels/` and `kernels/host/`.
+//! Devices that run the kernels on the CPU. The kernels come from `libaristos_kernels.so`, which build.rs compiles from `kernels/` and
+//! `kernels/host/`.
 //!
-//! A launch runs to completion on its own threads before it returns. PEs are threads of one process ([`world`]), processes that
-//! share segments ([`attach`]), or processes connected by a transport ([`join`]). New memory is filled with bytes that are NaN
-//! in every element type, so that no code can rely on zeros.
+//! A launch runs the kernel on threads of its own and returns when the kernel has ended. PEs are threads of one process ([`world`]),
+//! processes that share segments ([`attach`]), or processes connected by a transport ([`join`]). New memory is filled with bytes that are a
+//! NaN in every element type, so that code that relies on zeros fails.
 
 use std::alloc::{self, Layout};
 use std::cell::{Cell, RefCell};
@@ -18,22 +19,22 @@ use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap};
 use crate::shmem::heap::Heap;
 use crate::shmem::{ShmTransport, Shmem, SignalOp, Sym, Transport, available_bytes};
 
-/// Path of another build of the library, such as one with ThreadSanitizer.
+/// The environment variable with the path of another build of the library, such as one with ThreadSanitizer.
 pub const ENV_LIBRARY: &str = "ARISTOS_EMULATOR";
 
-/// Alignment of device memory, as of CUDA's allocator.
+/// Alignment of device memory, which is the same as that of CUDA's allocator.
 const ALIGN_BYTES: usize = 256;
-/// A NaN in every element type.
+/// A byte which, repeated, is a NaN in every element type.
 const FILL: u8 = 0xff;
 const MARKS: usize = 64;
 
-/// Properties of each PE's emulated device.
+/// The properties of an emulated device. They are the same for every PE.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct EmulatedDevice {
     /// Whether it runs the Hopper kernels instead of the Ampere kernels.
     pub hopper: bool,
-    /// Multiprocessors: the number of blocks of a cooperative kernel.
+    /// Number of multiprocessors. A cooperative kernel has one block on each.
     pub multiprocessors: u32,
     /// Seed of the random order of concurrent operations.
     pub seed: u64,
@@ -58,12 +59,13 @@ pub enum Fault {
     SignalLost = 2,
     /// Signals written by stores are lost.
     StoreLost = 3,
-    /// Network fences do not order anything, as when a newer proxy reads an older request.
+    /// Network fences do not order anything. NVSHMEM's fences fail in this way if a host library of version 3.5 serves device code of
+    /// version 3.4.
     FenceLost = 4,
 }
 
 impl EmulatedDevice {
-    /// Network fences have no effect, as when a proxy thread reads a stale request.
+    /// The limits that the device reports.
     pub fn limits(&self) -> DeviceLimits {
         let free = available_bytes().unwrap_or(u64::MAX);
         DeviceLimits {
@@ -92,7 +94,7 @@ struct Functions {
     tensor_map: TensorMapper,
     fault: unsafe extern "C" fn(*mut c_void, u32, u32),
     slow_puts: unsafe extern "C" fn(*mut c_void, u32, u64),
-    /// Names of the available kernels.
+    /// The names of the kernels in the library.
     kernels: Vec<String>,
     free: unsafe extern "C" fn(*mut c_void),
     _library: Library,
@@ -105,8 +107,8 @@ impl Functions {
             let path = path.display();
             GpuError::Unavailable(format!("cannot load the emulated kernels from {path}: {error}; build again"))
         };
-        // SAFETY: the library is built from this repository; loading it only fills its table of kernels, and kernels/host
-        // defines the functions with these types.
+        // SAFETY: the library is built from this repository. Loading it only fills its table of kernels, and kernels/host defines the
+        // functions with these types.
         unsafe {
             let library = Library::new(&path).map_err(refuse)?;
             let kernels: unsafe extern "C" fn() -> *const c_char =
@@ -129,9 +131,9 @@ impl Functions {
         }
     }
 
-    /// The library's message about the last failure.
+    /// Returns the library's message about the last failure.
     fn message(&self) -> String {
-        // SAFETY: returns null or a NUL-terminated string of the library, which is copied at once.
+        // SAFETY: the function returns null or a NUL-terminated string of the library, which is copied at once.
         unsafe {
             let text = (self.error)();
             if text.is_null() { "no reason given".into() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
@@ -157,7 +159,7 @@ impl Drop for EmulatedWorld {
     }
 }
 
-/// The group of PEs: its barrier and the allocator of its symmetric memory.
+/// The group of all PEs, with its barrier and the allocator of its symmetric memory.
 enum PeGroup {
     Threads { barrier: Arc<Barrier>, heap: RefCell<Heap> },
     Processes { shmem: Box<dyn SymmetricHeap>, syms: RefCell<HashMap<u64, Sym<u8>>> },
@@ -168,9 +170,9 @@ trait SymmetricHeap: Send {
     /// Returns `None` if the heap is full.
     fn alloc_bytes(&self, bytes: usize) -> Option<Sym<u8>>;
     fn free_bytes(&self, sym: Sym<u8>);
-    /// Bytes in use now, and the maximum until now.
+    /// Returns the number of bytes that are in use now, and the maximum until now.
     fn usage(&self) -> (usize, usize);
-    /// Fails with the PE that is missing at the deadline.
+    /// Waits for all PEs. If one is missing at the deadline, the error is its number.
     fn barrier(&self, deadline: Instant) -> Result<(), usize>;
 }
 
@@ -244,22 +246,22 @@ pub struct Emulated {
     allocations: RefCell<HashMap<u64, Layout>>,
     marks: [Cell<Option<Instant>>; MARKS],
     launches: Cell<u64>,
-    /// Delay added to each launch, for tests.
+    /// A delay that tests add to each launch.
     launch_delay: Cell<Duration>,
     allocated: Cell<u64>,
-    /// Kernels that may be recorded.
+    /// The kernels that may be recorded.
     prepared: RefCell<HashSet<String>>,
-    /// The recorded launches, while recording.
+    /// The launches recorded so far, while [`Gpu::record`] runs.
     recording: RefCell<Option<Vec<RecordedLaunch>>>,
 }
 
-/// Creates `n_pes` PEs in this process, one for each of its threads, with `heap_bytes` bytes of symmetric memory each.
-/// `reachable[from * n_pes + to]` says whether loads and stores reach a peer; if it is 0, only the network does. The default is
-/// 1 everywhere.
+/// Creates `n_pes` PEs in this process, each for a thread of its own and with `heap_bytes` bytes of symmetric memory. If `reachable[from *
+/// n_pes + to]` is 0, PE `from` reaches PE `to` only over the network, and otherwise by loads and stores too. Without `reachable`, loads
+/// and stores reach every PE.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] if the library cannot be loaded or the mask has the wrong length; [`GpuError::Failed`] if the
-/// library cannot create the world.
+/// Returns [`GpuError::Unavailable`] if the library cannot be loaded or the mask has the wrong length; [`GpuError::Failed`] if the library
+/// cannot create the world.
 pub fn world(
     n_pes: usize,
     heap_bytes: usize,
@@ -271,7 +273,7 @@ pub fn world(
         return Err(GpuError::Unavailable(format!("a mask of {} pairs for {n_pes} PEs", mask.len())));
     }
     let mask = reachable.map_or(ptr::null(), <[u8]>::as_ptr);
-    // SAFETY: the mask is null or has one byte per pair of PEs.
+    // SAFETY: the mask either is null or has one byte per pair of PEs.
     let handle = unsafe { (functions.world)(n_pes as u32, heap_bytes as u64, device.seed, mask) };
     if handle.is_null() {
         return Err(GpuError::failed("make a world of emulated devices", functions.message()));
@@ -285,10 +287,10 @@ pub fn world(
     Ok(pes.collect())
 }
 
-/// The device of this process's PE, with symmetric memory from `shmem`.
+/// Creates the device of this process's PE, whose symmetric memory comes from `shmem`.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] if the library cannot be loaded; [`GpuError::Failed`] if it cannot attach.
+/// Returns [`GpuError::Unavailable`] if the library cannot be loaded; [`GpuError::Failed`] if it cannot attach.
 pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emulated, GpuError> {
     let functions = Functions::load()?;
     let (pe, n_pes, bytes) = (shmem.my_pe(), shmem.n_pes(), shmem.heap_bytes());
@@ -307,11 +309,12 @@ pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emu
     Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, group, bytes, all_reachable))
 }
 
-/// The device of this process's PE, which reaches peers through the transport of `shmem`; any thread may use that transport.
+/// Creates the device of this process's PE, which reaches its peers by the transport of `shmem`. The kernels' threads use that transport,
+/// so it must allow any thread to.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] if the library cannot be loaded or the transport's own memory has no address; [`GpuError::Failed`]
-/// if the library cannot join.
+/// Returns [`GpuError::Unavailable`] if the library cannot be loaded or the transport's own memory has no address; [`GpuError::Failed`] if
+/// the library cannot join.
 pub fn join<T: Transport + Send + Sync + 'static>(
     shmem: Shmem<T>,
     device: &EmulatedDevice,
@@ -374,17 +377,17 @@ impl Emulated {
     }
 
     fn base(&self, pe: usize) -> u64 {
-        // SAFETY: both numbers are PEs of this world.
+        // SAFETY: both arguments are PEs of this world.
         unsafe { (self.world.functions.heap)(self.world.handle, self.pe as u32, pe as u32) }
     }
 
-    /// Injects a fault into all later operations of this PE. For tests; must not be called while a kernel runs.
+    /// Injects a fault into all later operations of this PE, for tests. It must not be called while a kernel runs.
     pub fn set_fault(&self, fault: Fault) {
         // SAFETY: `pe` is a PE of this world.
         unsafe { (self.world.functions.fault)(self.world.handle, self.pe as u32, fault as u32) }
     }
 
-    /// Delays each launch, and each put of this PE's blocks, from now on. For tests; must not be called while a kernel runs.
+    /// Delays each later launch of this PE, and each later put of its blocks, for tests. It must not be called while a kernel runs.
     pub fn set_delays(&self, launch: Duration, put: Duration) {
         self.launch_delay.set(launch);
         let put_ns = u64::try_from(put.as_nanos()).unwrap_or(u64::MAX);
@@ -392,17 +395,17 @@ impl Emulated {
         unsafe { (self.world.functions.slow_puts)(self.world.handle, self.pe as u32, put_ns) }
     }
 
-    /// Total number of kernel launches.
+    /// Returns the number of kernel launches until now.
     pub fn launches(&self) -> u64 {
         self.launches.get()
     }
 
-    /// Total number of device allocations, including freed ones.
+    /// Returns the number of device allocations until now, including freed ones.
     pub fn allocations(&self) -> u64 {
         self.allocated.get()
     }
 
-    /// Symmetric bytes in use now, and the maximum until now.
+    /// Returns the number of symmetric bytes that are in use now, and the maximum until now.
     pub fn symmetric_bytes(&self) -> (usize, usize) {
         match &self.group {
             PeGroup::Threads { heap, .. } => (heap.borrow().used_bytes(), heap.borrow().peak_bytes()),
@@ -411,7 +414,7 @@ impl Emulated {
     }
 }
 
-/// A kernel's name, launch configuration and parameter bytes.
+/// A kernel's name, its launch configuration, and the bytes of its parameters.
 type RecordedLaunch = (String, Launch, Vec<Vec<u8>>);
 
 struct RecordedLaunches<'g> {
@@ -429,15 +432,15 @@ impl Recording for RecordedLaunches<'_> {
     }
 }
 
-// SAFETY: allocations come from the allocator or from this PE's part of the world's heap. Kernels complete before `launch`
-// returns, so operations take effect in call order.
+// SAFETY: memory comes from Rust's allocator or from this PE's part of the world's heap. Operations take effect in call order, because
+// kernels complete before `launch` returns.
 unsafe impl Gpu for Emulated {
     fn name(&self) -> String {
         format!("emulated {}", if self.device.hopper { "Hopper" } else { "Ampere" })
     }
 
     fn device_id(&self) -> String {
-        // Emulated devices of one host share its memory.
+        // All emulated devices of a host have the same identifier, because they share the host's memory.
         String::new()
     }
 
@@ -458,7 +461,7 @@ unsafe impl Gpu for Emulated {
         let refuse = || GpuError::OutOfMemory { kind: "device", asked: bytes, free, total: free };
         let layout = usize::try_from(bytes).ok().and_then(|b| Layout::from_size_align(b.max(1), ALIGN_BYTES).ok());
         let layout = layout.filter(|_| bytes <= free).ok_or_else(refuse)?;
-        // SAFETY: the layout's size is not 0, and exactly the allocated bytes are written.
+        // SAFETY: the size of the layout is not 0, and only the allocated bytes are written.
         let address = unsafe {
             let memory = alloc::alloc(layout);
             if memory.is_null() {
@@ -476,7 +479,7 @@ unsafe impl Gpu for Emulated {
         let layout = self.allocations.borrow_mut().remove(&address);
         debug_assert!(layout.is_some(), "{address:#x} is not an allocation");
         if let Some(layout) = layout {
-            // SAFETY: `alloc_raw` allocated it with this layout, and by the caller's guarantee it is not used afterwards.
+            // SAFETY: `alloc_raw` allocated the memory with this layout, and the caller guarantees that it is not used afterwards.
             unsafe { alloc::dealloc(at(address), layout) }
         }
     }
@@ -498,11 +501,11 @@ unsafe impl Gpu for Emulated {
         if let (PeGroup::Processes { syms, .. }, Some(sym)) = (&self.group, sym) {
             syms.borrow_mut().insert(address, sym);
         } else {
-            // Remembers the length for `free_symmetric_raw`.
+            // The length is stored because `free_symmetric_raw` needs it.
             let layout = Layout::from_size_align(wanted, 1).map_err(|_| refuse(0))?;
             self.allocations.borrow_mut().insert(address, layout);
         }
-        // SAFETY: `wanted` bytes of this PE's heap. Peers use them only after a barrier that follows this allocation.
+        // SAFETY: the address points to `wanted` bytes of this PE's heap. Peers use them only after a barrier that follows this allocation.
         unsafe { at(address).write_bytes(FILL, wanted) };
         Ok(address)
     }
@@ -535,7 +538,7 @@ unsafe impl Gpu for Emulated {
     }
 
     unsafe fn copy_in_raw(&self, to: u64, from: &[u8]) -> Result<(), GpuError> {
-        // SAFETY: the caller guarantees the range; no kernel of this PE runs between launches.
+        // SAFETY: the caller guarantees the range, and no kernel of this PE runs between launches.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), at(to), from.len()) };
         Ok(())
     }
@@ -575,7 +578,7 @@ unsafe impl Gpu for Emulated {
     unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError> {
         if let Some(launches) = self.recording.borrow_mut().as_mut() {
             if !self.prepared.borrow().contains(kernel) {
-                // A driver with lazy loading fails in the same case.
+                // A driver that loads kernels lazily fails in the same case.
                 return Err(GpuError::failed(format!("record {kernel}"), "it would be loaded meanwhile"));
             }
             launches.push((kernel.to_string(), launch, args.iter().map(|arg| arg.to_vec()).collect()));
@@ -583,7 +586,7 @@ unsafe impl Gpu for Emulated {
         }
         let failed = |message: String| GpuError::failed(format!("launch {kernel}"), message);
         let name = CString::new(kernel).map_err(|error| failed(error.to_string()))?;
-        // Copies with an alignment that suffices for any parameter.
+        // The parameters are copied so that each is aligned sufficiently for any type.
         let mut copies: Vec<Vec<u128>> = Vec::new();
         for arg in args {
             let mut copy = vec![0u128; arg.len().div_ceil(16)];
@@ -645,7 +648,7 @@ unsafe impl Gpu for Emulated {
 
     fn alloc_host_raw(&self, bytes: u64) -> Result<u64, GpuError> {
         let address = self.alloc_raw(bytes)?;
-        // SAFETY: exactly the allocated bytes.
+        // SAFETY: only the allocated bytes are written.
         unsafe { at(address).write_bytes(0, bytes as usize) };
         Ok(address)
     }
@@ -659,7 +662,7 @@ unsafe impl Gpu for Emulated {
         #[repr(align(64))]
         struct Aligned([u8; 128]);
         let mut map = Aligned([0; 128]);
-        // SAFETY: writes 128 bytes to a buffer of that size with 64-byte alignment.
+        // SAFETY: the function writes 128 bytes, and the buffer has that size and is aligned to 64 bytes.
         let status = unsafe {
             (self.world.functions.tensor_map)(
                 map.0.as_mut_ptr().cast(),
@@ -681,10 +684,12 @@ unsafe impl Gpu for Emulated {
 
 impl Drop for Emulated {
     fn drop(&mut self) {
-        // Frees leaked buffers, as after an error. Entries with an alignment of 1 are symmetric memory, which the world frees.
+        // This frees buffers that were leaked, for example after an error. Entries with an alignment of 1 are symmetric memory, which the
+        // world frees.
         for (&address, &layout) in self.allocations.borrow().iter().filter(|(_, layout)| layout.align() == ALIGN_BYTES)
         {
-            // SAFETY: `alloc_raw` allocated it with this layout. Live buffers borrow this device, so only leaked ones remain.
+            // SAFETY: `alloc_raw` allocated the memory with this layout. Nothing uses it any more: a live buffer would borrow this device,
+            // so only leaked buffers remain.
             unsafe { alloc::dealloc(at(address), layout) }
         }
     }
@@ -698,7 +703,7 @@ fn at(address: u64) -> *mut u8 {
 /// A barrier of threads with a time limit.
 struct Barrier {
     threads: usize,
-    /// Number of waiting threads, and number of completed barriers.
+    /// The number of waiting threads, and the number of completed barriers.
     state: Mutex<(usize, u64)>,
     complete: Condvar,
 }
@@ -732,10 +737,11 @@ mod tests {
     use super::*;
     use crate::gpu::smoke;
 
-    /// Runs [`smoke::try_put`] on three PEs with `fault` injected at PE 1; returns each PE's result.
+    /// Runs [`smoke::try_put`] on three PEs with `fault` injected at PE 1, and returns each PE's result.
     fn run_smoke_test(seed: u64, fault: Fault) -> Vec<Result<(), String>> {
         let device = EmulatedDevice { seed, ..EmulatedDevice::default() };
-        // PEs without an error wait this long for PE 1.
+        // A PE waits at most this long for another: for PE 1 if its signals are lost, and at the end for PEs that have already reported an
+        // error.
         let limit = Duration::from_millis(match fault {
             Fault::None => 20_000,
             Fault::SignalLost => 200,
@@ -761,8 +767,8 @@ mod tests {
             assert!(line.contains(&format!("PE {pe} waited 0.2 s for 1048576 bytes that PE 1 puts")), "{line}");
         }
         for fault in [Fault::SignalFirst, Fault::FenceLost] {
-            // Two worlds in parallel, since they mostly wait. Whether a fault is observed depends on timing, so several seeds
-            // are tried.
+            // Several seeds are tried, because whether a fault is observed depends on timing. Two worlds run at a time, since they mostly
+            // wait.
             let named = (0..40).step_by(2).any(|seed| {
                 std::thread::scope(|scope| {
                     let worlds = [seed, seed + 1].map(|seed| scope.spawn(move || run_smoke_test(seed, fault)));

@@ -1,9 +1,10 @@
-//! `kernels/params.h` in Rust: the same bytes. Device addresses are `u64`.
+//! The types and constants of `kernels/params.h`. The structs have the same layout in memory as those of the header. Device addresses are
+//! `u64`.
 #![allow(missing_docs)]
 
 use bytemuck::{Pod, Zeroable};
 
-/// Defines the header's structs and [`layout`], which lists their field offsets.
+/// Defines the header's structs, and [`layout`], which lists the offsets of their fields.
 macro_rules! mirror {
     ($($(#[$meta:meta])* struct $name:ident { $($field:ident: $ty:ty,)* })*) => {
         $(
@@ -17,7 +18,7 @@ macro_rules! mirror {
                 pub const FIELDS: &[&str] = &[$(stringify!($field)),*];
             }
         )*
-        /// For each struct: its size, then each field's offset, bytes.
+        /// Returns the size of each struct, followed by the offset of each of its fields, bytes.
         #[cfg(test)]
         fn layout() -> Vec<(&'static str, usize)> {
             let mut all = Vec::new();
@@ -38,7 +39,7 @@ pub const ACT_GELU_TANH: u32 = 2;
 pub const ACT_RELU: u32 = 3;
 pub const SCORING_SOFTMAX: u32 = 0;
 pub const SCORING_SIGMOID: u32 = 1;
-/// Number of phases; indices are the codes of [`crate::moe::metrics::Phase`].
+/// Number of phases. A phase's index is its code in [`crate::moe::metrics::Phase`].
 pub const PHASES: usize = 7;
 pub const MAX_SPANS: usize = 1 << 16;
 
@@ -61,10 +62,10 @@ pub const WHAT_TWICE: u32 = 9;
 pub const WHAT_CREDIT: u32 = 10;
 pub const WHAT_LOSSES: u32 = 11;
 
-/// Dynamic shared memory per block of the persistent kernels that run on every device, bytes.
+/// Dynamic shared memory per block of the persistent kernels that run on every supported device, bytes.
 pub const AMPERE_SHARED_BYTES: u32 = 150 << 10;
 
-/// The kernels of a layer, in the order of [`LayerInfo::launches`].
+/// The kernels of a layer. They have the same order as [`LayerInfo::launches`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
     Route,
@@ -82,10 +83,10 @@ pub enum Kernel {
 
 pub const KERNELS: usize = 11;
 
-/// Tensor maps of an MLP's weights: gate, up and down.
+/// Number of tensor maps for an MLP's weights, which are gate, up and down.
 pub const WEIGHT_MAPS: usize = 3;
 
-/// Slot arrays per direction that have a TMA map, as operands or results of GEMMs.
+/// Number of slot arrays per direction that have a tensor map, because they are operands or results of GEMMs.
 pub const SLOT_MAPS: usize = 7;
 
 impl Kernel {
@@ -103,7 +104,7 @@ impl Kernel {
         Kernel::BeginPass,
     ];
 
-    /// The base name; kernels with expert GEMMs have several variants (see [`Kernel::on`]).
+    /// The name of the kernel without the suffix of a variant. Kernels with expert GEMMs have several variants, which [`Kernel::on`] names.
     pub fn name(self) -> &'static str {
         match self {
             Kernel::Route => "aristos_route",
@@ -120,8 +121,8 @@ impl Kernel {
         }
     }
 
-    /// The function name of the variant for `dtype` (`DTYPE_BF16` or `DTYPE_F16`) and for the path and tile with this infix
-    /// (`kernels/launch.h`).
+    /// Returns the function name of the variant for `dtype`, which is `DTYPE_BF16` or `DTYPE_F16`, and for the path and the tile that
+    /// `infix` stands for (`kernels/launch.h`).
     pub fn on(self, infix: &str, dtype: u32) -> String {
         let name = self.name();
         match self {
@@ -386,7 +387,7 @@ mirror! {
 }
 
 impl LayerInfo {
-    /// Launch configuration of a kernel.
+    /// Returns the launch configuration of a kernel.
     pub fn launch(&self, kernel: Kernel) -> Launch {
         self.launches[kernel as usize]
     }
@@ -397,23 +398,23 @@ mod tests {
     use super::*;
 
     unsafe extern "C" {
-        /// Layout computed by the C++ compiler in `kernels/params_layout.cpp`, and its length.
+        /// The layout that the C++ compiler computes in `kernels/params_layout.cpp`, and its length.
         static aristos_params_layout: [u64; 256];
         static aristos_params_layout_len: u64;
-        /// `kernels/memory.cpp`.
+        /// The constant of the kernels, defined in `kernels/memory.cpp`.
         static aristos_ampere_shared_bytes: u32;
     }
 
     #[test]
     fn shared_memory_per_block_matches_the_kernels() {
-        // SAFETY: an immutable constant.
+        // SAFETY: the value is an immutable constant.
         assert_eq!(AMPERE_SHARED_BYTES, unsafe { aristos_ampere_shared_bytes });
     }
 
     #[test]
     fn layout_matches_the_header() {
         let ours = layout();
-        // SAFETY: an immutable constant.
+        // SAFETY: the value is an immutable constant.
         let len = unsafe { aristos_params_layout_len } as usize;
         assert_eq!(ours.len(), len);
         for (i, (name, bytes)) in ours.into_iter().enumerate() {

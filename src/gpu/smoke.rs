@@ -1,4 +1,4 @@
-//! Checks, before a job starts, that puts and signals between the PEs' devices work as the layer's kernels need them.
+//! Checks, before a job starts, that puts and signals between the PEs' devices work in the way that the layer's kernels need.
 
 use std::time::Duration;
 
@@ -28,12 +28,12 @@ struct Outcome {
     seen: u64,
 }
 
-/// Maximum put size, bytes: large enough for many network packets.
+/// Maximum size of a put, bytes. It is large enough that a put takes many network packets.
 const MAX_PUT_BYTES: u64 = 1 << 20;
-/// Maximum bytes that a PE receives in total.
+/// Maximum number of bytes that a PE receives in total.
 const MAX_RECEIVED_BYTES: u64 = 64 << 20;
 
-/// Bytes that each of `n` PEs puts to every other.
+/// Returns the number of bytes that each of `n` PEs puts to every other PE.
 fn block_bytes(n: u64) -> u64 {
     (MAX_RECEIVED_BYTES / n).min(MAX_PUT_BYTES) / 4096 * 4096
 }
@@ -42,21 +42,21 @@ fn signals_bytes(n: u64) -> u64 {
     (8 * n).next_multiple_of(256)
 }
 
-/// Symmetric memory that [`try_put`] uses with `n_pes` PEs, bytes.
+/// Returns the amount of symmetric memory that [`try_put`] uses with `n_pes` PEs, bytes.
 pub fn symmetric_bytes(n_pes: usize) -> u64 {
     let n = n_pes as u64;
     signals_bytes(n) + (n + 1) * block_bytes(n)
 }
 
-/// Every PE puts a block to every other from a kernel and verifies the received blocks (collective), waiting at most `limit`.
-/// It exercises the operations that the layer's kernels depend on, so that a broken transport is reported before large
-/// allocations. `finished` waits for the kernel.
+/// Runs a kernel with which every PE puts a block to every other PE and verifies the received blocks (collective). A PE waits at most
+/// `limit` for a block. The kernel uses the operations that the layer's kernels depend on, so that a broken transport is reported before
+/// large memory is allocated. `finished` waits for the kernel.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] if a block is missing or corrupt, or if kernel and host disagree about the PE numbers; the
-/// driver's error.
+/// Returns [`GpuError::Unavailable`] if a block is missing or corrupt, or if the kernel and the host disagree about the PE numbers, and the
+/// driver's error if the driver fails.
 pub fn try_put(gpu: &dyn Gpu, limit: Duration, finished: impl Fn() -> Result<(), GpuError>) -> Result<(), GpuError> {
-    /// Unlikely to be in memory by chance.
+    /// The value of the signals, which is unlikely to be in memory by chance.
     const VALUE: u64 = 0x4172_6973_746f_7321;
     let (me, n) = (gpu.my_pe(), gpu.n_pes() as u64);
     let (bytes, signals_bytes) = (block_bytes(n), signals_bytes(n));
@@ -70,8 +70,7 @@ pub fn try_put(gpu: &dyn Gpu, limit: Duration, finished: impl Fn() -> Result<(),
     let numbers = [result.address(), VALUE, limit_ns].map(u64::to_ne_bytes);
     let args = [bytemuck::bytes_of(&area), &numbers[0], &numbers[1], &numbers[2]];
     let launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperative: 0, cluster: 1 };
-    // SAFETY: the arguments are `aristos_smoke`'s four parameters; `area` lies within `memory`, and `result` holds one
-    // `Outcome`.
+    // SAFETY: the arguments are the four parameters of `aristos_smoke`, `area` lies within `memory`, and `result` holds one `Outcome`.
     unsafe { gpu.launch("aristos_smoke", launch, &args) }?;
     finished()?;
     let Some(&seen) = result.read_vec::<Outcome>(0, 1)?.first() else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! The addresses of this host's network interfaces, and the choice among another host's addresses.
+//! Lists the addresses of this host's network interfaces, and chooses among another host's addresses.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
@@ -7,7 +7,7 @@ use if_addrs::{IfAddr, get_if_addrs};
 
 use super::JobError;
 
-/// Listens at a free port: on the loopback interface, or on all.
+/// Listens at a free port: on the loopback interface if all PEs are on this host (`one_host`), otherwise on all interfaces.
 ///
 /// # Errors
 /// The system's.
@@ -15,11 +15,11 @@ pub fn listen(one_host: bool) -> io::Result<TcpListener> {
     if one_host {
         return TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
     }
-    // Accepts IPv4 too; but some hosts have no IPv6.
+    // An IPv6 listener accepts IPv4 connections too. Hosts without IPv6 need an IPv4 listener.
     TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))
 }
 
-/// This host's addresses, loopback last, without link-local ones.
+/// This host's addresses without link-local ones; loopback addresses are last.
 ///
 /// # Errors
 /// The system's.
@@ -30,11 +30,11 @@ pub fn own() -> io::Result<Vec<IpAddr>> {
     Ok(addresses)
 }
 
-/// `HOST:PORT` at which this host reaches a host with these addresses: loopback, if they are its own; an address in a shared network; otherwise the
-/// first one, to which a route may exist.
+/// Returns the `HOST:PORT` at which this host reaches the host with the addresses `theirs`. If the addresses are this host's own, that is
+/// loopback. Otherwise it is an address in a network that both hosts share, or else the first address, to which a route may exist.
 ///
 /// # Errors
-/// One line: the system's, or the list has no address.
+/// Returns an error of one line if this host's addresses cannot be read, or if `theirs` has no address.
 pub fn reachable(theirs: &[IpAddr], port: u16) -> Result<String, JobError> {
     let mine =
         get_if_addrs().map_err(|error| JobError::Peers(format!("cannot read this host's addresses: {error}")))?;
@@ -45,7 +45,8 @@ pub fn reachable(theirs: &[IpAddr], port: u16) -> Result<String, JobError> {
 
 fn choose(theirs: &[IpAddr], mine: &[IfAddr]) -> Option<IpAddr> {
     let outside = || theirs.iter().copied().filter(|address| !address.is_loopback());
-    // Container bridges have the same address on many hosts, so one shared address is not enough: all must be this host's.
+    // Container bridges have the same address on many hosts. So one equal address does not prove that the hosts are the same; all must be
+    // equal.
     let same_host = outside().all(|address| mine.iter().any(|own| own.ip() == address));
     if same_host {
         return Some(IpAddr::V4(Ipv4Addr::LOCALHOST));
@@ -92,7 +93,7 @@ mod tests {
     fn reachable_address_is_chosen() {
         let mine = [
             interface("127.0.0.1", 8),
-            interface("172.17.0.1", 16), // A bridge of containers, of the same address everywhere.
+            interface("172.17.0.1", 16), // A container bridge, with the same address on every host.
             interface("10.1.2.7", 24),
             interface("fd00:1::7", 64),
         ];

@@ -1,4 +1,4 @@
-//! The device of a PE, opened with as much symmetric memory as its layers need.
+//! Opens the device of a PE, with as much symmetric memory as its layers need.
 
 #[cfg(feature = "emulate")]
 use std::mem::ManuallyDrop;
@@ -18,11 +18,12 @@ use crate::moe::device::{DeviceOptions, GemmPath, symmetric_bytes};
 use crate::moe::{LayerSpec, MoeError};
 use crate::shmem::{ShmTransport, Shmem};
 
-/// Runs `work` with this PE's device: `open`, or a new one. An emulated device is opened with the symmetric memory that the layer needs; CUDA's
-/// symmetric memory grows on demand, or is refused if it is too small ([`heap`](super::heap)). Collective.
+/// Runs `work` with this PE's device: `open`, or a new one. An emulated device is opened with the symmetric memory that the layer needs.
+/// The symmetric memory of a CUDA device grows on demand. If it cannot grow ([`heap`](super::heap)) and is too small, an error is returned.
+/// Collective.
 ///
 /// # Errors
-/// The device is missing or lacks a feature, or the work's error.
+/// Returns an error if the device is missing or lacks a feature, or the error of `work`.
 pub fn with_device<R, E: From<JobError>>(
     open: Option<OpenDevice>,
     (device, symmetric): (DeviceKind, SymmetricBy),
@@ -42,21 +43,21 @@ pub fn with_device<R, E: From<JobError>>(
     }
 }
 
-/// The device that a PE asks for.
+/// The device that a PE needs.
 #[derive(Clone, Copy, Debug)]
 pub struct WantedDevice {
     /// Its kind.
     pub device: DeviceKind,
     /// The library that provides symmetric memory of CUDA devices.
     pub symmetric: SymmetricBy,
-    /// The matrix products that it will run; an emulated device is made for them.
+    /// The GEMM path of the layer; an emulated device is created with the features of this path.
     pub path: Option<GemmPath>,
-    /// How long a PE waits for another.
+    /// Maximum time for which a PE waits for another.
     pub wait_limit: Duration,
 }
 
-/// Like [`with_device`]. `bytes` returns the size of symmetric memory from the device's limits and from whether loads and stores reach
-/// every PE from every other.
+/// Like [`with_device`], with a new device. `bytes` computes the size of symmetric memory from the device's limits, and from whether every
+/// PE can use loads and stores to every other PE's memory.
 ///
 /// # Errors
 /// As for [`with_device`].
@@ -69,7 +70,7 @@ pub fn with_symmetric<R, E: From<JobError>>(
     in_part(OpenDevice::open(wanted, bytes, host)?, host, work)
 }
 
-/// Like [`with_symmetric`], for work that precedes a part on the same device; returns the device if it stays open.
+/// Like [`with_symmetric`], for work before a part of the job on the same device. Also returns the device if it stays open.
 ///
 /// # Errors
 /// As for [`with_device`].
@@ -84,7 +85,7 @@ pub fn before_part<R, E: From<JobError>>(
     Ok((result, open.stay()))
 }
 
-/// Results are sent before the device is closed, which waits for all PEs.
+/// Runs `work`, sends the results, and closes the device. Closing waits for all PEs, so results are sent before.
 fn in_part<R, E: From<JobError>>(
     open: OpenDevice,
     host: &mut impl MemoryHost,
@@ -96,12 +97,12 @@ fn in_part<R, E: From<JobError>>(
     Ok(result)
 }
 
-/// This PE's device, open.
+/// The open device of this PE.
 pub enum OpenDevice {
-    /// NVSHMEM can be initialised only once in a process.
+    /// A CUDA device. NVSHMEM can be initialised only once in a process, so the device may stay open between parts.
     #[cfg(feature = "cuda")]
     Cuda(Box<CudaGpu>),
-    /// Dropping its memory waits for all PEs, some of which may never arrive after an error.
+    /// An emulated device. Dropping its memory waits for all PEs, so it is not dropped after an error, when other PEs may not drop theirs.
     #[cfg(feature = "emulate")]
     Emulated(Box<ManuallyDrop<Emulated>>),
 }
@@ -128,7 +129,7 @@ impl OpenDevice {
         }
     }
 
-    /// Refuses a fixed heap of NVSHMEM that is smaller than `bytes`. Collective.
+    /// Returns an error if NVSHMEM's heap has a fixed size that is smaller than `bytes`. Collective.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))]
     fn check_heap(
         &self,
@@ -166,7 +167,7 @@ impl OpenDevice {
         }
     }
 
-    /// The device for the next part; an emulated one is closed, because its memory has another size.
+    /// Returns the device for the next part. An emulated device is closed instead, because its memory has the size for this part.
     fn stay(self) -> Option<Self> {
         match self {
             #[cfg(feature = "cuda")]
@@ -180,10 +181,11 @@ impl OpenDevice {
     }
 }
 
-/// Runs `work` with the CUDA device of this PE. The PEs set it up over a small heap in shared memory or over TCP. Collective.
+/// Runs `work` with the CUDA device of this PE. The PEs exchange the data for the setup over a small heap in shared memory, or over TCP.
+/// Collective.
 ///
 /// # Errors
-/// A feature that the device, NVSHMEM or NCCL lacks, or the work's error.
+/// Returns an error if the device, NVSHMEM or NCCL lacks a feature, or the error of `work`.
 #[cfg(feature = "cuda")]
 pub fn with_cuda<R, E: From<JobError>>(
     host: &mut impl MemoryHost,

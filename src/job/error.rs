@@ -1,4 +1,4 @@
-//! Errors of a job, and of a PE's part in it.
+//! Errors of a job, and of a PE's part in the job.
 
 use std::io;
 
@@ -16,10 +16,10 @@ use crate::shmem::tcp::TcpError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JobError {
-    /// Its processes.
+    /// An error of the job's processes.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// The request.
+    /// The request cannot be encoded or decoded.
     #[error(transparent)]
     Request(#[from] RequestError),
     /// A PE sent an invalid message.
@@ -30,7 +30,7 @@ pub enum JobError {
         /// The parser's error.
         source: serde_json::Error,
     },
-    /// A PE writes to a file that the job does not have.
+    /// A PE wrote to a file that the job does not have.
     #[error("there is no file for {what}")]
     NoFile {
         /// The content.
@@ -44,25 +44,25 @@ pub enum JobError {
         /// The refusal.
         source: io::Error,
     },
-    /// Symmetric memory.
+    /// An error of symmetric memory.
     #[error(transparent)]
     Shmem(#[from] ShmemError),
-    /// The layer, or the device under it.
+    /// An error of the layer or of its device.
     #[error(transparent)]
     Layer(#[from] MoeError),
-    /// This build does not support what the layer should run on.
+    /// This build does not support the kind of device.
     #[error("this build cannot run a layer on a device of kind {device:?}")]
     NoDevice {
         /// The device.
         device: DeviceKind,
     },
-    /// A fixed heap of NVSHMEM that is smaller than the job needs.
+    /// NVSHMEM's heap has a fixed size, which is smaller than the job needs.
     #[error(
         "NVSHMEM_SYMMETRIC_SIZE is {value}, and each of this job's PEs needs {needed} bytes of a heap that does not grow \
          (NVSHMEM_DISABLE_CUDA_VMM is set): set it to {enough} or more, or leave it unset, and it is made as large as needed"
     )]
     SmallHeap {
-        /// What the variable says.
+        /// The value of the variable.
         value: String,
         /// Maximum bytes that a PE allocates in the heap at a time.
         needed: u64,
@@ -80,13 +80,13 @@ pub enum JobError {
     #[cfg(feature = "ofi")]
     #[error(transparent)]
     Ofi(#[from] OfiError),
-    /// The PEs are not those of the job, or one does not do its part.
+    /// The PEs do not agree on the job, or one of them did not respond or failed.
     #[error("{0}")]
     Peers(String),
 }
 
 impl JobError {
-    /// The PE that a failed wait was for.
+    /// The PE for which this PE waited, if a wait failed.
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             JobError::Layer(error) => error.awaited_pe(),
@@ -109,7 +109,7 @@ impl JobError {
 /// How a PE's part failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeFailure {
-    /// One line.
+    /// The error as one line.
     pub line: String,
     /// The PE that a failed wait was for. If several PEs report one, the supervisor prints the first report whose awaited PE has not reported one.
     pub awaited: Option<usize>,

@@ -1,5 +1,6 @@
-//! NVSHMEM's symmetric heap of fixed size, as without CUDA's virtual memory (on Slingshot): it is created at the start, with the size given by an
-//! environment variable. The PEs' processes are started with the size that the job needs, so that users need not guess it.
+//! The size of NVSHMEM's symmetric heap if it is fixed. Without CUDA's virtual memory management, as on Slingshot, the heap cannot grow:
+//! NVSHMEM creates it at the start, and reads its size from an environment variable. The PEs' processes are started with the size that the
+//! job needs, so that users need not guess the size.
 
 #[cfg(feature = "cuda")]
 use super::JobError;
@@ -8,19 +9,19 @@ use crate::gpu::{DeviceLimits, GpuError, SymmetricBy, smoke};
 #[cfg(feature = "cuda")]
 use crate::moe::MoeError;
 
-/// The size of NVSHMEM's heap, as NVSHMEM reads it.
+/// The environment variable from which NVSHMEM reads the size of its heap.
 pub const SIZE: &str = "NVSHMEM_SYMMETRIC_SIZE";
-/// If true, the heap is plain device memory and does not grow.
+/// If this variable is true, the heap is plain device memory and cannot grow.
 pub const NO_VMM: &str = "NVSHMEM_DISABLE_CUDA_VMM";
 
-/// Maximum overhead of NVSHMEM's bookkeeping and alignment, bytes.
+/// Maximum bytes that NVSHMEM uses for bookkeeping and alignment.
 #[cfg(any(feature = "cuda", test))]
 const BESIDE: u64 = 1 << 20;
 /// Granularity of a heap's size, bytes: a device page.
 #[cfg(any(feature = "cuda", test))]
 const STEP: u64 = 2 << 20;
 
-/// "1536M" as NVSHMEM reads it: K, M, G, T are powers of 1024.
+/// Parses a size such as "1536M" like NVSHMEM: K, M, G and T are powers of 1024.
 pub fn bytes(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -36,7 +37,7 @@ pub fn bytes(text: &str) -> Option<u64> {
     Some((number * 1024f64.powi(power)) as u64)
 }
 
-/// The variable for a heap of which PEs allocate at most `needed` bytes at a time.
+/// The heap's size for a PE that has at most `needed` bytes allocated at a time.
 #[cfg(any(feature = "cuda", test))]
 fn size_for(needed: u64) -> u64 {
     needed.saturating_add(BESIDE).checked_next_multiple_of(STEP).unwrap_or(u64::MAX)
@@ -54,22 +55,22 @@ fn environment(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Whether the heap has a fixed size, which is not set.
+/// Whether the heap has a fixed size and the user has not set it.
 #[cfg(feature = "cuda")]
 pub fn is_to_be_set() -> bool {
     is_fixed(environment) && environment(SIZE).is_none()
 }
 
-/// Whether the heap has a fixed size, which is set.
+/// Whether the heap has a fixed size and the user has set it.
 #[cfg(feature = "cuda")]
 pub fn is_set() -> bool {
     is_fixed(environment) && environment(SIZE).is_some()
 }
 
-/// Refuses a fixed heap, set by the user, that is smaller than the job needs.
+/// Returns an error if the user has set a fixed heap size that is smaller than the job needs.
 ///
 /// # Errors
-/// One line with the variable, its value, and the size needed.
+/// Returns an error of one line with the variable, its value, and the size needed.
 #[cfg(feature = "cuda")]
 pub fn check(needed: u64) -> Result<(), JobError> {
     match environment(SIZE) {
@@ -80,18 +81,18 @@ pub fn check(needed: u64) -> Result<(), JobError> {
 
 #[cfg(feature = "cuda")]
 fn check_value(value: &str, needed: u64) -> Result<(), JobError> {
-    // NVSHMEM refuses values that are no size.
+    // Values that are not a size are accepted here, because NVSHMEM reports them.
     if bytes(value).is_none_or(|has| has >= needed) {
         return Ok(());
     }
     Err(JobError::SmallHeap { value: value.to_string(), needed, enough: size_for(needed) })
 }
 
-/// The variable to start the processes of `n_pes` PEs with, so that their heap holds `bytes` (a function of the device) and the buffers for testing
-/// puts; `None` if the heap grows, or the user has set its size.
+/// The environment variable with which the processes of `n_pes` PEs must be started. Their heaps must hold `bytes`, which depends on the
+/// device, and before that the buffers for testing puts. `None` if the heap can grow, or if the user has set its size.
 ///
 /// # Errors
-/// As [`check`]; the driver's; a layer that no device supports.
+/// Returns the errors of [`check`], of the driver, and of `bytes`.
 #[cfg(feature = "cuda")]
 pub fn variable(
     n_pes: usize,
@@ -101,10 +102,10 @@ pub fn variable(
     if n_pes < 2 || by != SymmetricBy::Nvshmem || !is_fixed(environment) {
         return Ok(None);
     }
-    // The two allocations follow each other, and the first is freed before the second.
+    // The buffers for testing puts are freed before the second allocation, so the maximum of both is enough.
     let mut needed = smoke::symmetric_bytes(n_pes);
     for limits in crate::gpu::cuda::visible_limits().map_err(|error| JobError::Layer(error.into()))? {
-        // The case is known only once a heap exists.
+        // Which of the two applies is known only after the heap has been created.
         for all_reachable in [false, true] {
             needed = needed.max(bytes(&limits, all_reachable)?);
         }
@@ -115,7 +116,7 @@ pub fn variable(
     Ok(Some((SIZE.to_string(), size_for(needed).to_string())))
 }
 
-/// A line about the variable, for the user.
+/// A line that tells the user about the variable.
 #[cfg(feature = "cuda")]
 pub fn words((name, value): &(String, String)) -> String {
     format!(
@@ -123,8 +124,8 @@ pub fn words((name, value): &(String, String)) -> String {
     )
 }
 
-/// Restarts this process with that variable, which NVSHMEM reads: a process with threads or connections cannot set its variables safely. Returns
-/// only on failure.
+/// Restarts this process with the variable set, because a process with threads cannot set its own variables safely. Returns only on
+/// failure.
 #[cfg(feature = "cuda")]
 pub fn start_anew((name, value): &(String, String)) -> JobError {
     use std::os::unix::process::CommandExt;

@@ -1,4 +1,4 @@
-//! A PE's view of its job, the same for PEs of a supervisor, of a launcher, and of `mpirun`.
+//! A PE's interface to its job, which is the same whether a supervisor, a launcher or `mpirun` started the PE.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,7 +12,7 @@ use super::launch::{GoOn, PeContext, StatusPage};
 use crate::shmem::tcp::TcpTransport;
 use crate::shmem::{Pace, ShmTransport, Shmem, Transport};
 
-/// The CPUs that this thread may run on, as its launcher has set them.
+/// The CPUs on which this thread may run. Launchers set them.
 pub fn allowed_cpus() -> Vec<usize> {
     sched_getaffinity(None).map(|set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()).unwrap_or_default()
 }
@@ -20,7 +20,7 @@ pub fn allowed_cpus() -> Vec<usize> {
 /// Bytes written per call.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// A PE's surroundings: its number, its peers, its files, and the process that it reports to.
+/// A PE's environment: its number, its peers, its files, and the process to which it reports.
 pub trait Host {
     /// This PE's number.
     fn my_pe(&self) -> usize;
@@ -31,62 +31,63 @@ pub trait Host {
     /// Number of PEs on this host.
     fn pes_on_host(&self) -> usize;
 
-    /// Each PE's host: PEs of one host have the same number.
+    /// The host of each PE, as a number that PEs of one host share.
     fn hosts(&self) -> Vec<usize>;
 
-    /// The name of the transport of rows and signals.
+    /// The name of the transport that carries rows and signals.
     fn transport(&self) -> &'static str;
 
-    /// Its status page.
+    /// This PE's status page.
     fn status(&self) -> &StatusPage;
 
     /// Whether the job has a file of this name.
     fn has_file(&self, name: &str) -> bool;
 
-    /// Writes `bytes` into that file at offset `at`; `what` names the content in errors.
+    /// Writes `bytes` to the file `name` at offset `at`. Errors describe the content as `what`.
     ///
     /// # Errors
-    /// The job has no such file, or the system refused the write.
+    /// Returns an error if the job has no such file, or if the system reports an error.
     fn write(&self, name: &str, at: u64, bytes: &[u8], what: &str) -> Result<(), JobError>;
 
-    /// Sends a message, which is JSON, to the process that reports the job.
+    /// Sends a message in JSON to the process that reports the job.
     ///
     /// # Errors
-    /// That process has ended.
+    /// Returns an error if that process has ended.
     fn send(&self, body: &[u8]) -> Result<(), JobError>;
 
-    /// A lost PE, if the job can continue without it. Communication of this PE then fails until [`MemoryHost::go_on`].
+    /// The number of a lost PE, if the job can continue without that PE. This PE's communication then fails until it has called
+    /// [`MemoryHost::go_on`].
     fn lost(&self) -> Option<usize> {
         None
     }
 
-    /// Reports that all steps are final: from now on the loss of a PE is the job's failure.
+    /// Reports that all steps are final. From now on the job fails if a PE is lost.
     ///
     /// # Errors
-    /// When the process that it reports to has ended.
+    /// Returns an error if the process to which this PE reports has ended.
     fn say_final(&self) -> Result<(), JobError> {
         Ok(())
     }
 
-    /// Two-sided messages, if the transport has them in addition to one-sided operations.
+    /// Two-sided messages, if the transport supports them in addition to one-sided operations.
     fn two_sided(&self) -> Option<&dyn TwoSided> {
         None
     }
 
-    /// An all-to-all in one call, if the transport has one.
+    /// An all-to-all in one call, if the transport supports that.
     ///
     /// # Errors
-    /// Its setup failed.
+    /// Returns an error if its setup fails.
     fn all_to_all(&self) -> Result<Option<Box<dyn AllToAll + '_>>, JobError> {
         Ok(None)
     }
 }
 
-/// Symmetric memory in which devices exchange addresses, and emulated ones send.
+/// Symmetric memory that devices use to exchange addresses, and emulated devices also for their data.
 pub enum DeviceMemory {
-    /// Of PEs on one host.
+    /// Shared memory of PEs on one host.
     Shared(Shmem<ShmTransport>),
-    /// Of PEs on several.
+    /// Memory of PEs on several hosts, connected over TCP.
     Tcp(Shmem<TcpTransport>),
 }
 
@@ -95,38 +96,38 @@ pub trait MemoryHost: Host {
     /// Runs a part over symmetric memory of all PEs. Collective.
     ///
     /// # Errors
-    /// The memory's, or the part's.
+    /// Returns an error of the memory or of the part.
     fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error>;
 
     /// Whether all PEs are on one host, and so share memory.
     fn shares_memory(&self) -> bool;
 
-    /// Symmetric memory of this many bytes per PE for devices. Collective.
+    /// Allocates symmetric memory of `heap_bytes` per PE for devices. Collective.
     ///
     /// # Errors
-    /// When memory or files run out, a PE ends, or the transport does not support devices.
+    /// Returns an error if memory or file descriptors run out, a PE ends, or the transport does not support devices.
     fn device_memory(&mut self, heap_bytes: usize) -> Result<DeviceMemory, JobError>;
 
-    /// Ends a part that used such memory: sends the results. Collective.
+    /// Ends a part that used [`MemoryHost::device_memory`]: sends the results. Collective.
     ///
     /// # Errors
-    /// A PE that is lost.
+    /// Returns an error if a PE is lost.
     fn end_part(&self) -> Result<(), JobError> {
         Ok(())
     }
 
-    /// Agrees with the remaining PEs, after a loss, on the step to continue from. This PE has the results of `complete` steps, of which `settled`
-    /// are final. Later memory spans the remaining PEs only. Collective.
+    /// Agrees with the remaining PEs, after a loss, on the step to continue from. This PE has the results of `complete` steps, of which
+    /// `settled` are final. Memory that is created later has only the remaining PEs. Collective.
     ///
     /// # Errors
-    /// The PEs cannot continue.
+    /// Returns an error if the PEs cannot continue.
     fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, JobError> {
         let _ = (settled, complete);
         Err(JobError::Peers("these PEs cannot go on without one".to_string()))
     }
 }
 
-/// A PE's part of a job, over any transport.
+/// A PE's part of a job, which runs over any transport.
 pub trait PePart {
     /// Its error.
     type Error: From<JobError>;
@@ -134,10 +135,10 @@ pub trait PePart {
     /// Size of the symmetric heap, bytes; the same on every PE.
     ///
     /// # Errors
-    /// The size does not fit into `usize`.
+    /// Returns an error if the size does not fit into `usize`.
     fn heap_bytes<T: Transport>(&self) -> Result<usize, Self::Error>;
 
-    /// The delays injected into this PE's messages, if any; over shared memory only.
+    /// The delays to inject into this PE's messages, if any. Only shared memory supports them.
     fn pace(&self, my_pe: usize) -> Option<Pace> {
         let _ = my_pe;
         None
@@ -146,13 +147,13 @@ pub trait PePart {
     /// Runs this part.
     ///
     /// # Errors
-    /// Its own.
+    /// Returns the error of the part.
     fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<(), Self::Error>;
 }
 
 /// Two-sided messages between two PEs.
 pub trait TwoSided {
-    /// Sends to `pe`; the bytes may be reused when it returns.
+    /// Sends `bytes` to `pe`. The caller may reuse the buffer after the call.
     ///
     /// # Errors
     /// The transport's.
@@ -161,20 +162,21 @@ pub trait TwoSided {
     /// Receives `bytes.len()` bytes from `pe`.
     ///
     /// # Errors
-    /// The transport's; `deadline` passed.
+    /// Returns an error of the transport, or if `deadline` passes.
     fn receive(&self, bytes: &mut [u8], pe: usize, deadline: Instant) -> Result<(), JobError>;
 }
 
 /// An all-to-all in one call.
 pub trait AllToAll {
-    /// Sends bytes `pe * bytes..(pe + 1) * bytes` of `out` to each PE `pe`, and receives that PE's at the same place of `into`. Collective.
+    /// Sends bytes `pe * bytes..(pe + 1) * bytes` of `out` to each PE `pe`, and stores that PE's bytes for this PE in the same range of
+    /// `into`. Collective.
     ///
     /// # Errors
     /// The transport's.
     fn exchange(&self, out: &[u8], into: &mut [u8], bytes: usize) -> Result<(), JobError>;
 }
 
-/// A PE started by a supervisor on the same host, which has passed the files.
+/// A PE that a supervisor on the same host has started. The supervisor has passed the files to it.
 impl Host for PeContext {
     fn my_pe(&self) -> usize {
         self.my_pe()
@@ -208,7 +210,7 @@ impl Host for PeContext {
         let file = self.file(name).ok_or_else(|| JobError::NoFile { what: what.to_string() })?;
         let failed = |source| JobError::Write { what: what.to_string(), source };
         let file = File::from(file.try_clone_to_owned().map_err(failed)?);
-        // Each piece counts as a heartbeat, so that a slow file system does not look like a stalled PE.
+        // A heartbeat after each piece, so that a PE on a slow file system is not reported as stalled.
         let mut at = at;
         for piece in bytes.chunks(PIECE_BYTES) {
             file.write_all_at(piece, at).map_err(failed)?;

@@ -5,19 +5,19 @@ use serde::de::DeserializeOwned;
 use super::JobError;
 use super::launch::{Event, GoOn, LaunchError, Processes, StatusView};
 
-/// The messages of a job's PEs, in JSON, in order of arrival.
+/// Decoded JSON messages of a job's PEs, in order of arrival.
 pub struct Messages<M> {
     read: Vec<(usize, M)>,
     unreadable: Option<JobError>,
 }
 
 impl<M: DeserializeOwned> Messages<M> {
-    /// No messages.
+    /// Creates an empty collection.
     pub fn new() -> Self {
         Messages { read: Vec::new(), unreadable: None }
     }
 
-    /// Adds a message. An unreadable one is reported by [`Messages::finish`]: the job continues.
+    /// Adds a message. If it is unreadable, the job continues, and [`Messages::finish`] reports the error.
     pub fn take(&mut self, pe: usize, body: &[u8]) {
         match serde_json::from_slice(body) {
             Ok(message) => self.read.push((pe, message)),
@@ -27,10 +27,10 @@ impl<M: DeserializeOwned> Messages<M> {
         }
     }
 
-    /// All messages with their PEs, in order for each PE.
+    /// Returns all messages with their PEs; those of one PE are in order.
     ///
     /// # Errors
-    /// The first unreadable message.
+    /// Returns the error of the first unreadable message.
     pub fn finish(self) -> Result<Vec<(usize, M)>, JobError> {
         self.unreadable.map_or(Ok(self.read), Err)
     }
@@ -42,11 +42,11 @@ impl<M: DeserializeOwned> Default for Messages<M> {
     }
 }
 
-/// Runs a job's PE processes to their end. `on_message` receives their messages, in order for each PE; `on_tick` receives their status
-/// about ten times a second; `on_loss` receives the cause when the job continues without lost PEs.
+/// Runs a job's PE processes until they end. `on_message` receives their messages, in order for each PE. `on_tick` receives their status
+/// about ten times a second. `on_loss` receives the cause when the job continues without lost PEs.
 ///
 /// # Errors
-/// As for [`Processes::run`]; an unreadable message.
+/// Returns the errors of [`Processes::run`], and the error of an unreadable message.
 pub fn collect<M: DeserializeOwned>(
     processes: Processes<'_>,
     mut on_message: impl FnMut(usize, M),

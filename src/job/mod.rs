@@ -1,13 +1,14 @@
-//! A job: a request, the PEs that carry it out, and their results.
+//! A job: a request, the PEs that execute it, and their results.
 //!
 //! - [`request`]: the work of a job's PEs, and its encoding;
 //! - [`launch`]: the processes of the PEs, and the launchers that start them;
 //! - [`peers`]: PEs without a supervisor, also on several hosts: over MPI (`mpi`), or over TCP ([`tcp`]);
-//! - [`host`]: a PE's view of its job, the same in both cases;
-//! - [`messages`]: the PEs' messages, collected;
+//! - [`host`]: a PE's interface to its job, the same in both cases;
+//! - [`messages`]: collects the PEs' messages;
 //! - `device`: the device of a PE; [`heap`]: the size of NVSHMEM's symmetric memory, if that is fixed at the start.
 //!
-//! This module is independent of flags and of the meaning of a request: `cli` makes requests, `run` and `bench` carry them out.
+//! This module does not depend on command-line flags or on the meaning of a request: `cli` makes requests, and `run` and `bench` execute
+//! them.
 
 #[cfg(feature = "mpi")]
 mod addresses;

@@ -16,19 +16,19 @@ use crate::shmem::Shmem;
 use crate::shmem::mpi::{MpiTransport, MpiWorld, Watchdog, library};
 use crate::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
 
-/// How long a PE whose wait timed out delays before it ends the job, and how much longer the next PE delays: the awaited PE may
-/// report the cause.
+/// Delay after which a PE whose wait timed out ends the job, so that the awaited PE can report the cause first. The delay of each next PE
+/// is longer by `GRACE_STEP`.
 const GRACE: Duration = Duration::from_millis(250);
 const GRACE_STEP: Duration = Duration::from_millis(20);
 
-/// Joins the other processes of `mpirun`, for a job with these phases; `None` if another process reports that this failed. `show` converts an error's
-/// line for the user.
+/// Joins the other processes of `mpirun`, for a job with these phases. `None` if joining failed and another process reports that. `show`
+/// converts the line of an error for the user.
 ///
 /// # Errors
-/// MPI could not start, or `mpirun` belongs to another MPI.
+/// Returns an error if MPI could not be initialised, or if `mpirun` belongs to another MPI.
 pub fn join(phase_names: &[&'static str], show: fn(&str) -> String) -> Result<Option<Peers<MpiWorld>>, JobError> {
     match start(phase_names, show) {
-        // All processes have the same error, and rank 0 prints it.
+        // All processes have this error, and rank 0 prints it.
         Err(_) if mpirun::first_speaks() => Ok(None),
         joined => joined.map(Some),
     }
@@ -107,7 +107,8 @@ impl World for MpiWorld {
     }
 }
 
-/// TCP connections between the same PEs, for data that MPI does not carry. MPI distributes the rendezvous and the token. Collective.
+/// Opens TCP connections between the same PEs, for data that is not sent over MPI. PE 0 sends the rendezvous address and the token over
+/// MPI. Collective.
 fn sockets(world: &MpiWorld, limit: Duration) -> Result<TcpWorld, JobError> {
     let (pe, n_pes) = (world.my_pe(), world.n_pes());
     let limits = JoinLimits { join: limit, ..JoinLimits::default() };
@@ -132,7 +133,7 @@ fn sockets(world: &MpiWorld, limit: Duration) -> Result<TcpWorld, JobError> {
     Ok(TcpWorld::join_at(&joining, listener)?)
 }
 
-/// The TCP rendezvous of MPI's PEs.
+/// The address and the token with which the PEs join over TCP.
 #[derive(Serialize, Deserialize)]
 struct Meeting {
     /// The addresses of PE 0's host.
@@ -141,7 +142,7 @@ struct Meeting {
     token: [u8; 32],
 }
 
-/// Two-sided messages of MPI, the baseline of the one-sided operations.
+/// Two-sided messages of MPI, the baseline for the one-sided operations.
 impl TwoSided for PeerHost<'_, MpiWorld> {
     fn send(&self, bytes: &[u8], pe: usize) -> Result<(), JobError> {
         let deadline = Instant::now() + self.limit();
@@ -161,7 +162,7 @@ impl TwoSided for PeerHost<'_, MpiWorld> {
     }
 }
 
-/// Waits for the request; after the deadline the job ends, because a pending request of MPI cannot be abandoned.
+/// Waits for the request. After the deadline ends the job, because a pending request of MPI cannot be abandoned.
 fn complete<'a, D: ?Sized, S: mpi::request::Scope<'a>>(
     host: &PeerHost<'_, MpiWorld>,
     mut request: Request<'a, D, S>,
@@ -186,7 +187,7 @@ fn complete<'a, D: ?Sized, S: mpi::request::Scope<'a>>(
     }
 }
 
-/// `MPI_Alltoallv`, the baseline of all-to-all steps.
+/// `MPI_Alltoallv`, the baseline for all-to-all steps.
 struct MpiAllToAll<'w> {
     world: &'w MpiWorld,
     watchdog: Watchdog,

@@ -1,18 +1,18 @@
 //! PEs without a supervisor, on one host or many: every process is a PE.
 //!
-//! Every process makes the same request from the same command line. Before they begin, the PEs agree that all requests are valid and
-//! equal. (Sending the request from PE 0 instead would need a connection before an invalid flag could be rejected.) PE 0 does the
-//! supervisor's work before and after (input, files, report): the others send it their output as messages, so that only PE 0's host needs
-//! access to the files.
+//! Every process makes the same request from the same command line. Before the PEs begin, they agree that all requests are valid and equal.
+//! (If PE 0 sent the request instead, an invalid flag could be rejected only after the processes are connected.) PE 0 does the supervisor's
+//! work before and after the PEs' parts (input, files, report). The other PEs send their output to PE 0 as messages, so that only PE 0's
+//! host needs access to the files.
 //!
-//! A [`World`] connects the PEs and carries their rows: MPI's (`mpi.rs`), or TCP's (`tcp.rs`).
+//! A [`World`] connects the PEs and carries their rows, over MPI (`mpi.rs`) or over TCP (`tcp.rs`).
 //!
 //! # How a job ends
 //!
-//! - All PEs did their part: PE 0 sends the others the outcome, and all exit with its code.
-//! - A PE could not begin: the first such PE prints its line, and all exit with code 1.
-//! - A PE fails later: it prints a line with its number and phase, and ends the others ([`World::end`]).
-//! - A PE dies: `mpirun` ends the others, and names it; over TCP the others notice, and each names it.
+//! - All PEs did their part: PE 0 sends the outcome to the others, and all exit with the same code.
+//! - A PE could not begin: the first such PE prints its error, and all exit with code 1.
+//! - A PE fails later: it prints its error with its number and phase, and ends the others ([`World::end`]).
+//! - A PE dies: `mpirun` ends the others, and reports the PE. Over TCP each of the others detects the loss, and reports the PE.
 
 use std::cell::RefCell;
 use std::error::Error;
@@ -35,19 +35,19 @@ use crate::stdio::{OutputError, one_line, say, with_causes};
 /// Any error, with its causes.
 type AnyError = Box<dyn Error + Send + Sync>;
 
-/// How long the PEs may take to open the job's files.
+/// Maximum time for the PEs to open the job's files.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
 /// Maximum bytes of a file in one message.
 const PART_BYTES: usize = 4 << 20;
 
-/// The processes of a job, connected.
+/// The connected processes of a job.
 pub trait World: Sized {
-    /// The transport of rows and signals.
+    /// The transport that carries rows and signals.
     type Transport<'w>: Transport
     where
         Self: 'w;
 
-    /// Its name.
+    /// The name of the transport.
     fn transport(&self) -> &'static str;
 
     /// This PE's number.
@@ -59,48 +59,50 @@ pub trait World: Sized {
     /// Number of PEs on this host.
     fn pes_on_host(&self) -> usize;
 
-    /// Each PE's host, if the PEs know it of each other: PEs of one host have the same number.
+    /// The host of each PE, as a number that PEs of one host share; `None` if the hosts of other PEs are unknown.
     fn hosts(&self) -> Option<Vec<usize>> {
         None
     }
 
-    /// Sets how long a PE waits for another before it queries whether that PE's process answers, independent of the wait's own limit. Without effect if
-    /// the world has no such query.
+    /// Sets the time for which a PE waits for another before it checks that the other PE's process responds. This time is independent of
+    /// the wait's own limit. No effect in a world without such a check.
     fn set_wait_limit(&self, limit: Duration) {
         let _ = limit;
     }
 
-    /// The smallest of all PEs' numbers, which are below 2^63. Collective.
+    /// The minimum of all PEs' values, which must be below 2^63. Collective.
     ///
     /// # Errors
-    /// A PE is lost, or has not taken part within `limit`.
+    /// Returns an error if a PE is lost, or has not taken part within `limit`.
     fn min(&self, value: u64, limit: Duration) -> Result<u64, JobError>;
 
-    /// Sends a message; messages to one PE arrive in order.
+    /// Sends a message. Messages to one PE arrive in order.
     ///
     /// # Errors
-    /// A PE is lost, or has not received it within `limit`.
+    /// Returns an error if a PE is lost, or has not received the message within `limit`.
     fn send(&self, to: usize, message: Vec<u8>, limit: Duration) -> Result<(), JobError>;
 
-    /// Receives the next message of any PE; `None` if none arrives within `limit`. Without a limit it waits until a PE is lost.
+    /// Receives the next message of any PE. `None` if no message arrives within `limit`. Without a limit it waits until a message arrives
+    /// or a PE is lost.
     ///
     /// # Errors
-    /// A PE is lost.
+    /// Returns an error if a PE is lost.
     fn receive(&self, limit: Option<Duration>) -> Result<Option<(usize, Vec<u8>)>, JobError>;
 
-    /// A symmetric heap of `heap_bytes` per PE; its operations without a deadline wait at most for `limit`. Collective.
+    /// Allocates a symmetric heap of `heap_bytes` per PE. Operations without a deadline wait at most for `limit`. Collective.
     ///
     /// # Errors
-    /// Memory, or a PE that is lost.
+    /// Returns an error if memory runs out, or if a PE is lost.
     fn memory(&self, heap_bytes: usize, limit: Duration) -> Result<Self::Transport<'_>, JobError>;
 
-    /// A symmetric heap in which devices exchange addresses, and emulated ones send. Collective.
+    /// Allocates a symmetric heap that devices use to exchange addresses, and emulated devices also for their data. Collective.
     ///
     /// # Errors
-    /// As [`World::memory`].
+    /// Returns the errors of [`World::memory`].
     fn device_memory(&self, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError>;
 
-    /// Ends this process and all others after a failure. Calls `say`, which prints the line, at the right time.
+    /// Ends this process and all others after a failure. `say` prints the error; it is called when the other PEs have been notified, or
+    /// have had time to report the cause.
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> !;
 
     /// See [`Host::two_sided`].
@@ -117,7 +119,7 @@ pub trait World: Sized {
     }
 }
 
-/// The PEs of a world, of which this process is one.
+/// This process as a PE of a world.
 pub struct Peers<W> {
     world: W,
     status: StatusPage,
@@ -126,10 +128,10 @@ pub struct Peers<W> {
 }
 
 impl<W: World> Peers<W> {
-    /// The PEs of a job with these phases. `show` converts an error's line for the user.
+    /// Creates the PEs of a job with these phases. `show` converts the line of an error for the user.
     ///
     /// # Errors
-    /// No memory for a page.
+    /// Returns an error if the status page cannot be allocated.
     pub fn new(world: W, phase_names: &[&'static str], show: fn(&str) -> String) -> Result<Self, JobError> {
         let setup = |source| LaunchError::Setup { what: "make a status page", source };
         let status = StatusPage::private().map_err(setup)?;
@@ -146,8 +148,8 @@ impl<W: World> Peers<W> {
         self.world.my_pe() == 0
     }
 
-    /// Agrees on the result of a step that every PE does alone: returns this PE's result, or `None` if a PE failed. The first PE that
-    /// failed prints its line. PEs wait for each other at most for `limit`. Collective.
+    /// Agrees on whether a step that every PE does alone has succeeded. Returns this PE's result, or `None` if the step failed on a PE. The
+    /// PE with the lowest number that failed prints its error. PEs wait for each other at most for `limit`. Collective.
     pub fn agree<R, E: Into<AnyError>>(&self, mine: Result<R, E>, limit: Duration) -> Option<R> {
         let (me, nobody) = (self.world.my_pe() as u64, self.world.n_pes() as u64);
         let too_many = self.world.n_pes() > MAX_PES;
@@ -166,7 +168,7 @@ impl<W: World> Peers<W> {
     /// Checks that all PEs make the same request, because users may start PEs by hand. Collective.
     ///
     /// # Errors
-    /// This PE's request differs from PE 0's.
+    /// Returns an error if this PE's request differs from that of PE 0.
     pub fn check_same(&self, request: &Request, limit: Duration) -> Result<(), JobError> {
         let mut hasher = DefaultHasher::new();
         request.to_bytes()?.hash(&mut hasher);
@@ -181,7 +183,7 @@ impl<W: World> Peers<W> {
     /// Runs `work` over a symmetric heap of `heap_bytes` per PE. Operations without a deadline wait at most for `limit`. Collective.
     ///
     /// # Errors
-    /// An error of the memory or of `work`.
+    /// Returns an error of the memory or of `work`.
     pub fn over_memory<R, E: From<JobError>>(
         &self,
         heap_bytes: usize,
@@ -189,23 +191,24 @@ impl<W: World> Peers<W> {
         work: impl FnOnce(&Shmem<W::Transport<'_>>) -> Result<R, E>,
     ) -> Result<R, E> {
         let transport = self.world.memory(heap_bytes, limit).map_err(E::from)?;
-        // Dropping it waits for all PEs, some of which may never arrive after an error.
+        // Dropping the memory waits for all PEs, so it is not dropped after an error, when other PEs may not drop theirs.
         let shmem = ManuallyDrop::new(Shmem::new(transport));
         let result = work(&shmem)?;
         drop(ManuallyDrop::into_inner(shmem));
         Ok(result)
     }
 
-    /// This PE's surroundings for work before a part: its messages and writes are discarded. A PE waits for another at most for `limit`.
+    /// This PE's environment for work before a part of the job. Its messages are discarded. A PE waits for another at most for `limit`.
     pub fn before_part(&self, limit: Duration) -> PeerHost<'_, W> {
         PeerHost { pes: self, file_names: &[], files: Vec::new(), limit, sent: RefCell::default() }
     }
 
-    /// Runs this PE's part of a job. `names` are the job's files, which only PE 0 has open, as `files`. Returns all PEs' messages at PE
-    /// 0, `None` at the others. A PE waits for another at most for `limit`.
+    /// Runs this PE's part of a job. `file_names` are the job's files. Only PE 0 has opened them, and passes them as `files`. Returns all
+    /// PEs' messages at PE 0, and `None` at the others. A PE waits for another at most for `limit`.
     ///
     /// # Errors
-    /// The failure of this PE's part. Pass it to [`Peers::fail`] after dropping the job's outputs, because that function drops no values.
+    /// Returns the failure of this PE's part. Pass it to [`Peers::fail`] after dropping the job's outputs, because that function exits
+    /// without dropping values.
     pub fn run<M: DeserializeOwned>(
         &self,
         file_names: &[&'static str],
@@ -225,10 +228,10 @@ impl<W: World> Peers<W> {
         Ok(Some(messages.finish()?))
     }
 
-    /// Ends the job: PE 0 sends the others whether the job succeeded; every PE returns that.
+    /// Ends the job: PE 0 sends the others whether the job succeeded, and every PE returns that.
     pub fn conclude(&self, report: Option<bool>, limit: Duration) -> bool {
         let Some(well) = report else {
-            // PE 0's report may take any time.
+            // Waits without a limit, because PE 0 may take any time to make its report.
             return match self.world.receive(None) {
                 Ok(verdict) => verdict.is_some_and(|(_, well)| well == [1]),
                 Err(error) => self.fail(&error.into()),
@@ -242,7 +245,7 @@ impl<W: World> Peers<W> {
         well
     }
 
-    /// Prints the line of an error before any PE exits: at the first exit code a launcher may end the others.
+    /// Prints an error. Call it before any PE exits, because a launcher may kill the other processes when one exits.
     pub fn say(&self, error: impl Into<AnyError>) {
         let error = error.into();
         if !matches!(error.downcast_ref(), Some(OutputError::ReaderGone)) {
@@ -250,7 +253,7 @@ impl<W: World> Peers<W> {
         }
     }
 
-    /// Prints the line and ends the job.
+    /// Prints the failure, and ends the job.
     pub fn fail(&self, failure: &PeFailure) -> ! {
         let me = self.world.my_pe();
         let phase = self.phase_names.get(self.status.phase()).copied().unwrap_or("(unnamed)");
@@ -259,22 +262,22 @@ impl<W: World> Peers<W> {
     }
 }
 
-/// A PE's surroundings: PE 0 has the files, and collects the messages of all.
+/// A PE's environment. PE 0 has the files, and collects the messages of all PEs.
 ///
-/// Each message has its kind and, for a part of a file, the offset in the file, u64 little endian each, then the bytes. Messages are sent
-/// when a PE's part ends: before that PE 0 runs its own part, and receives none.
+/// Each message is its kind and an offset, both u64 little-endian, and then the bytes. The offset is that in a file, or 0. PE 0 receives
+/// messages only when its own part ends, so PEs send their messages when their parts end.
 pub struct PeerHost<'p, W> {
     pes: &'p Peers<W>,
     file_names: &'p [&'static str],
-    /// At PE 0.
+    /// The job's files, at PE 0.
     files: Vec<File>,
-    /// How long a PE waits for another.
+    /// Maximum time for which a PE waits for another.
     limit: Duration,
-    /// This PE's messages; at PE 0, finally, all PEs'.
+    /// This PE's messages. At PE 0, after its part has ended, those of all PEs.
     sent: RefCell<Vec<(usize, Vec<u8>)>>,
 }
 
-/// The kinds of messages; from `KIND_FILES` on the files, by their index among the names.
+/// The kinds of messages. `KIND_FILES + i` is a part of the file with index i in the names.
 const KIND_END: u64 = 0;
 const KIND_MESSAGE: u64 = 1;
 const KIND_FILES: u64 = 2;
@@ -285,7 +288,7 @@ impl<W: World> PeerHost<'_, W> {
         self.pes
     }
 
-    /// How long a PE waits for another.
+    /// Maximum time for which a PE waits for another.
     pub fn limit(&self) -> Duration {
         self.limit
     }
@@ -326,7 +329,7 @@ impl<W: World> PeerHost<'_, W> {
         Ok(())
     }
 
-    /// At PE 0.
+    /// Writes to a file of the job, at PE 0.
     fn write_here(&self, file: usize, at: u64, bytes: &[u8], what: &str) -> Result<(), JobError> {
         let file = self.files.get(file).ok_or_else(|| JobError::NoFile { what: what.to_string() })?;
         file.write_all_at(bytes, at).map_err(|source| JobError::Write { what: what.to_string(), source })

@@ -15,21 +15,21 @@ use crate::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
 use crate::shmem::{Shmem, Transport};
 use crate::stdio::{one_line, say};
 
-/// This process's rank and the rendezvous, as far as the command line gives them; the launcher provides the rest.
+/// This process's rank and the rendezvous, as given on the command line. The launcher provides missing values.
 #[derive(Clone, Debug, Default)]
 pub struct TcpPlace {
     /// This PE's number, and the number of PEs.
     pub rank: Option<(usize, usize)>,
-    /// The address where PE 0 listens, as HOST:PORT.
+    /// The address at which PE 0 listens, as HOST:PORT.
     pub rendezvous: Option<String>,
 }
 
-/// The transport of rows and signals between PEs that are connected over TCP.
+/// Creates the transport of rows and signals between PEs that are connected over TCP.
 pub trait Carrier: 'static {
-    /// The transport.
+    /// The type of the transport.
     type Transport: Transport;
 
-    /// Its name.
+    /// The name of the transport.
     fn name(&self) -> &'static str;
 
     /// See [`World::memory`].
@@ -47,12 +47,12 @@ pub trait Carrier: 'static {
     }
 }
 
-/// The TCP connections themselves.
+/// Transports that use the TCP connections themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sockets {
-    /// For all data.
+    /// TCP carries all data.
     Tcp,
-    /// For data to other hosts.
+    /// TCP carries data between hosts. Within a host, shared memory is used.
     Hybrid,
 }
 
@@ -84,7 +84,7 @@ impl Carrier for Sockets {
     }
 }
 
-/// libfabric.
+/// The transport over libfabric.
 #[cfg(feature = "ofi")]
 #[derive(Clone, Copy, Debug)]
 pub struct Ofi;
@@ -110,10 +110,10 @@ pub struct TcpPes<C> {
     carrier: C,
 }
 
-/// Joins the other PEs, for a job with these phases. `show` converts an error's line for the user.
+/// Joins the other PEs, for a job with these phases. `show` converts the line of an error for the user.
 ///
 /// # Errors
-/// One line: a missing or invalid rank or rendezvous; a PE that has not joined.
+/// Returns an error of one line if the rank or the rendezvous is missing or invalid, or if a PE has not joined.
 pub fn join<C: Carrier>(
     place: &TcpPlace,
     carrier: C,
@@ -122,7 +122,7 @@ pub fn join<C: Carrier>(
 ) -> Result<Peers<TcpPes<C>>, JobError> {
     let transport = carrier.name();
     let launched = match place.rank {
-        // Given by the user, also inside a launcher's shell.
+        // A rank given by the user overrides a launcher's variables.
         Some((rank, size)) => Some(LaunchedPlace { rank, size, address: None, job: String::new() }),
         None => launched_place()?,
     };
@@ -213,7 +213,7 @@ impl<C: Carrier> World for TcpPes<C> {
     }
 
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> ! {
-        // If several PEs detect a loss, all name the PE that was lost first, not one that ended as a consequence.
+        // If several PEs detect losses, all report the PE that was lost first, rather than one that ended as a consequence.
         match self.world.lost() {
             Some(lost) => self.world.farewell(lost.pe, &lost.why),
             None => self.world.farewell(self.world.my_pe(), &format!("it failed: {}", failure.line)),

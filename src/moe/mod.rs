@@ -1,5 +1,4 @@
-//! The Mixture-of-Experts layer: its specification ([`spec`]), and its two engines, for CPUs ([`cpu`]) and for devices
-//! (`device`).
+//! The Mixture-of-Experts layer: its specification ([`spec`]), and two engines, one for CPUs ([`cpu`]) and one for devices (`device`).
 
 pub mod cpu;
 #[cfg(feature = "device")]

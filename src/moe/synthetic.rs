@@ -1,18 +1,18 @@
 //! A synthetic layer with a specified routing workload, generated from a seed.
 //!
-//! **Workload.** `hot_ratio` of the experts (rounded, at least one) share `hot_weight` of the routing probability, the
-//! others share the rest, evenly within each class. Every token draws its `top_k` distinct experts in sequence with
-//! these probabilities, without replacement. With `top_k` above 1 and few hot experts, their share of all pairs is
-//! therefore below `hot_weight`. Hot experts have the smallest indices: placed in contiguous blocks they share the
-//! first PEs, which is the hardest case. Once the drawn experts span as many groups as a group-limited router keeps
-//! eligible, the rest are drawn within these groups.
+//! **Workload.** A fraction `hot_ratio` of the experts (rounded, at least one) is hot. They share the fraction `hot_weight` of the routing
+//! probability equally, and the other experts share the rest equally. Every token draws its `top_k` distinct experts in sequence with these
+//! probabilities, without replacement. So with `top_k` above 1 and few hot experts, the hot experts' share of all (token, expert) pairs is
+//! below `hot_weight`. Hot experts have the smallest indices. In a placement in contiguous blocks they are all on the first PEs, which is
+//! the hardest case. With a group-limited router, once the drawn experts are in as many groups as the router allows, the remaining experts
+//! are drawn from these groups.
 //!
-//! **Making a real router choose the drawn experts.** Hidden dimension `e` belongs to expert `e`: its router row is 1
-//! there and small noise elsewhere. A token's value there is in 0.75..2.25 for a drawn expert, in -1.5..0 for another
-//! one, and in -3..-1.5 for an expert of a group without drawn experts. Noise changes a logit by 0.05 (standard
-//! deviation), so chosen and other logits are clearly separated, even after rounding to bf16.
+//! **Making a real router choose the drawn experts.** Hidden dimension `e` belongs to expert `e`: the expert's router row is 1 in this
+//! dimension, and small noise in the others. In dimension `e` a token has a value in 0.75..2.25 if expert `e` was drawn, in -3..-1.5 if the
+//! expert is in a group without drawn experts, and in -1.5..0 otherwise. Noise changes a logit by 0.05 (standard deviation), so chosen and
+//! other logits are clearly separated, even after rounding to bf16.
 //!
-//! Every weight and every token has its own random stream, so each PE generates only its own, and any split over PEs
+//! Every weight and every token has its own random stream. So each PE generates only its own weights and tokens, and any split over PEs
 //! gives the same layer and tokens.
 
 use std::ops::Range;
@@ -28,9 +28,9 @@ use super::{ConfigError, GroupLimit, LayerConfig, Proj, RouterConfig, Scoring, W
 const LOGIT_NOISE: f32 = 0.05;
 /// Minimum logit of a drawn expert, without noise.
 const CHOSEN_LOGIT_MIN: f32 = 0.75;
-/// Width of the range of logits of a class of experts.
+/// Width of the range of logits, without noise, of drawn experts, and of the other experts.
 const LOGIT_SPAN: f32 = 1.5;
-/// Bound of the correction bias; far below the separation of sigmoid scores.
+/// Maximum magnitude of the correction bias; far below the separation of sigmoid scores.
 const BIAS_MAX: f32 = 0.01;
 
 /// Routers that a synthetic layer can have, by name.
@@ -45,8 +45,8 @@ pub enum RouterKind {
 }
 
 impl RouterKind {
-    /// The router of this kind. A sigmoid router has the largest of 8, 4 or 2 groups with at least two experts each,
-    /// half of them eligible, or as many as `top_k` experts need; no groups if there are too few experts.
+    /// The configuration of a router of this kind. A sigmoid router has 8, 4 or 2 groups, the largest number for which groups are equal and
+    /// have at least two experts. Half of them are eligible, or more if `top_k` requires that. With too few experts it has no groups.
     pub fn config(self, n_experts: usize, top_k: usize) -> RouterConfig {
         let sigmoid = self == RouterKind::Sigmoid;
         let fits = |n: &usize| n_experts >= 2 * n && n_experts.is_multiple_of(*n);
@@ -70,9 +70,9 @@ impl RouterKind {
 pub struct SyntheticSpec {
     /// The layer; its hidden size must be at least its number of experts.
     pub layer: LayerConfig,
-    /// Share of hot experts, 0 to 1; 0 for uniform routing.
+    /// Fraction of experts that are hot, 0 to 1; 0 for uniform routing.
     pub hot_ratio: f64,
-    /// Share of the routing probability of all hot experts together, 0 to 1.
+    /// Fraction of the routing probability that the hot experts share, 0 to 1.
     pub hot_weight: f64,
     /// Seed of weights, tokens and routing.
     pub seed: u64,
@@ -85,7 +85,7 @@ impl SyntheticSpec {
     }
 }
 
-/// A synthetic layer: its weights, and any number of tokens for it.
+/// A synthetic layer. Generates its weights, and any number of tokens for it.
 #[derive(Clone, Debug)]
 pub struct Synthetic {
     spec: SyntheticSpec,
@@ -93,7 +93,7 @@ pub struct Synthetic {
     probabilities: Vec<f64>,
 }
 
-/// Purpose of a random stream; part of its key.
+/// Purpose of a random stream, which is part of the stream's key.
 #[derive(Clone, Copy)]
 enum Stream {
     Routing,
@@ -129,7 +129,7 @@ impl Synthetic {
         Ok(Synthetic { spec, probabilities })
     }
 
-    /// A copy of this layer with other hot experts: rotated by `times` the number of hot experts.
+    /// A copy of this layer with other hot experts: their indices are rotated by `times` times the number of hot experts.
     pub fn shifted(&self, times: usize) -> Synthetic {
         let n = self.probabilities.len();
         let hot = hot_experts(n, self.spec.hot_ratio);
@@ -153,7 +153,7 @@ impl Synthetic {
                     *w = 0.0;
                 }
             }
-            // If only experts of probability 0 are left, draw uniformly.
+            // If all remaining experts have probability 0, one of them is drawn uniformly.
             if weights.iter().all(|&w| w == 0.0) {
                 weights = (0..*n_experts).map(|e| f64::from(u8::from(eligible(e)))).collect();
             }
@@ -183,7 +183,7 @@ impl Synthetic {
             for (e, x) in x[..*n_experts].iter_mut().enumerate() {
                 let fraction: f32 = rng.random();
                 *x = match drawn.iter().position(|&d| d == e) {
-                    // Each draw has its own part of the range; the first draw has the highest.
+                    // Each draw has its own part of the range; that of the first draw is the highest.
                     Some(i) => {
                         let part = (router.top_k - 1 - i) as f32 + 0.5 * fraction;
                         CHOSEN_LOGIT_MIN + LOGIT_SPAN * part / router.top_k as f32
@@ -330,13 +330,13 @@ fn probabilities(n_experts: usize, hot_ratio: f64, hot_weight: f64) -> Vec<f64> 
 fn fill(rng: &mut ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
     let max = std_dev * 3.0_f32.sqrt();
     for x in out {
-        // 24 random bits are exact in f32: -1..1 in steps of 2^-23.
+        // 24 random bits give numbers in -1..1 in steps of 2^-23, which are exact in f32.
         let unit = (rng.next_u32() >> 8) as f32 * (1.0 / 8_388_608.0) - 1.0;
         *x = max * unit;
     }
 }
 
-/// Parallel [`fill`] with the same values: each element takes one word of the generator, so any part can be filled
+/// Like [`fill`], with the same values, but in parallel. Each element uses one word of the generator, so any part can be filled
 /// independently.
 fn par_fill(rng: &ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
     let begin = rng.get_word_pos();
@@ -400,7 +400,7 @@ mod tests {
             (Sigmoid, 96, 5, 3, (0.5, 0.9)),
         ] {
             let mut s = make(kind, hidden, experts, k, hot);
-            // DeepSeek's selection with both scorings.
+            // DeepSeek's group-limited selection, with both scorings.
             for scoring in [Scoring::Softmax, Scoring::Sigmoid] {
                 s.spec.layer.router.scoring = scoring;
                 let tokens = 300;
@@ -442,13 +442,13 @@ mod tests {
             let drawn: Vec<usize> = (0..tokens).flat_map(|t| s.draw_experts(t)).collect();
             drawn.iter().filter(|&&e| e < n_hot).count() as f64 / drawn.len() as f64
         };
-        // The standard error of a share of 20,000 draws is at most 0.0035; 0.015 is above four of them.
+        // The standard error of a share of 20,000 draws is at most 0.0035; the tolerance is more than four standard errors.
         let close = |got: f64, want: f64| assert!((got - want).abs() < 0.015, "{got}, not {want}");
         close(share(&make(RouterKind::Softmax, 16, 8, 1, (0.25, 0.7)), 2), 0.7);
         close(share(&make(RouterKind::Softmax, 16, 8, 1, (0.01, 0.5)), 1), 0.5);
         close(share(&make(RouterKind::Softmax, 16, 8, 2, (0.0, 0.7)), 2), 0.25);
         assert_eq!(share(&make(RouterKind::Softmax, 16, 8, 1, (0.01, 1.0)), 1), 1.0);
-        // The second of two draws: (0.7 - 0.35) / 0.65 without one hot expert, 0.7 / 0.95 without one of the others.
+        // The probability that the second of two draws is hot: (0.7 - 0.35) / 0.65 if the first was hot, 0.7 / 0.95 otherwise.
         let second = 0.7 * (0.35 / 0.65) + 0.3 * (0.7 / 0.95);
         close(share(&make(RouterKind::Softmax, 16, 8, 2, (0.25, 0.7)), 2), (0.7 + second) / 2.0);
         // Hot experts have all the probability, and top-k exceeds their number: the rest are drawn uniformly.

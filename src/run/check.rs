@@ -20,7 +20,8 @@ const ANY_CHOICE: f64 = 1e6;
 /// Compares every tensor of the results with the reference.
 ///
 /// # Errors
-/// Results cannot be read back, or the reference would not choose the experts of a token; the error gives their scores.
+/// Returns an error if results cannot be read back, or if the layer chose experts that the reference would not choose for the token. The
+/// latter error gives the scores of both.
 pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &File) -> Result<CheckReport> {
     let round = |mut values: Vec<f32>| {
         match job.request.dtype {
@@ -42,7 +43,7 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
 
     let mut config = job.config.clone();
     if let Some(routing) = &job.routing {
-        // The file gives the choices, so the scores do not matter.
+        // The file gives the choices, so groups of experts, which limit the router's choice, do not apply.
         routing.check(job.request.steps - 1, &choice)?;
         config.router.groups = None;
     }
@@ -62,8 +63,8 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         dtype,
         wire: (on_wire != dtype).then_some(Wire { dtype: on_wire, sent: &sent, roundings }),
     };
-    // `dtype` selects the tolerance. Output and input gradient are sums of rows that were sent, so theirs is the type on the wire; gradients
-    // of weights are only computed from such rows, so theirs is the layer's type.
+    // `dtype` selects the tolerance. The output and the input gradient are sums of rows that were sent, so their tolerance is that of the
+    // wire type. Gradients of weights are only computed from such rows, so their tolerance is that of the layer's type.
     let mut test = |name: &str, got: &[f32], want: &[f64], bounds: &Bounds, dtype: Dtype| -> Result<()> {
         let Comparison { deviation, tolerance, worst } = judge(name, got, want, bounds, dtype);
         let worst = worst.map(|slice| SliceCheck {
@@ -81,7 +82,7 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         if place.is_whole() {
             return test(&name, &results.read(file, &name)?, &grad.values, &grad.bounds, dtype);
         }
-        // If only a part of the tensor belongs to this weight, the name includes that part.
+        // Only a part of the tensor belongs to this weight, so the name includes the part.
         let span = place.span();
         let got = place.gather(&results.read_elements(file, &name, span.clone())?, span.start);
         let part = match id {
@@ -98,7 +99,7 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
     Ok(CheckReport::new(tensors))
 }
 
-/// Whether the expert of each pair is on another PE than the token, `[tokens, top_k]`.
+/// For each choice, `[tokens, top_k]`: whether the token is sent to another PE for it.
 fn sent(job: &PreparedRun, choice: &[u32]) -> Vec<bool> {
     let top_k = job.config.router.top_k;
     let mut kept = choice.to_vec();

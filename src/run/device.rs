@@ -23,7 +23,7 @@ use crate::moe::device::{DeviceLayer, DeviceOptions, RecordedLayer};
 use crate::moe::{Groups, Hosts, Placement};
 use crate::report::{PeReport, SymmetricMemory};
 
-/// Runs this PE's part on a device, and returns once it has reported.
+/// Runs this PE's part on a device. Returns after the PE has sent its report.
 pub(super) fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
     let open = job.open_device.take();
     let job: &PreparedRun = job;
@@ -72,18 +72,19 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
         true => steps.run(&mut RecordedLayer::new(&mut layer)?, &mut report)?,
         false => steps.run(&mut layer, &mut report)?,
     };
-    // Before the files: PE 0 receives the other PEs' data after its own part, and freeing symmetric memory waits for all PEs.
+    // Free the layer before writing files. Freeing symmetric memory waits for all PEs, while PE 0 receives the other PEs' files only after
+    // it has written its own part.
     layer.free()?;
     report_and_write(job, context, report, &results)
 }
 
 #[cfg(feature = "cuda")]
 impl PreparedRun {
-    /// The environment variable that sets the size of a heap that cannot grow, for this job's PEs. If the plan is not made yet, the size
-    /// covers the probe and every plan.
+    /// For a symmetric heap that cannot grow: the environment variable that sets the heap's size for this job's PEs. Before the plan is
+    /// made, the size is enough for the probe and for any plan.
     ///
     /// # Errors
-    /// As for [`heap::variable`].
+    /// Returns the errors of [`heap::variable`].
     pub fn heap_variable(&self) -> Result<Option<(String, String)>> {
         let probed = self.probe_request()?;
         let symmetric = |limits: &DeviceLimits, all_reachable| {
@@ -93,7 +94,7 @@ impl PreparedRun {
                 symmetric_bytes(&spec, &on_device, limits, all_reachable)
             };
             let n = self.request.pes;
-            // Before the PEs have joined, their hosts are unknown: try every number of PEs per host.
+            // The hosts are unknown until the PEs have joined, so try every number of PEs per host.
             let unknown = self.request.rows_per == RowsPer::Host && self.hosts.is_empty();
             let all_hosts: Vec<Hosts> = match unknown {
                 true => (1..=n).map(|here| Hosts::new((0..n).map(|pe| pe / here).collect())).collect(),
@@ -103,7 +104,7 @@ impl PreparedRun {
                 Some(probe) => probe.symmetric_bytes(limits, all_reachable)?,
                 None => 0,
             };
-            // Groups that are not planned yet may have any size; assume even shares of the experts.
+            // Groups that are not planned yet may have any size. Experts are assumed to be distributed evenly.
             let all_groups = match &probed {
                 Some(_) => (1..=n).filter_map(|size| even_groups(n, size, self.config.n_experts)).collect(),
                 None => vec![self.groups.clone()],
@@ -119,7 +120,7 @@ impl PreparedRun {
     }
 }
 
-/// Groups of `size` PEs and one of the remaining PEs, each with all experts in even shares.
+/// Groups of `size` PEs, and one group of the remaining PEs. The experts of each group are distributed evenly.
 #[cfg(feature = "cuda")]
 fn even_groups(n_pes: usize, size: usize, n_experts: usize) -> Option<Groups> {
     let all: Vec<usize> = (0..n_pes).collect();

@@ -1,5 +1,5 @@
-//! `--emulate-cluster`: slows PEs and links down to the speeds in a cluster file, where device `i` is PE `i`. This checks the planner
-//! against clusters that are not available. A PE or link that is slower than in the file stays as it is.
+//! `--emulate-cluster`: slows PEs and links down to the speeds in a cluster file, where device `i` is PE `i`. The planner can thus be
+//! checked for clusters that are not available. PEs and links that are slower than in the file are not changed.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::shmem::Hold;
 /// Reads the cluster of `--emulate-cluster`.
 ///
 /// # Errors
-/// A file that is not a cluster; a number of devices other than the number of PEs; a run on a device.
+/// Returns an error if the file is not a cluster, if the number of its devices is not that of the PEs, or if the run is on a device.
 pub(super) fn read(path: &Path, request: &RunRequest) -> Result<Cluster> {
     ensure!(request.device == DeviceKind::Cpu, "`emulate_cluster` on a device, expected `device` cpu");
     let cluster = Cluster::read(path)?;
@@ -25,7 +25,7 @@ pub(super) fn read(path: &Path, request: &RunRequest) -> Result<Cluster> {
     Ok(cluster)
 }
 
-/// The maximum compute rate of a PE. The PE sleeps after a GEMM that was faster.
+/// Limits the compute rate of a PE: the PE sleeps after a GEMM that was faster.
 pub(super) struct Rate {
     flop_per_s: f64,
     since: Cell<Instant>,
@@ -33,7 +33,7 @@ pub(super) struct Rate {
 }
 
 impl Rate {
-    /// `most` limits the sleep after one product.
+    /// `most` limits the sleep after one GEMM.
     pub(super) fn new(flop_per_s: f64, most: Duration) -> Rate {
         Rate { flop_per_s, since: Cell::new(Instant::now()), hold: Hold::new(most) }
     }

@@ -1,4 +1,4 @@
-//! Checks that a job fits into the memory of this machine, before anything is allocated.
+//! Checks before any allocation that a job fits into the memory of this machine.
 
 use anyhow::{Result, ensure};
 
@@ -15,14 +15,14 @@ struct LayerSize<'c> {
     pes: usize,
     /// Experts over all PEs, replicas included.
     held: usize,
-    /// Over all PEs.
+    /// Tokens over all PEs.
     tokens: usize,
     backward: bool,
 }
 
 impl LayerSize<'_> {
-    /// Estimates the memory of all PEs and the supervisor besides symmetric heaps, bytes: weights packed for both products, gradients, the
-    /// batches of routed and shared experts, and results.
+    /// Estimates the memory of all PEs and of the supervisor without symmetric heaps, bytes: packed weights, gradients, the batches of
+    /// routed and shared experts, and results.
     fn private_bytes(&self) -> f64 {
         let LayerSize { config, dtype, .. } = *self;
         let size = |shape: [usize; 2]| shape[0] as f64 * shape[1] as f64;
@@ -47,7 +47,7 @@ impl LayerSize<'_> {
     }
 }
 
-/// Returns an error if `need` bytes exceed the available memory, because the kernel would kill the job later.
+/// Returns an error if `need` bytes exceed the available memory. The kernel would otherwise kill the job later.
 fn check_fits(need: f64, cure: &str) -> Result<()> {
     let Some(available) = available_bytes() else { return Ok(()) };
     let available = available as f64;
@@ -76,17 +76,17 @@ impl PreparedRun {
             backward: self.backward,
         };
         let cure = "fewer tokens, a smaller layer, a smaller `budget_factor`, or `dtype` bf16";
-        // The size of the heap may overflow if the rest does not fit.
+        // Checked first, because computing the size of the heap may overflow for a layer that does not fit.
         let private = size.private_bytes() * pes_here as f64 / self.request.pes as f64;
         check_fits(private, cure)?;
         check_fits(private + super::pe::heap_bytes(self)? as f64 * pes_here as f64, cure)
     }
 }
 
-/// Checks the memory of a benchmark: its layers, and the matrices of the bare products.
+/// Checks that a benchmark fits into memory: its layers, and the matrices of the GEMMs that it runs without a layer.
 ///
 /// # Errors
-/// Too little memory; the line gives the needed and the available GB.
+/// Returns an error with the needed and the available GB if the memory does not suffice.
 pub fn check_bench_memory(bench: &MoeBench) -> Result<()> {
     if bench.device != DeviceKind::Cpu {
         return Ok(());

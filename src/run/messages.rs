@@ -1,4 +1,4 @@
-//! The messages and result files that a PE sends.
+//! The messages of a PE, and the names of the files that PEs write.
 
 use std::collections::BTreeMap;
 
@@ -6,14 +6,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::report::{PeReport, TraceSpan, nulls_are_nan};
 
-/// The job's file of results.
+/// Name of the job's file of results.
 pub const RESULTS: &str = "results";
-/// The job's file of weights.
+/// Name of the job's file of weights.
 pub const WEIGHTS: &str = "weights";
-/// The job's file of the experts chosen in the last step, `[tokens, top_k]` u32, little-endian.
+/// Name of the job's file of the experts chosen in the last step, `[tokens, top_k]` u32, little-endian.
 pub const CHOSEN: &str = "chosen";
 
-/// The job's file of the experts chosen in every step, `[steps, tokens, top_k]` u32, little-endian. Choices beyond a capacity are
+/// Name of the job's file of the experts chosen in every step, `[steps, tokens, top_k]` u32, little-endian. A choice beyond the capacity is
 /// [`NO_EXPERT`](crate::moe::NO_EXPERT).
 pub const ROUTING: &str = "routing";
 
@@ -31,7 +31,7 @@ pub enum Message {
 pub struct Done {
     /// The PE's measurements.
     pub report: PeReport,
-    /// The losses over all PEs' tokens, by name, weighted.
+    /// The weighted losses over all PEs' tokens, by name.
     #[serde(deserialize_with = "nulls_are_nan")]
     pub losses: BTreeMap<String, f64>,
 }

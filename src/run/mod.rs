@@ -1,8 +1,8 @@
-//! Steps of a MoE layer, from a checkpoint or synthetic, forward and backward on N PEs.
+//! Runs forward and backward steps of an MoE layer, from a checkpoint or synthetic, on N PEs.
 //!
-//! [`PreparedRun`] is a request with its files open, the same on every PE and in the process that reports. [`supervisor`] starts the PEs, collects
-//! their reports, checks and publishes the results; [`pe`] is one PE's part, on the CPU or on a device. Without a supervisor, PE 0 takes over its
-//! tasks ([`peers`]).
+//! [`PreparedRun`] is a request with its files open. Every PE and the reporting process prepare the same one. [`supervisor`] starts the
+//! PEs, collects their reports, and checks and publishes the results. [`pe`] is one PE's part, on the CPU or on a device. Without a
+//! supervisor, PE 0 does the supervisor's work ([`peers`]).
 
 pub mod check;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -63,11 +63,11 @@ pub struct PreparedRun {
     injected: Option<Cluster>,
     /// The experts of the tokens, if a file gives them instead of the router.
     routing: Option<GivenRouting>,
-    /// The source of the plan for the report, in the process that made or read the plan.
+    /// Where the plan is from, for the report. Set in the process that made or read the plan.
     plan_source: Option<String>,
-    /// The host of each PE with `--rows-per host`; empty otherwise, and before the PEs have joined.
+    /// The host of each PE. Empty without `--rows-per host`, and before the PEs have joined.
     hosts: Vec<usize>,
-    /// This PE's device, if a probe in this process has opened it already.
+    /// This PE's device, if a probe in this process has opened the device already.
     #[cfg(feature = "device")]
     open_device: Option<OpenDevice>,
 }
@@ -76,7 +76,7 @@ impl PreparedRun {
     /// Opens the files and checks the request.
     ///
     /// # Errors
-    /// A file that cannot be read, or a field that is wrong or contradicts another one; the line names the file or the field.
+    /// Returns an error that names the file or the field if a file cannot be read, or if a field is wrong or contradicts another field.
     pub fn open(request: RunRequest) -> Result<Self> {
         let (source, tokens, backward) = match &request.work {
             Work::Checkpoint { model, layer, input } => {
@@ -174,12 +174,12 @@ impl PreparedRun {
         Ok(run)
     }
 
-    /// The request to the PEs.
+    /// The request, as it is sent to the PEs.
     pub fn request(&self) -> &RunRequest {
         &self.request
     }
 
-    /// Removes the groups of lost PEs from the job. The layer and the other PEs' tokens do not change.
+    /// Removes the groups of lost PEs from the job. The layer and the tokens of the remaining PEs do not change.
     fn exclude_pes(&mut self, lost: &[usize]) -> Result<()> {
         let living: Vec<usize> = self.world.iter().copied().filter(|pe| !lost.contains(pe)).collect();
         let mut groups = Vec::new();
@@ -197,7 +197,8 @@ impl PreparedRun {
         Ok(())
     }
 
-    /// The factor for gradients after a loss: all tokens over the remaining PEs' tokens, so that an SGD step keeps its length.
+    /// The factor for gradients after a loss of PEs: the number of all tokens over that of the remaining PEs' tokens, so that the length of
+    /// an SGD step does not change.
     fn gradient_scale(&self) -> f32 {
         let left: usize = self.world.iter().map(|&pe| self.tokens_of(pe).len()).sum();
         if left == 0 { 1.0 } else { (self.tokens as f64 / left as f64) as f32 }
@@ -277,7 +278,7 @@ impl PreparedRun {
         layout(self.tensors(|_| true), self.request.save_weights.as_deref())
     }
 
-    /// The checkpoint's tensors that contain the weights selected by `of`, with their shapes. Several weights may share a tensor.
+    /// The names and shapes of the checkpoint's tensors that contain the weights selected by `of`. Several weights may share a tensor.
     fn tensors(&self, of: impl Fn(&WeightId) -> bool) -> Vec<(String, Vec<usize>)> {
         let mut seen = std::collections::HashSet::new();
         let places = self.config.weights().into_iter().filter(of).map(|id| self.weight_slice(id));
@@ -299,13 +300,13 @@ impl PreparedRun {
         }
     }
 
-    /// How long a PE waits for another.
+    /// Maximum time for which a PE waits for another.
     fn wait_limit(&self) -> Duration {
         self.request.options.wait_limit
     }
 }
 
-/// The source's weights for the layer as requested (losses and capacity included).
+/// The weights of the source, with the requested layer configuration: that of the source with the requested losses and capacity.
 impl WeightSource for PreparedRun {
     fn config(&self) -> &LayerConfig {
         &self.config
@@ -324,7 +325,7 @@ impl WeightSource for PreparedRun {
     }
 }
 
-/// The layout of a file of these tensors, in the format of its name.
+/// The layout of a file with these tensors. The extension of `path` selects the format.
 fn layout(tensors: Vec<(String, Vec<usize>)>, path: Option<&Path>) -> Result<ResultLayout> {
     let layout = ResultLayout::new(tensors)?;
     Ok(match path {

@@ -10,10 +10,10 @@ use crate::checkpoint::InputTensor;
 use crate::moe::{Gradients, Groups, Load, Routed, WeightId, WeightSource};
 use crate::report::{NonFinite, NonFiniteKind};
 
-/// The exponent bits of an f32, all set in NaN and infinities only.
+/// The exponent bits of an f32. All of them are set only in NaN and infinities.
 const EXPONENT: u32 = 0x7f80_0000;
 
-/// The largest magnitude of some values, by its bits: an integer maximum vectorises, a float's sum does not.
+/// The largest magnitude of some values, compared as bits, because the compiler vectorises an integer maximum.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Largest(u32);
 
@@ -49,7 +49,7 @@ pub(super) struct StepValues<'v> {
     pub(super) step: usize,
     /// `[tokens, hidden]`.
     pub(super) output: &'v [f32],
-    /// `[tokens, hidden]`, and the gradients of the weights; `None` without a backward pass.
+    /// The gradient of the input, `[tokens, hidden]`, and those of the weights; `None` without a backward pass.
     pub(super) backward: Option<(&'v [f32], &'v Gradients)>,
     pub(super) routed: &'v Routed,
     /// The experts of every PE.
@@ -57,7 +57,7 @@ pub(super) struct StepValues<'v> {
 }
 
 impl StepValues<'_> {
-    /// Whether all of them are finite.
+    /// Whether all these values are finite.
     pub(super) fn are_finite(&self, job: &PreparedRun) -> bool {
         let gradients = |grads: &Gradients| self.gradients(job, grads).all(|(_, values)| is_finite(values));
         losses(job, &self.routed.load).values().all(|loss| loss.is_finite())
@@ -76,10 +76,10 @@ impl StepValues<'_> {
         all.filter_map(move |id| Some((id, grads.get(id, placement, index)?)))
     }
 
-    /// The values that are not finite, by tensor; `weights` are the weights before the step.
+    /// Returns an entry for each tensor with values that are not finite. `weights` are the weights before the step.
     ///
     /// # Errors
-    /// The input cannot be read again.
+    /// Returns an error if the input cannot be read again.
     pub(super) fn find(&self, job: &PreparedRun, weights: &[(WeightId, Vec<f32>)]) -> Result<Vec<NonFinite>> {
         let place = Place { job, pe: self.pe, step: self.step };
         let mut found = Vec::new();
@@ -122,7 +122,7 @@ impl StepValues<'_> {
         Ok(found)
     }
 
-    /// The expert that every token chose whose output is not finite, if there is exactly one, and if the routing weights are finite.
+    /// If exactly one expert was chosen by all tokens whose output is not finite: that expert. `None` if routing weights are not finite.
     fn common_expert(&self, job: &PreparedRun) -> Option<usize> {
         if !is_finite(&self.routed.weights) {
             return None;
@@ -138,7 +138,7 @@ impl StepValues<'_> {
     }
 }
 
-/// The PE and step of the entries.
+/// The job, PE and step to which entries belong.
 pub(super) struct Place<'j> {
     pub(super) job: &'j PreparedRun,
     pub(super) pe: usize,
@@ -154,7 +154,7 @@ impl Place<'_> {
         NonFinite { step: self.step as u64, pe: self.pe, layer, ..NonFinite::default() }
     }
 
-    /// The weights that are not finite.
+    /// Entries for the weights that are not finite.
     pub(super) fn of_weights<'w>(
         &'w self,
         weights: &'w [(WeightId, Vec<f32>)],

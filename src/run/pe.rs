@@ -37,10 +37,11 @@ impl Observer for StatusObserver {
     }
 }
 
-/// Runs this PE's part, and returns once it has reported. With `--on-failure continue` it continues after the loss of other groups.
+/// Runs this PE's part. Returns after the PE has sent its report. With `--on-failure continue` the PE continues after the loss of other
+/// groups.
 ///
 /// # Errors
-/// A layer that cannot be built, a peer that does not respond, or a file or message that cannot be written.
+/// Returns an error if the layer cannot be built, a peer does not respond, or a file or message cannot be written.
 pub fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
     host.status().set_phase(LOADING);
     if job.request.rows_per == RowsPer::Host {
@@ -91,7 +92,7 @@ impl PePart for OnCpu<'_> {
     }
 }
 
-/// The symmetric heap of a group's layer, bytes: the same for all groups.
+/// Size of the symmetric heap of a group's layer, bytes: the maximum over the groups, as all groups have the same size.
 fn group_heap_bytes(job: &PreparedRun) -> Result<usize> {
     let mut most = 0;
     for group in 0..job.groups.len() {
@@ -100,7 +101,7 @@ fn group_heap_bytes(job: &PreparedRun) -> Result<usize> {
     Ok(most)
 }
 
-/// The symmetric heap of the job's layer, bytes.
+/// Size of the symmetric heap of the job, bytes.
 pub fn heap_bytes(job: &PreparedRun) -> Result<usize> {
     let of_group = group_heap_bytes(job)?;
     if !needs_exchange(job) {
@@ -110,12 +111,12 @@ pub fn heap_bytes(job: &PreparedRun) -> Result<usize> {
     Ok(Shmem::<ShmTransport>::heap_bytes_for(job.world.len(), of_group.next_multiple_of(64) + exchange))
 }
 
-/// Whether PEs hold the same experts.
+/// Whether an expert is on several PEs, or may be after replanning.
 fn needs_exchange(job: &PreparedRun) -> bool {
     job.groups.len() > 1 || job.groups.has_replicas() || job.request.replan.is_some()
 }
 
-/// Runs the layer in its groups. `world` contains all PEs.
+/// Runs the layer with elements of type `E`. `world` contains all PEs.
 fn run_as<T: Transport, E: Element>(part: OnCpu<'_>, host: &dyn Host, world: &Shmem<T>) -> Result<()> {
     let job = part.job;
     if !needs_exchange(job) {
@@ -128,7 +129,8 @@ fn run_as<T: Transport, E: Element>(part: OnCpu<'_>, host: &dyn Host, world: &Sh
     run_layer::<_, _, E, _>(part, host, &group, Some(exchange), world)
 }
 
-/// Runs the layer of this PE's group. `exchange` connects the groups, if there are several; `world` contains all PEs.
+/// Runs the layer of this PE's group. `exchange` sums gradients and moves experts between PEs that hold the same experts. `world` contains
+/// all PEs.
 fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
     part: OnCpu<'_>,
     host: &dyn Host,
@@ -155,7 +157,7 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
         gathered.map_err(|timeout| MoeError::wait(world, timeout.index, "its loads", Phase::Idle, timeout))?;
         Ok(all)
     };
-    // A step that is incomplete on some PE may be repeated, so every PE waits until all have completed it.
+    // A step that is incomplete on some PE may be repeated, so every PE waits until all PEs have completed the step.
     let settle = || match job.request.on_failure {
         OnFailure::Stop => Ok(()),
         OnFailure::Continue => world.sync_all(Instant::now() + job.wait_limit()).map_err(|timeout| {
@@ -176,15 +178,16 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
         budget_bytes: world.heap_bytes() as u64,
     };
     report_and_write(job, host, report, &done)
-    // No barrier at the end: over shared memory the other PEs keep this PE's heap mapped, and MPI waits when the window is freed.
+    // No barrier is needed at the end. With shared memory the other PEs keep this PE's heap mapped. With MPI, freeing the window waits for
+    // all PEs.
 }
 
 impl PreparedRun {
-    /// The minimum time of this PE's messages to each remaining PE.
+    /// The minimum times of this PE's messages to the remaining PEs, if links are slowed down.
     pub(super) fn pace(&self, pe: usize) -> Option<Pace> {
         let of = |cluster: &Cluster, to: usize| {
             let link = cluster.links.link(pe, to);
-            // ms/MB are ns a byte.
+            // ms/MB is the same as ns/B.
             (link.alpha_ms * 1e-3, link.beta_ms_per_mb * 1e-9)
         };
         let links =
@@ -192,7 +195,7 @@ impl PreparedRun {
         self.injected.as_ref().map(|cluster| Pace::new(links(cluster), self.wait_limit()))
     }
 
-    /// The maximum rate at which this PE computes.
+    /// The maximum compute rate of this PE, if PEs are slowed down.
     pub(super) fn rate(&self, pe: usize) -> Option<Rate> {
         self.injected.as_ref().map(|cluster| Rate::new(cluster.devices[pe].flop_per_ms * 1e3, self.wait_limit()))
     }

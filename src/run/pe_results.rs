@@ -1,4 +1,4 @@
-//! A PE's report, and the results that it writes.
+//! Sends a PE's report, and writes its results.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use crate::moe::metrics::Phase;
 use crate::moe::{Groups, WeightId, WeightSource};
 use crate::report::PeReport;
 
-/// The names of a PE's phases by status code: outside the layer, then the layer's phases.
+/// The names of a PE's phases, by status code: phases outside the layer, then the layer's phases.
 pub const PHASE_NAMES: [&str; FIRST_PHASE as usize + Phase::ALL.len()] = {
     let mut names = [""; FIRST_PHASE as usize + Phase::ALL.len()];
     names[START_UP as usize] = "start-up";
@@ -30,11 +30,11 @@ pub const PHASE_NAMES: [&str; FIRST_PHASE as usize + Phase::ALL.len()] = {
     }
     names
 };
-/// The initial value of a status page.
+/// The initial phase of a status page.
 const START_UP: u32 = 0;
 pub(super) const LOADING: u32 = 1;
 const WRITING: u32 = 2;
-/// The host cannot see phases inside a device pass.
+/// One status code for each pass on a device, because the host cannot observe the phases inside a pass.
 pub(super) const DEVICE_FORWARD: u32 = 3;
 pub(super) const DEVICE_BACKWARD: u32 = 4;
 pub(super) const FIRST_PHASE: u32 = 5;
@@ -85,13 +85,14 @@ struct Target<'t> {
     /// The name of the job's file.
     file: &'static str,
     layout: &'t ResultLayout,
-    /// The path that errors name.
+    /// The path of the file, for error messages.
     path: &'t str,
 }
 
 impl Target<'_> {
     /// Writes this PE's share of `values`, which are weights or gradients in the order of
-    /// [`LayerConfig::weights`](crate::moe::LayerConfig::weights). `name` derives a tensor's name in the file from that in the checkpoint.
+    /// [`LayerConfig::weights`](crate::moe::LayerConfig::weights). `name` converts a tensor's name in the checkpoint to its name in the
+    /// file.
     fn write_weights<'v>(
         &self,
         job: &PreparedRun,
@@ -100,11 +101,11 @@ impl Target<'_> {
     ) -> Result<()> {
         let me = job.rank(self.host.my_pe());
         let replicated = job.config.replicated_weights();
-        // Weights of one expert that share a tensor are collected, so that each part of the file is written once.
+        // Weights of one expert that are interleaved in a tensor are collected, so that each part of the file is written once.
         let mut parts: Vec<(String, Range<usize>, Vec<f32>)> = Vec::new();
         let mut expert = None;
         for (id, values) in values {
-            // The first PE that holds a weight writes it: all holders have the same values.
+            // All holders of a weight have the same values, so only the first holder writes the weight.
             let first = if replicated.contains(&id) { Some(0) } else { id.expert().map(|e| self.groups.owner(0, e)) };
             if first != Some(me) {
                 continue;

@@ -1,4 +1,4 @@
-//! A run on PEs without a supervisor: PE 0 does the supervisor's work before and after.
+//! A run on PEs without a supervisor: PE 0 does the supervisor's work before and after the steps.
 
 use std::fs::File;
 use std::io;
@@ -16,12 +16,12 @@ use crate::job::PeFailure;
 use crate::job::peers::{Peers, START_LIMIT, World};
 use crate::job::request::{DeviceKind, ProbeRequest, Request, RunRequest};
 
-/// The phases of such a run.
+/// The names of the phases of a run without a supervisor.
 pub const PHASES: &[&str] = &PHASE_NAMES;
 
-/// Runs this process's part as one of these PEs, and at PE 0 prints the report; returns whether the check, if requested, passed. `request`
-/// receives the number of PEs; `failure` converts an error to the report that ends the job. Ends the process if a PE fails. Errors before that are
-/// printed by one PE, and return `false` on all.
+/// Runs this process's part as one of the PEs. PE 0 prints the report. Returns whether the check, if requested, passed. `request` receives
+/// the number of PEs. `failure` converts an error to the report that ends the job. Ends the process if a PE fails during the steps. An
+/// error before the steps is printed by one PE, and all PEs return `false`.
 pub fn run<W: World>(
     pes: &Peers<W>,
     request: impl FnOnce(usize) -> Result<RunRequest>,
@@ -40,7 +40,7 @@ pub fn run<W: World>(
     if pes.agree(same, START_LIMIT).is_none() {
         return false;
     }
-    // All PEs are probed here, get the same cluster, and make the same plan from it.
+    // The probe returns the same cluster on all PEs, so all make the same plan.
     let cluster = probe(pes, &mut job).unwrap_or_else(|error| pes.fail(&failure(&error)));
     let prepared = prepare(pes, &mut job, cluster);
     let Some((outputs, files)) = pes.agree(prepared, limit.max(START_LIMIT)) else { return false };
@@ -71,7 +71,7 @@ pub fn run<W: World>(
     pes.conclude(report, limit.max(START_LIMIT))
 }
 
-/// Probes the PEs as a cluster if the run needs a plan for them. Collective.
+/// Probes the PEs if the run needs a plan for them. Collective.
 fn probe<W: World>(pes: &Peers<W>, job: &mut PreparedRun) -> Result<Option<Cluster>> {
     let Some(request) = job.probe_request()? else { return Ok(None) };
     let cluster = match request.device {
@@ -89,7 +89,7 @@ fn probe_cpus<W: World>(pes: &Peers<W>, request: &ProbeRequest) -> Result<Cluste
     })
 }
 
-/// The layer runs on the probed device, if that stays open.
+/// Probes the devices. If the PE's device stays open, the layer will run on it.
 #[cfg(feature = "device")]
 fn probe_devices<W: World>(pes: &Peers<W>, request: &ProbeRequest, job: &mut PreparedRun) -> Result<Cluster> {
     let mut host = pes.before_part(request.options.wait_limit);
@@ -103,7 +103,7 @@ fn probe_devices<W: World>(_: &Peers<W>, _: &ProbeRequest, _: &mut PreparedRun) 
     anyhow::bail!("this build probes CPUs only")
 }
 
-/// Reports missing features of a host once, before each of its PEs fails.
+/// Checks that the host has the features that the job needs, so that a missing one is reported once rather than by each PE of the host.
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))]
 fn check_host(job: &PreparedRun, here: usize, probed: bool) -> Result<()> {
     #[cfg(feature = "cuda")]
@@ -116,7 +116,7 @@ fn check_host(job: &PreparedRun, here: usize, probed: bool) -> Result<()> {
     Ok(())
 }
 
-/// Checks the job before it computes; at PE 0 also creates the outputs, and returns the files that the PEs write to.
+/// Checks the job before its steps. PE 0 also creates the outputs, and returns them with the files to which the PEs write.
 fn prepare<W: World>(
     pes: &Peers<W>,
     job: &mut PreparedRun,
@@ -126,7 +126,7 @@ fn prepare<W: World>(
     job.make_plan(|_| cluster.ok_or_else(|| anyhow!("`plan` auto: nothing was probed")))?;
     let here = pes.world().pes_on_host();
     job.check_memory(here)?;
-    // This process set the size earlier if it was unset. Here a size set by the user is checked.
+    // This process set the heap's size earlier, unless the user had set it. A size set by the user is checked here.
     #[cfg(feature = "cuda")]
     if job.request.device == DeviceKind::Cuda {
         job.heap_variable()?;

@@ -1,4 +1,5 @@
-//! Runs that follow a plan: expert-parallel groups and placement, planned for the job's PEs or read from a file.
+//! Runs with a plan, which gives the expert-parallel groups and the placement of experts. The plan is made for the job's PEs or read from a
+//! file.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
@@ -17,7 +18,7 @@ use crate::probe::ProbeOptions;
 use crate::report::{PlanReport, PlanTimes, PlannedPes, RunReport};
 
 impl PreparedRun {
-    /// The planner's workload: a model of this layer alone, with an equal share of the tokens on every PE.
+    /// The planner's workload: a model with this layer only, and the same number of tokens on every PE.
     pub fn workload(&self) -> Workload {
         let pes = self.request.pes;
         let mut batch = Batch::new(self.tokens as f64 / pes as f64, self.request.dtype.bytes());
@@ -29,7 +30,7 @@ impl PreparedRun {
     /// Makes or reads the requested plan and adopts its groups. For `--plan auto`, `probe` measures the job's PEs.
     ///
     /// # Errors
-    /// A probe that fails, too little memory for the experts, or a file without a plan for this run.
+    /// Returns an error if the probe fails, the memory does not suffice for the experts, or the file has no plan for this run.
     pub(super) fn make_plan(&mut self, probe: impl FnOnce(&PreparedRun) -> Result<Cluster>) -> Result<()> {
         let (plan, source) = match self.request.plan.clone() {
             None | Some(PlanSource::Made(_)) => return Ok(()),
@@ -66,15 +67,15 @@ impl PreparedRun {
             tracing::info!("plan {source}: {why}; its prediction is not compared");
         }
         self.plan_source = Some(source);
-        // The PEs receive the plan itself, from either source.
+        // The PEs receive the plan itself, so that they neither probe nor read the file.
         self.request.plan = Some(PlanSource::Made(Box::new(plan)));
         Ok(())
     }
 
-    /// Adopts the plan of a file. Without one, as for `--plan auto`, returns at once.
+    /// Adopts the plan of a file. Does nothing if the request has no plan file, as with `--plan auto`.
     ///
     /// # Errors
-    /// A file that is not a plan for this run.
+    /// Returns an error if the file has no plan for this run.
     #[cfg(feature = "cuda")]
     pub fn read_plan(&mut self) -> Result<()> {
         match &self.request.plan {
@@ -83,10 +84,10 @@ impl PreparedRun {
         }
     }
 
-    /// The probe that `--plan auto` needs; `None` for other plans.
+    /// The request of the probe that `--plan auto` needs; `None` for other plans.
     ///
     /// # Errors
-    /// An expert that cannot be probed.
+    /// Returns an error if the layer's experts cannot be probed.
     pub(super) fn probe_request(&self) -> Result<Option<ProbeRequest>> {
         let Some(PlanSource::Auto { memory_mb, .. }) = &self.request.plan else { return Ok(None) };
         let expert = ProbedExpert {
@@ -112,7 +113,7 @@ impl PreparedRun {
         }))
     }
 
-    /// Probes as many PEs as the job has, in processes of their own.
+    /// Starts processes for a probe with as many PEs as the job, and returns the measured cluster.
     pub(super) fn probe(&self) -> Result<Cluster> {
         let request = self.probe_request()?.context("nothing is to be probed")?;
         tracing::info!(pes = request.pes, "probing");
@@ -143,7 +144,7 @@ impl PreparedRun {
         groups_of(plan, self.request.pes, self.config.n_experts, pe)
     }
 
-    /// The plan's prediction next to the measurement; `None` without a plan.
+    /// Compares the plan's prediction with the measurement; `None` without a plan.
     pub(super) fn plan_report(&self, report: &RunReport) -> Option<PlanReport> {
         let (Some(PlanSource::Made(plan)), Some(source)) = (&self.request.plan, &self.plan_source) else { return None };
         let terms = plan.terms;
@@ -184,7 +185,7 @@ impl PreparedRun {
 }
 
 impl PreparedRun {
-    /// The reason why the plan's objective does not predict this run's time, if there is one.
+    /// The reason why the plan's objective is no prediction of this run's time; `None` if it is a prediction.
     fn not_predicted(&self, plan: &Plan) -> Option<String> {
         if plan.objective != Objective::Placed {
             return Some("the plan minimises the published objective, which is no time of a step".into());
@@ -197,10 +198,11 @@ impl PreparedRun {
     }
 }
 
-/// The groups of a plan of `experts` experts for PEs `0..pes`; `pe_of` maps devices to PEs.
+/// The groups of a plan for `experts` experts on PEs `0..pes`. `pe_of` maps device ids to PEs.
 ///
 /// # Errors
-/// Idle devices, another number of devices, or experts that are missing or placed twice; the line names the entry.
+/// Returns an error that names the entry if the plan has idle devices or another number of devices, or if an expert is missing or placed
+/// twice.
 pub(crate) fn groups_of(
     plan: &Plan,
     pes: usize,
@@ -289,7 +291,7 @@ fn placement_of(
     placement.map_err(|wrong| anyhow!("groups[{g}].replicas: {wrong}"))
 }
 
-/// Parses the JSON of `aristos plan`.
+/// Parses the JSON output of `aristos plan`.
 pub(crate) fn parse_plan(text: &str) -> Result<Plan> {
     #[derive(serde::Deserialize)]
     struct Feasible {

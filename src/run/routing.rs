@@ -13,32 +13,33 @@ use crate::formats::routing::{CHOICES_MOST, NO_EXPERT, Record, Routing};
 use crate::moe::LayerConfig;
 use crate::moe::placement::block;
 
-/// The experts of a layer's tokens in each step, in place of the router's choice.
+/// Experts of a layer's tokens in each step, which replace the router's choice.
 pub(crate) struct GivenRouting {
     file: PathBuf,
     top_k: usize,
     /// The experts of all PEs' tokens, `[tokens, top_k]`, for each record.
     steps: Vec<Vec<u32>>,
-    /// Tokens of each node, the same in each record.
+    /// Tokens of each node; equal in all records.
     by_node: Vec<usize>,
 }
 
 impl GivenRouting {
-    /// Reads the records of layer `layer` from a routing file. `model` is the number of experts and top-k, `tokens` the number of tokens of a
-    /// step if it is fixed.
+    /// Reads the records of layer `layer` from a routing file. `model` is the number of experts, and top-k. `tokens` is the required number
+    /// of tokens of a step, if any.
     ///
     /// # Errors
-    /// A file of another model, without that layer, or with a choice that is not an expert.
+    /// Returns an error if the file is for another model, has no record of that layer, or has a choice that is not an expert.
     pub fn read(path: &Path, layer: u64, model: (usize, usize), tokens: Option<usize>) -> Result<GivenRouting> {
         let routing = Routing::read(path)?;
         let (steps, by_node) = of_layer(routing, layer, model, tokens).map_err(|error| error.in_file(path))?;
         Ok(GivenRouting { file: path.to_owned(), top_k: model.1, steps, by_node })
     }
 
-    /// The tokens of each of `pes` PEs: those of its node if the file has as many nodes, otherwise even blocks.
+    /// The tokens of each of `pes` PEs. If the file has `pes` nodes, PE i has the tokens of node i. Otherwise all tokens are divided
+    /// evenly.
     ///
     /// # Errors
-    /// Nodes with unequal numbers of tokens, and another number of PEs.
+    /// Returns an error if the number of PEs is not that of nodes, and the nodes' numbers of tokens differ by more than one.
     pub fn tokens_of_pes(&self, pes: usize) -> Result<Vec<Range<usize>>> {
         if self.by_node.len() == pes {
             let mut end = 0;
@@ -53,7 +54,7 @@ impl GivenRouting {
     }
 
     /// # Errors
-    /// Numbers of tokens per node that differ by more than one; the line includes `expected`.
+    /// Returns an error, which includes `expected`, if the numbers of tokens per node differ by more than one.
     pub fn check_even(&self, expected: &str) -> Result<()> {
         let (least, most) = (self.by_node.iter().min(), self.by_node.iter().max());
         ensure!(
@@ -70,15 +71,15 @@ impl GivenRouting {
         self.steps[0].len() / self.top_k
     }
 
-    /// The experts of the given tokens in a step. The records repeat.
+    /// The experts of the given tokens in a step. Steps after the last record begin with the first record again.
     pub fn of_step(&self, step: usize, tokens: Range<usize>) -> &[u32] {
         &self.steps[step % self.steps.len()][tokens.start * self.top_k..tokens.end * self.top_k]
     }
 
-    /// Checks that `chosen`, the experts of all tokens, are those of a step.
+    /// Checks that `chosen`, the experts of all tokens, are those that the file gives for a step.
     ///
     /// # Errors
-    /// Names the first token with other experts.
+    /// Returns an error that names the first token with other experts.
     pub fn check(&self, step: usize, chosen: &[u32]) -> Result<()> {
         let given = self.of_step(step, 0..self.tokens());
         let mut tokens = given.chunks(self.top_k).zip(chosen.chunks(self.top_k)).enumerate();
@@ -134,7 +135,7 @@ fn of_layer(
     Ok((steps, by_node))
 }
 
-/// A routing file that a run writes. The PEs write `chosen` step by step.
+/// A routing file that a run creates. The PEs write their choices to `chosen` in each step.
 pub(super) struct SavedRouting {
     pub(super) chosen: File,
     out: OutputFile,
@@ -155,7 +156,7 @@ impl Captured {
     }
 
     /// # Errors
-    /// More choices than a routing file may have.
+    /// Returns an error if there are more choices than a routing file may have.
     pub(super) fn check(&self) -> Result<()> {
         let choices = [self.tokens, self.top_k].iter().fold(self.steps, |all, n| all.saturating_mul(*n));
         ensure!(
@@ -168,14 +169,14 @@ impl Captured {
 }
 
 impl SavedRouting {
-    /// Creates the file, and memory for the choices.
+    /// Creates the file, and a file in memory for the choices.
     pub(super) fn create(path: &Path, captured: Captured) -> Result<SavedRouting> {
         captured.check()?;
         let chosen = memory_file("aristos-routing", captured.offset_bytes(captured.steps, 0))?;
         Ok(SavedRouting { chosen, out: OutputFile::create_empty(path)? })
     }
 
-    /// Writes the routing of a layer on PEs with these tokens, for publication.
+    /// Writes the routing file of a layer on PEs with these numbers of tokens. The caller publishes the file.
     pub(super) fn complete(
         self,
         captured: Captured,
@@ -197,7 +198,8 @@ impl SavedRouting {
     }
 }
 
-/// Sets choices without a row to [`NO_EXPERT`]: identity experts, and choices beyond the capacity, which the first tokens fill.
+/// Sets choices that have no row to [`NO_EXPERT`]: identity experts, and choices beyond an expert's capacity, which is filled in the order
+/// of tokens.
 pub(super) fn leave_out(config: &LayerConfig, choices: &mut [u32]) {
     let routed = |choice: &u32| (*choice as usize) < config.n_experts;
     let pairs = choices.iter().filter(|choice| routed(choice)).count() as u64;
@@ -222,7 +224,7 @@ mod tests {
         let mut choices = all;
         leave_out(&config, &mut choices);
         assert_eq!(choices, [0, 0, 1, 0, 0, NO_EXPERT]);
-        // 5 pairs: the capacity of each of the two experts is ceil(0.9 * 5 / 2).
+        // With 5 choices of an expert, the capacity of each of the two experts is ceil(0.9 * 5 / 2) = 3.
         config.capacity_factor = Some(0.9);
         choices = all;
         leave_out(&config, &mut choices);

@@ -1,4 +1,4 @@
-//! The steps of a run on one PE, over the layer of any engine.
+//! The steps of a run on one PE, for a layer on the CPU or on a device.
 
 use std::borrow::{Borrow, BorrowMut};
 use std::ops::Range;
@@ -17,13 +17,13 @@ use crate::report::{ExpertRows, PeReport};
 pub(super) struct Results {
     /// `[tokens, hidden]`.
     pub(super) output: Vec<f32>,
-    /// `[tokens, hidden]`; empty without a backward pass, as `grads`.
+    /// `[tokens, hidden]`. Without a backward pass this and `grads` are empty.
     pub(super) grad_input: Vec<f32>,
     pub(super) grads: Gradients,
     pub(super) routed: Routed,
-    /// The experts of every PE at the end.
+    /// The groups, and the experts of every PE, after the last step.
     pub(super) groups: Groups,
-    /// The weights that this PE holds at the end, if they are to be saved.
+    /// The weights that this PE holds after the last step, if the request saves weights.
     pub(super) weights: Vec<(WeightId, Vec<f32>)>,
 }
 
@@ -31,16 +31,16 @@ pub(super) struct Results {
 pub(super) struct Steps<'s> {
     pub(super) job: &'s PreparedRun,
     pub(super) host: &'s dyn Host,
-    /// Status codes of the forward and the backward pass, for a layer that does not report its phases.
+    /// Status codes of the forward and the backward pass, if the layer does not report its phases itself.
     pub(super) passes: Option<[u32; 2]>,
-    /// Returns when all PEs have the results of a step, if the job may continue without some of them.
+    /// Called after each step. If the job may continue without some PEs, it returns when all PEs have the results of the step.
     pub(super) settle: &'s dyn Fn() -> Result<()>,
     pub(super) gather: &'s Gather<'s>,
     pub(super) progress: &'s mut Progress,
 }
 
 impl Steps<'_> {
-    /// Runs the steps, and enters their measurements in `report`, whose `pe` names this PE.
+    /// Runs the steps, and stores their measurements in `report`, whose `pe` is this PE.
     pub(super) fn run<L: MoeLayer>(self, layer: &mut L, report: &mut PeReport) -> Result<Results> {
         let Steps { job, host, passes, settle, gather, progress } = self;
         let (pe, first) = (report.pe, progress.settled());
@@ -129,12 +129,12 @@ impl PreparedRun {
         self.request.hot_shift_every.map_or(0, |every| step / every)
     }
 
-    /// Rows of an input tensor in the last step, f32.
+    /// Reads rows of an input tensor for the last step, f32.
     pub(super) fn rows(&self, tensor: InputTensor, rows: Range<usize>) -> Result<Vec<f32>> {
         self.rows_in(tensor, rows, self.request.steps.saturating_sub(1))
     }
 
-    /// Rows of an input tensor in step `step`, f32.
+    /// Reads rows of an input tensor for step `step`, f32.
     pub(super) fn rows_in(&self, tensor: InputTensor, rows: Range<usize>, step: usize) -> Result<Vec<f32>> {
         match (&self.source, tensor) {
             (Source::Checkpoint(_, input), _) => Ok(input.rows(tensor, rows)?),

@@ -26,10 +26,11 @@ use crate::stdio::print_line;
 #[cfg(feature = "cuda")]
 use crate::stdio::say;
 
-/// Prints the report; returns whether the check, if requested, passed.
+/// Prints the report. Returns whether the check, if requested, passed.
 ///
 /// # Errors
-/// The output cannot be written, or a value of the results is not finite and the request does not allow that.
+/// Returns an error if standard output cannot be written, or if the results have a value that is not finite and the request does not allow
+/// that.
 pub fn print(job: &PreparedRun, report: &RunReport) -> Result<bool> {
     let text = if job.request.json { report.to_json() } else { report.render_table() };
     print_line(&text)?;
@@ -42,10 +43,10 @@ pub fn print(job: &PreparedRun, report: &RunReport) -> Result<bool> {
     Ok(report.check.as_ref().is_none_or(|c| c.passed))
 }
 
-/// Runs the job on PEs of this host, and writes its files. `on_tick` receives the PEs' status, about ten times a second.
+/// Runs the job on PEs of this host, and writes its files. `on_tick` is called with the PEs' status about ten times a second.
 ///
 /// # Errors
-/// One line: two outputs with the same path, an input that is not finite, an output that cannot be written, a PE that failed.
+/// Returns an error of one line if two outputs have the same path, the input is not finite, an output cannot be written, or a PE fails.
 pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> Result<RunReport> {
     check_outputs(&job.request)?;
     job.make_plan(PreparedRun::probe)?;
@@ -90,7 +91,7 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
     outputs.finish(job)
 }
 
-/// Refuses an input that is not finite; logs the parts of the model that are skipped.
+/// Returns an error if the input is not finite. Logs the parts of the model that are skipped.
 pub(super) fn check_input(job: &PreparedRun) -> Result<()> {
     match &job.source {
         super::Source::Checkpoint(checkpoint, input) => {
@@ -116,7 +117,7 @@ pub(super) struct Outputs {
 /// The trace file, written during the run.
 struct Trace {
     file: OutputFile,
-    /// Its writer, or the error of the last write.
+    /// The writer of the file, or the error of the first write that failed.
     writer: io::Result<TraceWriter<BufWriter<File>>>,
 }
 
@@ -197,7 +198,7 @@ impl Outputs {
                 report.lost.is_empty(),
                 "`check`: a part of the tokens was lost with its EP group, nothing is compared"
             );
-            // The files are published before an error of the check is returned.
+            // An error of the check is returned only after the files have been published.
             checked = Some(check(job, &layout, output.file(), chosen));
         }
         let mut files = Vec::new();
@@ -234,7 +235,7 @@ fn leave_out(job: &PreparedRun, layout: &ResultLayout, file: &File, lost: &[Lost
     Ok(())
 }
 
-/// Refuses output files that are equal to each other or to an input.
+/// Returns an error if an output file is also another output or an input.
 pub(super) fn check_outputs(request: &RunRequest) -> Result<()> {
     let written = [
         ("output", &request.output),

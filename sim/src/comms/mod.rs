@@ -1,8 +1,9 @@
 //! An all-to-all exchange over a full mesh, in rounds.
 //!
-//! Each pair of nodes has a number of half-duplex links. In a round a link takes the direction of its first packet and carries the bytes of
-//! one millisecond; the NIC of a node limits the sum of the bytes that the node sends and receives. A round ends when no more packets fit. It takes a
-//! base delay, plus the time in which the slowest link prepares and transfers its packets.
+//! Each pair of nodes has a number of half-duplex links. In a round a link is used only in the direction of its first packet, and its
+//! capacity is what it transfers in one millisecond. A node's NIC limits the sum of the bytes that the node sends and receives in a round.
+//! A round ends when no more packets fit. Its time is a base delay plus the time in which the slowest link prepares and transfers its
+//! packets.
 //!
 //! [`Schedule::Compat`] is the published program's arithmetic; [`Schedule::Fair`], the default, corrects its faults. `docs/simulator.md`
 //! describes both and their differences.
@@ -19,7 +20,7 @@ use aristos_formats::Span;
 pub use params::{Load, Params};
 use rounds::{Pair, Round};
 
-/// Maximum number of link visits, some seconds of work.
+/// Maximum number of link visits ([`Round::work`]); this many take some seconds.
 const WORK_MOST: u64 = 500_000_000;
 /// Maximum number of rounds whose times are listed one by one.
 const LISTED_MOST: u64 = 1_000_000;
@@ -27,18 +28,19 @@ const LISTED_MOST: u64 = 1_000_000;
 /// The order in which packets are sent, and the links that are timed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Schedule {
-    /// Nodes take turns, ascending in one round and descending in the next; every link is timed.
+    /// Pairs of nodes take turns, in ascending order in one round and in descending order in the next. The slowest of all links is timed.
     #[default]
     Fair,
-    /// As published: a node sends all packets that fit before the next node; of several links between two nodes the first one is timed.
+    /// As published: a node sends all packets that fit before the next node sends any. Only the first of several links between two nodes is
+    /// timed.
     Compat,
 }
 
-/// Rounds that repeat.
+/// Consecutive rounds, and how often this sequence of rounds is repeated.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Run {
-    /// Times of consecutive rounds, ms.
+    /// The time of each round of the sequence, ms.
     pub times_ms: Vec<f64>,
     /// Number of repetitions.
     pub repeats: u64,
@@ -73,7 +75,7 @@ pub struct Exchange {
     pub runs: Vec<Run>,
 }
 
-/// Simulates the exchange of a load, layer by layer. `trace` gets the packets of each link; of repeated rounds, those of the first.
+/// Simulates the exchange of a load, layer by layer. Adds a span per link and round to `trace`; repeated rounds are traced only once.
 ///
 /// # Errors
 /// Returns an error if a packet exceeds the capacity of a link or a NIC, if the number of layers differs from the load's, or if the
@@ -127,7 +129,7 @@ pub fn exchange(
     Ok(exchange)
 }
 
-/// Repeats a layer `times` times.
+/// Turns an exchange of one layer into one of `num_layers` equal layers.
 fn repeat(exchange: &mut Exchange, params: &Params) {
     let layers = params.num_layers;
     let further_ms = |ms: f64| ms + (ms - params.initial_cpu_delay_ms) * (layers - 1) as f64;
@@ -189,7 +191,7 @@ impl Simulation<'_> {
         Ok(LayerExchange { time_ms, rounds })
     }
 
-    /// The pairs in the order of their turns.
+    /// All pairs of nodes in the order in which they send; `backward` reverses it.
     fn order(&self, backward: bool) -> Vec<Pair> {
         let n = self.nodes as u32;
         let pairs = (0..n).flat_map(|from| (0..n).filter(move |to| *to != from).map(move |to| (from, to)));
@@ -211,8 +213,8 @@ impl Simulation<'_> {
         }
     }
 
-    /// Number of times that the rounds from `before` to `after` repeat exactly: as long as every load that moved keeps a whole packet, all
-    /// comparisons have the same outcome.
+    /// How often the rounds that changed the loads from `before` to `after` repeat exactly: while each load that they reduced still has at
+    /// least one full packet, the same packets fit as before.
     fn repetitions(&self, before: &[u64], after: &[u64]) -> u64 {
         let packet = self.params.packet_size_bytes;
         let of_pair = |(before, after): (&u64, &u64)| {
@@ -238,7 +240,8 @@ impl Simulation<'_> {
         links.map(|(i, j, link)| self.link_ms(link, params.bandwidth_bytes_per_ms(i, j))).fold(0.0, f64::max)
     }
 
-    /// The time of a link: packets one after the other, or each prepared while the previous one crosses.
+    /// The time of a link. Packets are prepared and transferred one after the other, or each packet is prepared while the previous one is
+    /// transferred.
     fn link_ms(&self, link: &rounds::Link, bytes_per_ms: f64) -> f64 {
         if link.packets == 0 {
             return 0.0;
@@ -261,7 +264,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// The packets of each link in this round, as spans of the sender.
+    /// Adds a span of the sender for each link that has packets in this round.
     fn spans(&self, start_ms: f64, trace: &mut Vec<Span>) {
         for j in 1..self.nodes {
             for i in 0..j {
@@ -283,8 +286,8 @@ impl Simulation<'_> {
 /// The time of one layer by the closed form, without the initial delay. `None` unless the form is exact: all nodes send the same amount to
 /// each other, all packets and rounds are full, and no NIC is a limit.
 ///
-/// round = base + floor(bw / packet) (prep + packet / bw); rounds = load of a node * n / (links * n (n - 1) / 2 * bw), as in the
-/// routing-simulation document that `docs/simulator.md` names, with its brackets corrected.
+/// The time of a round is base + floor(bw / packet) (prep + packet / bw). The number of rounds is (load of a node) * n / (links * n (n - 1)
+/// / 2 * bw). Both are from the routing-simulation document that `docs/simulator.md` names, with its brackets corrected.
 fn closed_form_ms(params: &Params, nodes: usize, bytes: &[u64]) -> Option<f64> {
     if params.nodes_per_cluster.is_some() || params.parallelization_multiplier.is_some() || nodes < 2 {
         return None;

@@ -1,4 +1,4 @@
-//! The files of an exchange: network parameters, and bytes by source and destination.
+//! The input files of an exchange: network parameters, and bytes by source and destination.
 
 use std::path::Path;
 
@@ -6,13 +6,13 @@ use aristos_formats::InputError;
 use aristos_formats::cluster::{Count, Number, Range, parse_json, read_text};
 use serde::Deserialize;
 
-/// Maximum number of links; their state takes some hundred MB.
+/// Maximum number of links; the state of this many takes some hundred MB.
 const LINKS_MOST: u64 = 1 << 22;
 const NODES_MOST: usize = 1024;
 const LAYERS_MOST: u64 = 100_000;
 /// Maximum number of byte counts in a load, over all layers.
 const NUMBERS_MOST: usize = 1 << 27;
-/// Maximum byte count, such that sums do not overflow.
+/// Maximum of a byte count, and of a layer's sum of byte counts; small enough that sums do not overflow.
 const BYTES_MOST: u64 = 1_000_000_000_000_000;
 
 /// A full mesh of nodes, and the costs of its packets.
@@ -31,17 +31,17 @@ pub struct Params {
     pub packet_size_bytes: u64,
     /// Time to prepare one packet, ms.
     pub packet_prep_delay_ms: f64,
-    /// Packets of one (source, destination) per turn.
+    /// Maximum number of packets that a (source, destination) pair sends per turn.
     pub round_robin_max_packets: u64,
-    /// Maximum bytes that a node sends, and receives, in a round.
+    /// Maximum sum of the bytes that a node sends and receives in a round.
     pub nic_rate_bytes: f64,
     /// Nodes per cluster (consecutive nodes), if there are several clusters.
     pub nodes_per_cluster: Option<usize>,
     /// Bandwidth of a link between clusters, bytes/ms; also its capacity per round, bytes.
     pub inter_bw_bytes_per_ms: f64,
-    /// If set, packets are prepared while others are transferred, and the two together take this factor times the time of perfect overlap.
+    /// If set, packets are prepared while others are transferred. A link's time is then this factor times its time with perfect overlap.
     pub parallelization_multiplier: Option<f64>,
-    /// Number of times that a single load is exchanged.
+    /// Number of times that the load is exchanged, if the load has a single layer.
     pub num_layers: u64,
 }
 
@@ -91,10 +91,10 @@ impl Params {
         Params::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
     }
 
-    /// Parameters from their JSON text.
+    /// Parses parameters from JSON text.
     ///
     /// # Errors
-    /// Those of [`Params::read`], without the file.
+    /// Returns the errors of [`Params::read`], without the name of the file.
     pub fn from_json(text: &str) -> Result<Params, InputError> {
         let raw: RawParams = parse_json(text)?;
         let default = Params::default();
@@ -163,7 +163,8 @@ impl Params {
         }
     }
 
-    /// Checks that every packet of these loads fits through a link and a NIC; otherwise the exchange would not end.
+    /// Checks that the number of links is supported, and that every packet of these loads fits into a round of its link and of a NIC. A
+    /// packet that never fits would be retried forever.
     pub(super) fn check_packets(&self, load: &Load) -> Result<(), InputError> {
         let nodes = load.nodes;
         if (nodes * nodes) as u64 / 2 * self.num_links as u64 > LINKS_MOST {
@@ -225,10 +226,10 @@ struct RawLayer {
 }
 
 impl Load {
-    /// The loads of layers, each with `nodes` x `nodes` byte counts, by source, then destination.
+    /// Creates a load from the `nodes` x `nodes` byte counts of each layer, by source, then destination.
     ///
     /// # Panics
-    /// If a layer has another length.
+    /// If the length of a layer is not `nodes * nodes`.
     pub fn new(nodes: usize, layers: Vec<Vec<u64>>) -> Load {
         assert!(layers.iter().all(|layer| layer.len() == nodes * nodes), "a number for each pair");
         Load { nodes, layers }
@@ -242,10 +243,10 @@ impl Load {
         Load::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
     }
 
-    /// A load from its JSON text.
+    /// Parses a load from JSON text.
     ///
     /// # Errors
-    /// Those of [`Load::read`], without the file.
+    /// Returns the errors of [`Load::read`], without the name of the file.
     pub fn from_json(text: &str) -> Result<Load, InputError> {
         let raw: RawLoad = parse_json(text)?;
         let layers = match (raw.load_bytes, raw.layers) {
@@ -306,7 +307,7 @@ impl Load {
         }
     }
 
-    /// The load, unless sums of its bytes would overflow.
+    /// Returns the load, or an error if a layer's sum of bytes exceeds `BYTES_MOST`.
     pub(crate) fn checked(self) -> Result<Load, InputError> {
         for (l, layer) in self.layers.iter().enumerate() {
             let sum: u128 = layer.iter().map(|bytes| u128::from(*bytes)).sum();

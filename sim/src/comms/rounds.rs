@@ -1,7 +1,7 @@
 //! One round of an exchange: the packets of each link.
 //!
-//! Packets are counted rather than simulated one by one: a visit of a pair sends all packets that fit, and repeated sweeps are done at
-//! once.
+//! Packets are counted rather than simulated one by one: all packets that a pair can send on a link in its turn are sent at once, and so
+//! are those of several equal sweeps.
 
 use std::ops::ControlFlow;
 
@@ -14,7 +14,7 @@ pub struct Link {
     pub bytes: u64,
     /// Packets sent.
     pub packets: u64,
-    /// Direction of its packets, if any: from the larger node number to the smaller.
+    /// Whether its packets are sent from the larger node number to the smaller; meaningless without packets.
     pub downward: bool,
 }
 
@@ -22,9 +22,9 @@ pub struct Link {
 pub struct Round {
     nodes: usize,
     num_links: usize,
-    /// Links of the pair {i, j}, i < j, from `pair(i, j) * num_links` on.
+    /// The links between nodes i and j are the `num_links` elements from `pair(i, j) * num_links` on.
     links: Vec<Link>,
-    /// Capacity of a link of the pair in a round, bytes.
+    /// By pair of nodes: capacity of each link in a round, bytes.
     capacity_bytes: Vec<u64>,
     nic_bytes: Vec<u64>,
     nic_limit_bytes: u64,
@@ -32,7 +32,7 @@ pub struct Round {
     turn_packets: u64,
     /// Link visits so far, over all rounds.
     pub work: u64,
-    /// Maximum of `visits`; sweeps stop above it.
+    /// Maximum of `work`; sweeps stop above it.
     work_most: u64,
 }
 
@@ -45,7 +45,7 @@ impl Round {
         let mut capacity_bytes = vec![0; pairs];
         for j in 1..nodes {
             for i in 0..j {
-                // Bytes are whole numbers, so the fraction is dropped.
+                // A round transfers whole bytes, so the fraction is dropped.
                 capacity_bytes[pair(i, j)] = params.bandwidth_bytes_per_ms(i, j).min(1e18) as u64;
             }
         }
@@ -63,7 +63,7 @@ impl Round {
         }
     }
 
-    /// Whether sweeps stopped because of too much work.
+    /// Whether sweeps have stopped because `work` exceeds its maximum.
     pub fn is_over(&self) -> bool {
         self.work > self.work_most
     }
@@ -81,7 +81,8 @@ impl Round {
         &self.links[at..at + self.num_links]
     }
 
-    /// Sweeps over the pairs in turn until no packet moves; `load`, indexed by `source * nodes + destination`, becomes the remaining load.
+    /// Sweeps over the pairs, one turn for each, until no pair can send a packet. `load`, indexed by `source * nodes + destination`, is
+    /// reduced by the bytes sent.
     pub fn sweep(&mut self, load: &mut [u64], pairs: &mut Vec<Pair>) {
         while !pairs.is_empty() && !self.is_over() {
             self.repeated_sweeps(load, pairs);
@@ -92,7 +93,8 @@ impl Round {
         }
     }
 
-    /// Runs all sweeps at once in which every pair sends a full turn of full packets over a single link.
+    /// Runs at once as many sweeps as possible in which every pair sends a full turn of full packets over one link, the same in all these
+    /// sweeps.
     fn repeated_sweeps(&mut self, load: &mut [u64], pairs: &[Pair]) {
         let Some(turn_bytes) = self.turn_packets.checked_mul(self.packet_bytes) else { return };
         let mut at_node = vec![0u64; self.nodes];
@@ -137,7 +139,7 @@ impl Round {
         left < self.turn_packets
     }
 
-    /// Sends at most `most` packets of one size on one link; returns their number, or `None` if no packet fits.
+    /// Sends at most `most` packets of one size on one link. Returns their number, or `Break` if no packet fits.
     fn send(&mut self, from: usize, to: usize, load: &mut u64, most: u64) -> ControlFlow<(), u64> {
         let packet = self.packet_bytes.min(*load);
         let nic = self.nic_limit_bytes - self.nic_bytes[from].max(self.nic_bytes[to]);
@@ -160,7 +162,7 @@ impl Round {
         self.nic_bytes[to] += packets * packet_bytes;
     }
 
-    /// The first link in this direction, or without a direction, that has room for a packet.
+    /// The first link that has room for a packet, and has no packets yet or packets in this direction.
     fn first_fit(&mut self, from: usize, to: usize, packet_bytes: u64) -> Option<usize> {
         let pair = pair(from, to);
         let links = &self.links[pair * self.num_links..][..self.num_links];

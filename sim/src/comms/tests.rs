@@ -12,14 +12,14 @@ fn run(params: &Params, load: &Load, schedule: Schedule) -> Exchange {
     exchange(params, load, schedule, None).unwrap()
 }
 
-/// The published program's rules packet by packet, as described in `docs/simulator.md`: the reference for the counted version.
+/// The published program's rules, as described in `docs/simulator.md`, simulated packet by packet: the reference for counted packets.
 fn packet_by_packet(params: &Params, load: &Load) -> Vec<f64> {
     let n = load.nodes;
     let mut left: Vec<i64> = load.layers[0].iter().map(|bytes| *bytes as i64).collect();
     let mut times = Vec::new();
     while left.iter().sum::<i64>() > 0 {
         let mut nic = vec![0; n];
-        // By unordered pair and link: direction, packets.
+        // For each unordered pair and link: the direction, and the sizes of the packets.
         let mut links = vec![vec![(0i32, Vec::new()); params.num_links]; n * n];
         for from in 0..n {
             let mut moved = true;
@@ -103,7 +103,7 @@ fn counting_packets_is_sending_them_one_by_one() {
         let nic = params.nic_rate_bytes < params.intra_bw_bytes_per_ms * params.num_links as f64;
         bound = (bound.0 + usize::from(nic), bound.1 + usize::from(got.runs.iter().any(|run| run.repeats > 1)));
     }
-    // NICs bind and rounds repeat in these cases.
+    // In more than 50 cases each, a NIC's limit is below that of a pair's links, and rounds repeat.
     assert!(bound.0 > 50 && bound.1 > 50, "{bound:?}");
 }
 
@@ -168,18 +168,20 @@ fn clusters_overlap_and_layers() {
         load[from * 4 + to] = bytes;
         Load::new(4, vec![load])
     };
-    // 100 bytes: one round of 4 packets inside, two rounds of 2 between.
+    // 100 bytes take one round of 4 packets inside a cluster, and two rounds of 2 packets between clusters.
     let inside = run(&params(base), &one(0, 1, 100), Schedule::Fair);
     assert_eq!((inside.rounds, inside.time_ms), (1, 5.0));
     let between = run(&params(base), &one(1, 2, 100), Schedule::Fair);
     assert_eq!((between.rounds, between.time_ms, between.closed_form_ms), (2, 6.0, None));
-    // Preparation takes 1 ms and transfer 0.25: four preparations and the last transfer, times 1.2.
+    // Preparing a packet takes 1 ms and transferring it 0.25 ms. The four preparations are not hidden, nor is the last transfer; all times
+    // 1.2.
     let overlapped = Params { parallelization_multiplier: Some(1.2), ..params(base) };
     assert!((run(&overlapped, &one(0, 1, 100), Schedule::Fair).time_ms - 1.2 * 4.25).abs() < 1e-12);
-    // Transfer takes 0.5 and preparation 0.1: one preparation and two transfers, in each of two rounds.
+    // Transferring a packet takes 0.5 ms and preparing it 0.1 ms. In each of two rounds the first preparation and both transfers are not
+    // hidden.
     let slow = Params { packet_prep_delay_ms: 0.1, ..overlapped };
     assert!((run(&slow, &one(1, 2, 100), Schedule::Fair).time_ms - 2.0 * 1.2 * 1.1).abs() < 1e-12);
-    // Layers one after the other, the initial delay once.
+    // Layers are exchanged one after the other, and the initial delay is added once.
     let layers = Params { num_layers: 3, initial_cpu_delay_ms: 7.0, ..Params::default() };
     let once = Params { num_layers: 1, ..layers.clone() };
     let (three, one) = (run(&layers, &even(8, 1600), Schedule::Fair), run(&once, &even(8, 1600), Schedule::Fair));
@@ -222,7 +224,8 @@ fn bad_input_is_reported_in_one_line() {
     assert!(error(r#"{"load_bytes": [[0, -1], [1, 0]]}"#).starts_with("load_bytes[0][1]: "));
     assert!(error(r#"{"load_bytes": [[0, 1e15], [1e15, 0]]}"#).contains("bytes in all"));
     assert!(error(r#"{"layers": [{"load_bytes": [[0]]}, {"load_bytes": [[0, 1], [1, 0]]}]}"#).contains("layers[1]."));
-    // A packet that never fits, through the link or the NIC; it is accepted if all loads are small.
+    // Packets of `packet_size_bytes` do not fit through a link, or through a NIC. Such a size is accepted if all loads are small, because a
+    // packet is not larger than its load.
     let params = params(r#"{"packet_size_bytes": 200}"#);
     let error = exchange(&params, &even(2, 300), Schedule::Compat, None).unwrap_err().to_string();
     assert!(error.starts_with("packet_size_bytes is 200, expected at most 100 (intra_bw_bytes_per_ms"), "{error}");
@@ -252,7 +255,7 @@ fn many_packets_are_few_steps() {
     };
     let (layer, work) = of(WORK_MOST);
     assert!(layer.unwrap().rounds > 1000 && work < 1_000_000, "{work}");
-    // A smaller work limit rejects it.
+    // With half of this work as the limit, the exchange is rejected.
     let error = of(work / 2).0.unwrap_err().to_string();
     assert!(error.starts_with("num_links is 1, expected fewer links, or fewer than 8 nodes"), "{error}");
 }

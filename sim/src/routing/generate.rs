@@ -5,21 +5,22 @@ use aristos_formats::routing::{CHOICES_MOST, EXPERTS_MOST, NODES_MOST, Record, R
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Maximum number of rejected draws (of experts that the token has already) before the remaining experts are enumerated.
+/// Maximum number of draws for one choice. If each gives an expert that the token has already, the choice is drawn from an enumeration of
+/// the remaining experts.
 const DRAWS_MOST: usize = 16;
 
-/// Maximum number of records, layers times steps. More take longer than seconds, whatever the number of tokens.
+/// Maximum number of records, layers times steps. More records would take longer than some seconds, even with few tokens.
 const RECORDS_MOST: usize = 1 << 18;
 
 /// The distribution of the experts' popularity.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Popularity {
-    /// A fraction of the experts (rounded, at least one) has a fraction of the probability; the others share the rest. Experts of a class
-    /// are equally likely.
+    /// A fraction of the experts (rounded, at least one) are hot and share a fraction of the probability equally. The other experts share
+    /// the rest equally.
     Hot {
-        /// Fraction of the experts.
+        /// Fraction of the experts that are hot.
         ratio: f64,
-        /// Fraction of the probability.
+        /// Fraction of the probability that the hot experts share.
         weight: f64,
     },
     /// The probability of expert e is proportional to (e + 1)^-s.
@@ -119,7 +120,7 @@ impl Workload {
                 }
                 let hot = ((self.experts as f64 * ratio).round() as usize).max(1);
                 let others = self.experts - hot;
-                // If one class has all experts or all probability, the remaining choices cannot be drawn from the other.
+                // If hot experts have no probability or all of it, only the others or only the hot ones can be drawn.
                 let possible = if weight == 0.0 {
                     others
                 } else if weight == 1.0 {
@@ -154,7 +155,7 @@ fn draw(rng: &mut ChaCha8Rng, cumulative: &[f64], top_k: usize, choices: &mut Ve
     let sum = cumulative[cumulative.len() - 1];
     let probability = |e: usize| cumulative[e] - if e == 0 { 0.0 } else { cumulative[e - 1] };
     for _ in 0..top_k {
-        // Rejecting an expert that the token has already draws from the remaining ones.
+        // Draws from the remaining experts by rejecting those that the token has already.
         let fresh = (0..DRAWS_MOST).find_map(|_| {
             let point = rng.random::<f64>() * sum;
             let expert = cumulative.partition_point(|&end| end <= point).min(cumulative.len() - 1);
@@ -195,7 +196,7 @@ mod tests {
         }
     }
 
-    /// Probability that a token has each expert, summed over all ordered draws of two.
+    /// For each expert, the probability that a token with two choices has it: the sum over all ordered pairs of draws.
     fn of_two(probabilities: &[f64]) -> Vec<f64> {
         let sum: f64 = probabilities.iter().sum();
         let mut of = vec![0.0; probabilities.len()];
@@ -238,9 +239,9 @@ mod tests {
         assert_eq!(workload().routing().unwrap(), routing);
         assert_ne!(Workload { seed: 6, ..workload() }.routing().unwrap().records[0], routing.records[0]);
         assert_ne!(routing.records[0].choices, routing.records[1].choices);
-        // The written text passes the checks on reading.
+        // The JSON text is read back, and passes the reader's checks.
         assert_eq!(Routing::from_json(&routing.to_json()).unwrap(), routing);
-        // All experts, and a class without probability.
+        // Each token has all experts; then only hot experts, as the others have no probability.
         let all = Workload { top_k: 16, popularity: Popularity::Zipf { exponent: 20.0 }, ..workload() };
         assert_eq!(all.routing().unwrap().tokens_per_expert(), [4.0 * 4003.0; 16]);
         let hot = Workload { top_k: 4, popularity: Popularity::Hot { ratio: 0.25, weight: 1.0 }, ..workload() };

@@ -8,7 +8,7 @@ use aristos_formats::routing::{NO_EXPERT, Record, Routing};
 use crate::comms::Load;
 pub use generate::{Popularity, Workload};
 
-/// Bytes that accompany each token to each of its experts.
+/// Bytes sent for each token and each of its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Payload {
@@ -38,8 +38,9 @@ impl Payload {
     }
 }
 
-/// The bytes between nodes in a dispatch, by layer and step, with the experts in consecutive blocks on the nodes. A token is sent to each
-/// of its experts separately, as in the routing-simulation document; tokens for experts of the same node are not counted.
+/// The bytes that nodes send each other in the dispatch of each record (layer and step). Experts are placed on the nodes in consecutive
+/// blocks. As in the routing-simulation document, a token is sent to each of its experts separately. Tokens for experts of their own node
+/// are not counted.
 ///
 /// # Errors
 /// Returns an error if the number of nodes does not divide that of the experts, or if the bytes overflow.
@@ -75,7 +76,7 @@ mod tests {
     #[test]
     fn loads_by_hand() {
         let routing = Routing::from_json(SMALL).unwrap();
-        // Experts 0 and 1 are on node 0. Node 0 sends copies of its tokens for 3 and 2, node 1 one for 0; 9 bytes each.
+        // Experts 0 and 1 are on node 0. Node 0 sends a token to each of experts 3 and 2, and node 1 one to expert 0; each takes 9 bytes.
         let load = dispatch_load(&routing, &Payload::default()).unwrap();
         assert_eq!(load, Load::new(2, vec![vec![0, 18, 9, 0]]));
         let payload = Payload { embed_dim: 16, ..Payload::default() };

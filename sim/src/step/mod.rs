@@ -1,8 +1,8 @@
 //! One step of an MoE layer in virtual time, event by event: the layer's protocol (`docs/protocol.md`) over an alpha-beta network.
 //!
-//! A PE computes one tile at a time while rows travel. The work and the send order of a PE, the chunks, the windows, their credits and the tiles are
-//! those of the layer: a [`GroupPlan`] is derived from the layer's own routes. Between expert-parallel groups gradients are summed once all
-//! owners of an expert have finished its backward.
+//! A PE computes one tile at a time while rows are in flight. The order of a PE's work and sends, the chunks, windows, credits and tiles
+//! are those of the layer: a [`GroupPlan`] is derived from the layer's own routes. The gradients of an expert are summed between its
+//! holders once all of them have finished their backward pass.
 
 mod engine;
 mod plan;
@@ -39,13 +39,13 @@ pub struct LayerCost {
     pub header_bytes: f64,
     /// The tiles of an expert, by pass, per slot.
     pub tile_flop: [Affine; 2],
-    /// The gradients of an expert's weights, per slot.
+    /// The gradients of an expert's weights, per slot of the expert.
     pub gradient_flop: Affine,
-    /// The router, by pass, per token, including other work at the beginning and the end of a pass.
+    /// The router and other work at the start and the end of a pass, by pass, per token.
     pub router_flop: [Affine; 2],
     /// The shared expert, by pass, per token.
     pub shared_flop: [Affine; 2],
-    /// Work of the PE itself to send and sum rows, by pass.
+    /// Work of the PE itself to send, gather and sum rows, by pass.
     pub copy_flop: [CopyFlop; 2],
     /// Gradient bytes of one expert, and of the replicated weights.
     pub gradient_bytes: (f64, f64),
@@ -54,9 +54,9 @@ pub struct LayerCost {
 /// A cost that grows with the number of rows, slots or tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Affine {
-    /// Constant part, for any number above 0.
+    /// Constant part; not added for a number of 0.
     pub base: f64,
-    /// Per unit.
+    /// Cost per row, slot or token.
     pub each: f64,
 }
 
@@ -72,12 +72,12 @@ impl Affine {
     }
 }
 
-/// Work of a PE's processor to copy rows, FLOP; 0 if rows travel without it.
+/// Work of a PE's processor to copy rows, FLOP; 0 if rows are transferred without the processor.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CopyFlop {
-    /// Puts a chunk and its signal: a chunk of rows, of results.
+    /// Puts a chunk with its signal, in addition to the cost of its rows: for a chunk of rows, and of results.
     pub message: [f64; 2],
-    /// Puts one row: out, back.
+    /// Puts one row: in the dispatch, and in the combine.
     pub put_row: [f64; 2],
     /// Gathers one slot of a received row, or of the PE's own.
     pub gather_slot: f64,
@@ -85,10 +85,10 @@ pub struct CopyFlop {
     pub sum_slot: f64,
     /// Adds one row of results to its token.
     pub add_row: f64,
-    /// Receives one message of rows or results, plus the cost per row of it. A second thread of the PE does this; it delays the PE if the
-    /// host has no idle core ([`Cores`]).
+    /// Receives one message of rows or results, in addition to `take_row` for each row. A second thread of the PE does this, so it delays
+    /// the PE only if the host has no idle core ([`Cores`]).
     pub take_message: f64,
-    /// See `take_message`.
+    /// Receives one row of a message.
     pub take_row: f64,
 }
 
@@ -97,12 +97,12 @@ pub struct CopyFlop {
 pub struct Cores {
     /// Cores per host.
     pub count: usize,
-    /// Slowdown of the same work if all cores are busy, relative to one busy core.
+    /// The time of some work if all cores are busy, relative to its time if only one core is busy.
     pub busy_factor: f64,
 }
 
 impl Cores {
-    /// The slowdown with this number of busy cores.
+    /// The factor on the time of work with this number of busy cores: linear from 1 for one core to `busy_factor` for all.
     pub fn slowdown(&self, busy: usize) -> f64 {
         let share = if self.count > 1 { busy.saturating_sub(1) as f64 / (self.count - 1) as f64 } else { 0.0 };
         1.0 + (self.busy_factor - 1.0) * share
@@ -125,7 +125,7 @@ pub struct Group {
 pub struct Jitter {
     /// Seed of the random numbers.
     pub seed: u64,
-    /// Standard deviation of the logarithm of a PE's time for the same work, drawn for each step.
+    /// Standard deviation of the logarithm of the factor on a PE's time, which is drawn for each PE and step.
     pub sigma: f64,
 }
 
@@ -149,14 +149,14 @@ pub struct Step<'a> {
     pub steps: usize,
     /// Random speed differences, if any.
     pub jitter: Option<Jitter>,
-    /// The cores that PEs share, if they do.
+    /// The cores that PEs share; `None` if each PE has a processor of its own.
     pub cores: Option<Cores>,
-    /// Whether a put blocks its PE until the target has received it, which the target does only while it is in a put of its own or waits:
-    /// one-sided operations over messages without a progress thread.
+    /// Whether a put blocks its PE until the target has received the message, and a target receives only while it puts or waits itself.
+    /// This models one-sided operations that are implemented with two-sided messages and no progress thread.
     pub puts_block: bool,
-    /// Which PEs have a port to the network.
+    /// Whether PEs share a port to the network.
     pub nics: Nics,
-    /// Factors on the speed of the network ports, and of FLOP.
+    /// Factors on the speed of the network ports, and on FLOP/s.
     pub speed: (f64, f64),
     /// Timelines are recorded for PEs `0..traced`.
     pub traced: usize,
@@ -168,7 +168,7 @@ pub struct Step<'a> {
 pub struct PeTime {
     /// The router, by pass.
     pub router_s: [f64; 2],
-    /// Experts, the shared one included, by pass.
+    /// Experts, including the shared expert, by pass.
     pub expert_s: [f64; 2],
     /// Putting and gathering rows, by pass.
     pub dispatch_s: [f64; 2],
@@ -178,9 +178,9 @@ pub struct PeTime {
     pub waiting_s: [f64; 2],
     /// Forward and backward, from the start of the step to the end of the PE.
     pub pass_s: [f64; 2],
-    /// Sums of gradients, including waits for them.
+    /// Summing gradients, including waits for other PEs.
     pub all_reduce_s: f64,
-    /// Time in which its busiest port sent or received.
+    /// Time in which its busiest port sent, or in which it received, whichever is longer.
     pub port_s: f64,
 }
 
@@ -205,12 +205,12 @@ pub struct StepTimes {
     pub step_s: Vec<f64>,
     /// Times by PE.
     pub pes: Vec<PeTime>,
-    /// For each PE and step, its delay relative to the first PE of its group at the end of the passes, or in the bulk schedule at the end
-    /// of the last pass's experts; s, ascending.
+    /// For each PE and step, how much later the PE ended its passes than the first PE of its group, s. In the bulk schedule, the ends of
+    /// the last pass's expert work are compared. Ascending.
     pub straggler_s: Vec<f64>,
     /// Timelines of the traced PEs: computation in track 0, reception inside the host in track 1 and from the network in track 2.
     pub spans: Vec<Span>,
-    /// Bytes of all rows and results between PEs, with their slots.
+    /// Bytes of all messages of rows and results between PEs.
     pub sent_bytes: f64,
     /// Bytes between hosts, included in `sent_bytes`.
     pub network_bytes: f64,
@@ -233,7 +233,7 @@ impl StepTimes {
         self
     }
 
-    /// The fraction of the ports' busy time during which no PE waited: 1 - waiting / port time, at least 0.
+    /// How much of the communication is hidden: 1 - (sum of the PEs' waiting time) / (sum of their ports' busy time), at least 0.
     pub fn overlap_efficiency(&self) -> f64 {
         let waiting: f64 = self.pes.iter().map(|pe| pe.waiting_s.iter().sum::<f64>()).sum();
         let ports: f64 = self.pes.iter().map(|pe| pe.port_s).sum();

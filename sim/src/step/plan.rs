@@ -11,17 +11,17 @@ pub struct Rows {
     pub experts: Vec<u32>,
     /// The rows in the order in which their results return.
     pub returns: Vec<u32>,
-    /// How they cross the network; `None` if each row crosses on its own.
+    /// How the rows cross the network through a relay; `None` if they are sent to the receiver directly.
     pub relay: Option<Relay>,
 }
 
-/// How rows cross the network together with those for the other PEs of the destination host: each token crosses once, to a relay, which
-/// forwards the rows and sums the results.
+/// How rows cross the network together with those for the other PEs of the destination host: each token is sent once, to a relay on that
+/// host, which forwards the rows and sums the results.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Relay {
-    /// Number in the group of the relay; the same for all PEs of the host.
+    /// The relay's number in the group. All PEs of the host have the same relay.
     pub pe: u32,
-    /// Rows that cross for the host.
+    /// Number of rows that cross for all PEs of the host.
     pub rows: u32,
     /// For each row its index among the crossing rows, ascending.
     pub places: Vec<u32>,
@@ -39,8 +39,8 @@ impl Rows {
         &self.experts[self.starts[row] as usize..self.starts[row + 1] as usize]
     }
 
-    /// Chunks: the rows of each, and the places in `returns` of the results that return under the chunk's number. If a relay forwards them,
-    /// the chunks follow those of the crossing and may be empty.
+    /// For each chunk its rows, and the range in `returns` of the results that have the chunk's number. If a relay forwards the rows, a
+    /// chunk has the part of a crossing for this receiver, which may be empty.
     fn chunks(&self, chunk_rows: usize) -> Vec<[Range<usize>; 2]> {
         let Some(relay) = &self.relay else {
             let run = |start: usize| start..self.len().min(start + chunk_rows);
@@ -53,7 +53,7 @@ impl Rows {
     }
 }
 
-/// Rows under one signal, at their receiver.
+/// Rows that arrive under one signal, as numbered at their receiver.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Chunk {
     /// Number in the group of the sender.
@@ -65,23 +65,23 @@ pub(super) struct Chunk {
     /// Rows and slots of the results that return as chunk `index`.
     pub result_rows: u32,
     pub result_slots: u32,
-    /// The relay that forwards the chunk, by its number in the group, and the number of the crossing there.
+    /// If a relay forwards the chunk: the relay's number in the group, and the index of the crossing in the relay's plan.
     pub relay: Option<(u32, u32)>,
 }
 
-/// Rows for the PEs of a host that cross the network under one signal, at their relay.
+/// Rows for the PEs of a host that cross the network under one signal, as numbered at their relay.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Crossing {
     /// Number in the group of the sender.
     pub from: u32,
-    /// Rows in each direction.
+    /// Number of rows, which is also that of result rows.
     pub rows: u32,
-    /// Slots of the rows, and of the results that return under the same number.
+    /// Slots of the rows, and of the results that return with this crossing's index.
     pub slots: u32,
     pub result_slots: u32,
     /// The PEs that receive a part, by number in the group, and their chunks.
     pub parts: Vec<(u32, u32)>,
-    /// Number of PEs that hold a part of its results.
+    /// Number of PEs that return a part of its results.
     pub result_parts: u32,
 }
 
@@ -92,11 +92,11 @@ pub(super) struct Tile {
     pub rows: u32,
     /// Whether it is formed before the other PEs' counts arrive.
     pub early: bool,
-    /// Whether all its rows are the PE's own, so that no other PE waits for it.
+    /// Whether all its rows are the PE's own. No other PE waits for the results of such a tile.
     pub own: bool,
 }
 
-/// The slots of a chunk in a tile, of received rows or of results.
+/// The number of slots of a chunk in a tile: of received rows, or of results.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Piece {
     pub chunk: u32,
@@ -124,9 +124,9 @@ pub(super) struct PePlan {
     pub tokens: u32,
     /// By sender, then by number; includes chunks of the PE's own rows.
     pub chunks: Vec<Chunk>,
-    /// Start of each sender's chunks, with one entry more than PEs.
+    /// Start of each sender's chunks, and the total.
     pub first_chunk: Vec<u32>,
-    /// Crossings that it forwards, by sender, and the start of each sender's.
+    /// Crossings that this PE forwards, by sender; and the start of each sender's crossings, and the total.
     pub crossings: Vec<Crossing>,
     pub first_crossing: Vec<u32>,
     pub expert_rows: Vec<u32>,
@@ -134,7 +134,7 @@ pub(super) struct PePlan {
     pub backward: Tiling,
 }
 
-/// The plan of an expert-parallel group for a step. Groups that route alike may share one.
+/// The plan of an expert-parallel group for a step. Groups with the same routes may share a plan.
 #[derive(Clone, Debug)]
 pub struct GroupPlan {
     pub(super) pes: Vec<PePlan>,
@@ -142,18 +142,18 @@ pub struct GroupPlan {
     pub(super) most_chunks: u32,
 }
 
-/// The layer's own rules for cutting rows into chunks and tiles.
+/// The layer's rules for dividing rows into chunks and tiles.
 pub struct Cutting<'f> {
     /// Rows of a full chunk.
     pub chunk_rows: usize,
     /// Minimum number of an expert's own rows for which tiles are formed before the other PEs' counts arrive.
     pub early_rows: usize,
-    /// Cuts a run of an expert's rows into tiles.
+    /// Divides consecutive rows of an expert into tiles.
     pub tiles: &'f dyn Fn(Range<usize>) -> Vec<Range<usize>>,
 }
 
 impl GroupPlan {
-    /// The plan of a group: `rows[source][destination]` for PEs with `tokens` tokens and `experts` experts each.
+    /// Creates the plan of a group from the rows `rows[source][destination]`, and from the number of tokens and of experts of each PE.
     ///
     /// # Panics
     /// If the lengths of the three arguments differ.
@@ -174,7 +174,7 @@ impl GroupPlan {
         GroupPlan { pes, most_chunks }
     }
 
-    /// Chunks that its PEs send in a pass.
+    /// Number of chunks in a pass, including those of the PEs' own rows.
     pub fn chunks(&self) -> usize {
         self.pes.iter().map(|pe| pe.chunks.len()).sum()
     }
@@ -245,7 +245,7 @@ impl PePlan {
         }
         let total = |expert: usize| counts.iter().map(|counts| counts[expert]).sum::<usize>();
         let expert_rows: Vec<u32> = (0..experts).map(|expert| total(expert) as u32).collect();
-        // Batch of an expert: own rows first, then those of the next PEs in turn.
+        // The batch of an expert has the PE's own rows first, then those of the next PE, and so on.
         let starts = starts(me, &counts);
         let tiling = |early: bool| {
             let mut tiling = Tiling::default();
@@ -285,7 +285,7 @@ impl PePlan {
     /// The chunks of a sender that are not forwarded by a relay.
     pub fn direct_from(&self, sender: usize) -> Range<u32> {
         let all = self.from(sender);
-        // A relay forwards all chunks of a sender, or none.
+        // A relay forwards either all chunks of a sender or no chunk.
         match self.chunks[all.start as usize..all.end as usize].first() {
             Some(Chunk { relay: Some(_), .. }) => all.end..all.end,
             _ => all,
@@ -320,7 +320,7 @@ impl Tiling {
         let mut next_chunk = 0;
         for (source, rows) in from.iter().enumerate() {
             let mut place = starts[source].clone();
-            // By slot, in order of arrival.
+            // The tile of each slot, in the order of `rows.experts`.
             let mut tiles = Vec::with_capacity(rows.experts.len());
             for &expert in &rows.experts {
                 tiles.push(tile_at[expert as usize][place[expert as usize]]);
@@ -353,7 +353,8 @@ impl Tiling {
     }
 }
 
-/// Adds the slots of a chunk to its tiles; the slots of an expert are consecutive there, so each expert has few tiles.
+/// Appends the number of a chunk's slots in each tile. The linear search is short: a chunk has few tiles, since an expert's slots are
+/// consecutive in its batch.
 fn count<'t>(pieces: &mut Vec<Piece>, chunk: u32, tiles: impl Iterator<Item = &'t u32>) {
     let first = pieces.len();
     for &tile in tiles {

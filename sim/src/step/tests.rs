@@ -2,14 +2,14 @@ use aristos_formats::cluster::{Device, Link, Links, Tier, Tiers};
 
 use super::*;
 
-/// One host of n PEs of 1 FLOP/s, alpha 1 s, beta 1 s/B.
+/// One host of n PEs with 1 FLOP/s each; alpha is 1 s and beta 1 s/B.
 fn cluster(n: usize) -> Cluster {
     let link = Link { alpha_ms: 1e3, beta_ms_per_mb: 1e9 };
     let devices = (0..n).map(|i| Device::new(i as u64, "h", 1e-3, 8)).collect();
     Cluster::new(devices, Links::Tiers(Tiers::new(n, vec![Tier { size: n, link }]).unwrap()))
 }
 
-/// Rows of one slot each, for these experts.
+/// One row with one slot for each of these experts.
 fn rows(experts: &[u32]) -> Rows {
     Rows {
         starts: (0..=experts.len() as u32).collect(),
@@ -19,7 +19,7 @@ fn rows(experts: &[u32]) -> Rows {
     }
 }
 
-/// Tiles of at most `rows` rows.
+/// The plan of a group with chunks of `chunk_rows` rows and tiles of at most `tile_rows` rows.
 fn group_plan(rows: &[Vec<Rows>], experts: &[usize], chunk_rows: usize, tile_rows: usize) -> GroupPlan {
     let tokens: Vec<usize> = rows.iter().map(|rows| rows.iter().map(Rows::len).sum()).collect();
     let tiles = |run: std::ops::Range<usize>| -> Vec<_> {
@@ -95,11 +95,11 @@ fn one_token_makes_a_round_trip() {
     near(times.step_s[0], 122.0);
     near(times.pes[1].expert_s[0], 100.0);
     near(times.pes[0].waiting_s[0], 122.0);
-    // PE 1 ends with its tile; PE 0 waits for the result.
+    // PE 1 ends after its tile; PE 0 ends 11 s later, when the result has arrived.
     near(times.straggler_s[1], 11.0);
     let names: Vec<&str> = times.spans.iter().map(|span| span.name.as_str()).collect();
     assert_eq!(names, ["router", "router", "rows from PE 0", "expert 0", "results from PE 1"]);
-    // In bulk: a barrier of two PEs is one message's latency, after counts (1), rows (11), experts (100), results (11).
+    // Bulk: counts take 1 s, rows 11, experts 100 and results 11, each followed by a barrier of 1 s (one message's latency).
     let bulk = simulate(&Step { schedule: Schedule::Bulk, ..case.step() });
     near(bulk.straggler_s[1], 100.0);
     near(bulk.step_s[0], 1.0 + 1.0 + 11.0 + 1.0 + 100.0 + 1.0 + 11.0 + 1.0);
@@ -109,7 +109,8 @@ fn one_token_makes_a_round_trip() {
     (with.cost.out_bytes, with.cost.back_bytes) = ((3.0, 4.0), 5.0);
     near(simulate(&with.step()).step_s[0], 129.0);
     near(simulate(&Step { backward: true, ..with.step() }).sent_bytes, 27.0 + 25.0);
-    // Backward: the gradient travels to PE 1, 100 s for the input's gradient, and 100 s for the weights' while that returns.
+    // Backward: the gradient arrives at PE 1 after 11 s. PE 1 computes the input's gradient for 100 s, then the weights' gradient for 100 s
+    // while it returns the input's.
     let backward = simulate(&Step { backward: true, ..case.step() });
     near(backward.step_s[0], 122.0 + 111.0 + 100.0);
     near(backward.pes[1].expert_s[1], 200.0);
@@ -124,12 +125,12 @@ fn transfers_overlap_computation() {
     let plan = group_plan(&[vec![rows(&[]), rows(&[0, 0])], vec![rows(&[]), rows(&[0, 0])]], &[0, 1], 1, 1);
     let case = Case::one_group(plan, &[0, 1]);
     let times = simulate(&case.step());
-    // Rows arrive at 11 and 21, while PE 1 computes an own row until 100; then the two received rows, for which PE 0 waits, until 300, then
-    // the other own row.
+    // Rows arrive at 11 and 21. PE 1 computes a row of its own until 100, then the two received rows, for which PE 0 waits, until 300, and
+    // then its other row.
     near(times.step_s[0], 400.0);
     near(times.pes[1].waiting_s[0], 0.0);
     assert!(times.overlap_efficiency() < 1.0);
-    // A window of one chunk: the second row waits for the credit of the first, 11 + 1, and arrives at 12 + 11.
+    // A window of one chunk: the second row is sent when the credit of the first has arrived, at 11 + 1, and arrives at 12 + 11.
     let window = simulate(&Step { window_chunks: 1, ..case.step() });
     near(window.step_s[0], 400.0);
     let second = window.spans.iter().filter(|span| span.name == "rows from PE 0").nth(1).unwrap();
@@ -138,14 +139,14 @@ fn transfers_overlap_computation() {
     // two rows 21 + 1.
     let bulk = simulate(&Step { window_chunks: 1, schedule: Schedule::Bulk, ..case.step() });
     near(bulk.step_s[0], 2.0 + 24.0 + 401.0 + 22.0);
-    // Twice the FLOP/s halve the work; alpha stays.
+    // Twice the FLOP/s halve the time of the work; all transfers are hidden behind it.
     let fast = simulate(&Step { speed: (1.0, 2.0), ..case.step() });
     near(fast.step_s[0], 200.0);
 }
 
 #[test]
 fn tile_waits_for_all_its_rows() {
-    // One tile of two rows, from PEs 0 and 2, which both send to PE 1: the second row arrives behind the first.
+    // One tile of two rows, from PEs 0 and 2, which both send to PE 1: the rows arrive one after the other.
     let none = || rows(&[]);
     let plan = group_plan(
         &[vec![none(), rows(&[0]), none()], vec![none(), none(), none()], vec![none(), rows(&[0]), none()]],
@@ -155,7 +156,7 @@ fn tile_waits_for_all_its_rows() {
     );
     let case = Case::one_group(plan, &[0, 1, 0]);
     let times = simulate(&case.step());
-    // Arrivals at 11 and 21; 200 s of work; results leave one after the other: 1 + 20.
+    // The rows have arrived at 21. After 200 s of work the two results are sent one after the other, in 1 + 20.
     near(times.step_s[0], 21.0 + 200.0 + 21.0);
 }
 
@@ -238,7 +239,7 @@ fn all_work_is_done_for_random_rows() {
 
 #[test]
 fn pes_share_cores() {
-    // Four PEs with a token of their own each, 100 s of work.
+    // Four PEs, each with one token for its own expert: 100 s of work in forward and 200 s in backward.
     let n = 4;
     let own = |from: usize| (0..n).map(|to| rows(if from == to { &[0][..] } else { &[] })).collect::<Vec<_>>();
     let plan = group_plan(&(0..n).map(own).collect::<Vec<_>>(), &[1; 4], 4, 1);
@@ -246,7 +247,7 @@ fn pes_share_cores() {
     let with = |count, busy_factor| {
         simulate(&Step { cores: Some(Cores { count, busy_factor }), backward: true, ..case.step() })
     };
-    // Headers take 1 s, in which own rows are computed: each PE has 300 s of work.
+    // Own rows are computed while headers are in flight (1 s), so each PE works for 300 s without a wait.
     for (count, busy_factor, step_s) in
         [(4, 1.0, 300.0), (4, 1.5, 450.0), (2, 1.0, 600.0), (2, 1.5, 900.0), (1, 7.0, 1200.0)]
     {
@@ -254,28 +255,29 @@ fn pes_share_cores() {
         near(times.step_s[0], step_s);
         near(times.pes[3].expert_s[0] + times.pes[3].expert_s[1], step_s);
     }
-    // Three of four cores at work: two thirds of the way from one to all.
+    // Three of four busy cores are two thirds of the way from one to four: 1 + 0.3 * 2 / 3.
     near(Cores { count: 4, busy_factor: 1.3 }.slowdown(3), 1.2);
-    // Three PEs on two cores: one has a core alone, the others alternate; PEs at work do not move to a core that becomes idle.
+    // Three PEs on two cores: one has a core alone, and the other two share a core. PEs at work do not move to a core that becomes idle.
     let own = |from: usize| (0..3).map(|to| rows(if from == to { &[0][..] } else { &[] })).collect::<Vec<_>>();
     let three = Case::one_group(group_plan(&(0..3).map(own).collect::<Vec<_>>(), &[1; 3], 4, 1), &[1; 3]);
     let times = simulate(&Step { cores: Some(Cores { count: 2, busy_factor: 1.0 }), ..three.step() });
     near(times.pes[0].expert_s[0], 200.0);
     near(times.pes[1].expert_s[0], 100.0);
-    // Five PEs on two cores, those of the second core with less work: once one of them ends, one of the first core's three moves there.
+    // Five PEs on two cores. The two PEs of the second core have half the work. Once they have ended, one of the first core's three PEs
+    // moves there.
     let own = |from: usize| {
         let tokens = &[0, 0][..2 - from % 2];
         (0..5).map(|to| rows(if from == to { tokens } else { &[] })).collect::<Vec<_>>()
     };
     let five = Case::one_group(group_plan(&(0..5).map(own).collect::<Vec<_>>(), &[1; 5], 4, 1), &[1; 5]);
     let times = simulate(&Step { cores: Some(Cores { count: 2, busy_factor: 1.0 }), ..five.step() });
-    // Both have 100 s and end at 200. The three have finished a tile each at 300; the first to start its second tile moves.
+    // Both have 100 s of work and end at 200. The three PEs each finish a tile at 300; the first of them that starts its second tile moves.
     near(times.pes[1].expert_s[0], 200.0);
     let mut ends: Vec<f64> = [0, 2, 4].map(|pe| times.pes[pe].expert_s[0]).to_vec();
     ends.sort_by(f64::total_cmp);
     near(ends[0], 400.0);
     near(times.step_s[0], 500.0);
-    // Two on a core, one of them with 100 s of work and one with 200: both at half the speed, then the second one alone.
+    // Two PEs on one core, with 100 s and 200 s of work: both work at half the speed until 200, then the second works alone.
     let plan = group_plan(&[vec![rows(&[0]), rows(&[])], vec![rows(&[]), rows(&[0, 0])]], &[1, 1], 4, 1);
     let case = Case::one_group(plan, &[1, 1]);
     let times = simulate(&Step { cores: Some(Cores { count: 1, busy_factor: 1.0 }), ..case.step() });
@@ -285,8 +287,8 @@ fn pes_share_cores() {
 
 #[test]
 fn pes_copy_rows_themselves() {
-    // PE 0 has a token for PE 1's expert. Putting the row takes 2 + 3 s, its transfer 1, gathering it 5, the expert 100, summing and
-    // putting the result 7 + 2 + 3, its transfer 1, adding it 11.
+    // PE 0 has a token for PE 1's expert. Putting the row takes 2 + 3 s, its transfer 1, gathering the row 5, and the expert 100. Summing
+    // and putting the result takes 7 + 2 + 3, its transfer 1, and adding the result 11.
     let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[])]], &[0, 1], 4, 4);
     let mut case = Case::one_group(plan, &[0, 1]);
     let copy = CopyFlop {
@@ -315,34 +317,34 @@ fn pes_copy_rows_themselves() {
 
 #[test]
 fn receiving_thread_uses_idle_cores() {
-    // PE 0 has a token for PE 1's expert, and each PE one for its own. PE 1 computes the tile of its own token, 100 s, when the other
-    // arrives; receiving it takes 6 + 7 s of PE 1's time if no core is idle.
+    // PE 0 has a token for PE 1's expert, and each PE has one for its own expert. PE 1 is computing its own token (100 s) when PE 0's
+    // arrives. Receiving that takes 6 + 7 s of PE 1's time if no core is idle.
     let plan = group_plan(&[vec![rows(&[0]), rows(&[0])], vec![rows(&[]), rows(&[0])]], &[1, 1], 4, 1);
     let mut case = Case::one_group(plan, &[1, 1]);
     case.cost.copy_flop = [CopyFlop { take_message: 6.0, take_row: 7.0, ..CopyFlop::default() }; 2];
     for (count, expert_s) in [(3, 200.0), (2, 213.0)] {
         let times = simulate(&Step { cores: Some(Cores { count, busy_factor: 1.0 }), ..case.step() });
         near(times.pes[1].expert_s[0], expert_s);
-        // PE 0 is waiting when its result arrives.
+        // PE 0 is idle when its result arrives, so its core receives the result and no work is delayed.
         near(times.pes[0].expert_s[0], 100.0);
     }
 }
 
 #[test]
 fn blocking_puts_wait_for_their_targets() {
-    // PE 0 has a token for PE 1's expert, and PE 1 two for its own, which it computes for 200 s before its next call. Then row and result
-    // take 1 + 10 s each, and PE 0 waits for the result.
+    // PE 0 has a token for PE 1's expert, and PE 1 has two for its own expert, which it computes for 200 s before its next call. Then the
+    // row and the result take 1 + 10 s each, and PE 0 waits for the result.
     let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[0, 0])]], &[0, 1], 4, 2);
     let case = Case::one_group(plan, &[0, 1]);
     let times = simulate(&Step { puts_block: true, ..case.step() });
-    // A fifth of the latency, that of the announcement, has passed by then.
+    // The announcement, a fifth of the latency, has arrived by then, so the put takes 200 + 10.8.
     near(times.pes[0].dispatch_s[0], 210.8);
     near(times.pes[1].combine_s[0], 11.0);
     near(times.pes[1].expert_s[0], 300.0);
     near(times.step_s[0], 200.0 + 10.4 + 100.0 + 11.0);
-    // Both PEs put at once, and neither waits for the other. The senders get their acknowledgements two fifths of the latency after the
-    // rows have arrived: a phase of all PEs ends with the arrival, while a PE that continues after its own puts waits for the
-    // acknowledgement.
+    // Both PEs put at once, and neither waits for the other. Rows arrive after three fifths of the latency, and acknowledgements two fifths
+    // later. A bulk phase ends when the rows have arrived, so it is shorter than with puts that do not block. In the pipelined schedule a
+    // PE continues when it has the acknowledgement.
     let both = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[0]), rows(&[])]], &[1, 1], 4, 4);
     let both = Case::one_group(both, &[1, 1]);
     for (schedule, sooner) in [(Schedule::Pipelined, 0.0), (Schedule::Bulk, 0.8)] {
@@ -352,9 +354,9 @@ fn blocking_puts_wait_for_their_targets() {
         near(blocking.pes[0].dispatch_s[0], 11.0);
         near(without.pes[0].dispatch_s[0], 0.0);
     }
-    // PE 0 puts two rows to PE 1 from 0.4 to 20.4. PE 1 has put a row to PE 2 until 11, and announces one for PE 0. The grant queues
-    // behind the two rows and leaves at 20.6. The rows have arrived by then, but PE 0 gets the acknowledgement only after PE 1's row has
-    // left, at 30.6.
+    // PE 0's two rows for PE 1 leave from 0.4 to 20.4. PE 1 puts a row to PE 2 until 11, and then announces one to PE 0. PE 0's grant
+    // queues behind the two rows and arrives at 20.6. The rows have arrived by then, but PE 0 gets the acknowledgement only after PE 1's
+    // row has left, at 30.6.
     let none = || rows(&[]);
     let from =
         [vec![none(), rows(&[0, 0]), none()], vec![rows(&[0]), none(), rows(&[0])], vec![none(), none(), none()]];
@@ -362,7 +364,7 @@ fn blocking_puts_wait_for_their_targets() {
     let times = simulate(&Step { puts_block: true, ..crossing.step() });
     near(times.pes[0].dispatch_s[0], 30.8);
     near(times.pes[1].dispatch_s[0], 31.2);
-    // Every message arrives: many PEs, small windows, both passes.
+    // With more PEs, small windows and both passes, all messages are sent too.
     let n = 5;
     let all = |from: usize| (0..n).map(|to| rows(&vec![0; (from * to) % 4 + from % 2])).collect::<Vec<_>>();
     let many = Case::one_group(group_plan(&(0..n).map(all).collect::<Vec<_>>(), &vec![1; n], 1, 2), &vec![1; n]);
@@ -375,8 +377,8 @@ fn blocking_puts_wait_for_their_targets() {
 
 #[test]
 fn results_return_in_order_of_last_expert() {
-    // PE 0's rows for PE 1, in chunks of two: the first and the last have experts 0 and 1, the others only expert 0, and return first. PE 1
-    // has a row of its own for expert 2, which fills the time until PE 0's rows arrive.
+    // PE 0 has four rows for PE 1, in chunks of two. The first and the last row have experts 0 and 1; the other two have only expert 0 and
+    // return first. PE 1 has a row of its own for expert 2, which it computes until PE 0's rows have arrived.
     let four =
         Rows { starts: vec![0, 2, 3, 4, 6], experts: vec![0, 1, 0, 0, 0, 1], returns: vec![1, 2, 0, 3], relay: None };
     let none = || Rows { starts: vec![0], ..Rows::default() };
@@ -384,7 +386,7 @@ fn results_return_in_order_of_last_expert() {
     let cutting = Cutting { chunk_rows: 2, early_rows: 1, tiles: &tiles };
     let plan = GroupPlan::new(&[vec![none(), four], vec![none(), rows(&[2])]], &[4, 1], &[0, 3], &cutting);
     let times = simulate(&Case::one_group(plan, &[0, 3]).step());
-    // Expert 2 until 100, expert 0 until 500, expert 1 until 700; two rows take 1 + 20 s back.
+    // PE 1 computes expert 2 until 100, expert 0 until 500 and expert 1 until 700. Returning two rows takes 1 + 20 s.
     let back = times.spans.iter().filter(|span| span.name == "results from PE 1");
     let back: Vec<f64> = back.map(|span| span.start_s + span.dur_s).collect();
     assert_eq!(back.len(), 2);
@@ -392,7 +394,7 @@ fn results_return_in_order_of_last_expert() {
     near(back[1], 721.0);
 }
 
-/// Two hosts of two PEs, alpha 1 s and beta 1 s/B inside, 10 and 4 between.
+/// Two hosts of two PEs; alpha is 1 s and beta 1 s/B inside a host, and 10 s and 4 s/B between hosts.
 fn two_hosts() -> Cluster {
     let link = |alpha_ms, beta_ms_per_mb| Link { alpha_ms, beta_ms_per_mb };
     let tiers = vec![Tier { size: 2, link: link(1e3, 1e9) }, Tier { size: 4, link: link(1e4, 4e9) }];
@@ -402,7 +404,7 @@ fn two_hosts() -> Cluster {
 
 #[test]
 fn relayed_rows_cross_the_network_once() {
-    // PE 0 has one token, for the experts of PEs 2 and 3, each of 100 s; a row has 10 B.
+    // PE 0 has one token for the experts of PEs 2 and 3, which take 100 s each. A row has 10 B.
     let none = || rows(&[]);
     let relayed = |relay: Option<u32>| Rows {
         relay: relay.map(|pe| Relay { pe, rows: 1, places: vec![0], result_places: vec![0] }),
@@ -415,13 +417,13 @@ fn relayed_rows_cross_the_network_once() {
         case.cluster = two_hosts();
         case
     };
-    // Rows for each PE: arrivals at 10 + 40 and, behind that, 90; results leave at 150 and 190, and arrive 50 s later.
+    // One row for each PE: they arrive at 10 + 40 and at 90. Results leave at 150 and 190, and arrive 50 s later.
     let direct = simulate(&case(None).step());
     near(direct.step_s[0], 90.0 + 100.0 + 50.0);
     near(direct.sent_bytes, 40.0);
     near(direct.network_bytes, 40.0);
-    // Through PE 2 as relay: arrival there at 50, at PE 3 at 50 + 1 + 10; its result is back at PE 2 at 161 + 11, and the sum arrives 50 s
-    // later.
+    // With PE 2 as relay: the row arrives at PE 2 at 50 and at PE 3 at 50 + 1 + 10. PE 3's result arrives at PE 2 at 161 + 11, and the sum
+    // arrives at PE 0 50 s later.
     let (once, once_case) = (simulate(&case(Some(2)).step()), case(Some(2)));
     near(once.step_s[0], 61.0 + 100.0 + 11.0 + 50.0);
     near(once.sent_bytes, 40.0);
@@ -436,7 +438,7 @@ fn relayed_rows_cross_the_network_once() {
     let with = simulate(&Step { backward: true, ..with.step() });
     near(with.network_bytes, (10.0 + 3.0 + 8.0) + 10.0 + 10.0 + (10.0 + 10.0));
     near(with.sent_bytes, with.network_bytes + (10.0 + 3.0 + 4.0) + 10.0 + 10.0 + (10.0 + 5.0));
-    // In bulk: counts 10 (the longest latency) and two barriers of two PEs' latencies, 10 each; rows 61, experts 100, results 11 + 50.
+    // Bulk: counts take 10 (the longest latency), rows 61, experts 100 and results 11 + 50. A barrier of four PEs takes 2 * 10.
     let bulk = simulate(&Step { schedule: Schedule::Bulk, ..once_case.step() });
     near(bulk.step_s[0], (10.0 + 20.0) + (61.0 + 20.0) + (100.0 + 20.0) + (61.0 + 20.0));
     near(bulk.network_bytes, 20.0);

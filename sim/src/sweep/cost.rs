@@ -16,7 +16,7 @@ const FLOP_PER_S: f64 = 1e14;
 const DRAM_BYTES_PER_S: f64 = 1.2e12;
 /// Bandwidth of the link between any two devices, Gb/s.
 const LINK_GBPS: f64 = 200.0;
-/// Bytes of a gigabit.
+/// Bytes per gigabit.
 const GIGABIT_BYTES: f64 = 1.25e8;
 /// The value for `GIGABIT_BYTES` in the published arithmetic.
 const COMPAT_GIGABIT_BYTES: f64 = 8e9;
@@ -28,7 +28,8 @@ const SPLIT_S: f64 = 1e-6;
 pub const ELEMENT_BYTES: f64 = 4.0;
 
 impl Cost {
-    /// Product of an (a, b) and a (b, c) matrix, s; with experts, `experts` pairs of them that share the rows.
+    /// Product of an (a, b) matrix and a (b, c) matrix, s. With experts, each has a (b, c) matrix of its own, and the a rows are divided
+    /// between them.
     pub fn matmul_s(self, a: f64, b: f64, c: f64, experts: f64) -> f64 {
         let elements = a * b + experts * b * c;
         match self {
@@ -37,7 +38,7 @@ impl Cost {
         }
     }
 
-    /// The gradients of such a product from the (a, c) gradient of its result, s: one product per operand.
+    /// Both operands' gradients of the product in [`Cost::matmul_s`], from the (a, c) gradient of the result, s: one product per operand.
     pub fn matmul_grad_s(self, a: f64, b: f64, c: f64, experts: f64) -> f64 {
         let of_weights = match self {
             Cost::Compat => self.matmul_s(b, a, c, 1.0),
@@ -57,16 +58,16 @@ impl Cost {
         }
     }
 
-    /// Time to send `elements` elements over a link, s, at each of its ends.
+    /// Time for which a send of `elements` elements over a link occupies each of the two devices, s.
     pub fn send_s(self, elements: f64) -> f64 {
         match self {
-            // The element size is counted twice, and bits are taken for bytes.
+            // As published: multiplies by the element size twice, and takes gigabits for gigabytes.
             Cost::Compat => ELEMENT_BYTES * ELEMENT_BYTES * elements / COMPAT_GIGABIT_BYTES / LINK_GBPS,
             Cost::Default => ELEMENT_BYTES * elements / GIGABIT_BYTES / LINK_GBPS,
         }
     }
 
-    /// All-reduce of `elements` elements over `k` devices, s: ring, reduce-scatter and all-gather.
+    /// All-reduce of `elements` elements over `k` devices in a ring, s: a reduce-scatter, then an all-gather.
     pub fn all_reduce_s(self, elements: f64, k: f64) -> f64 {
         let bytes = 2.0 * (ELEMENT_BYTES * elements) * (k - 1.0) / k;
         match self {
@@ -93,7 +94,7 @@ impl Cost {
         SPLIT_S
     }
 
-    /// Step of an optimizer without state, s: reads weights and gradients.
+    /// Step of an optimizer without state, which reads weights and gradients, s.
     pub fn optimizer_s(self, weights: f64) -> f64 {
         match self {
             Cost::Compat => 0.0,
@@ -125,7 +126,7 @@ mod tests {
         near(d.all_reduce_s(1e6, 4.0), 6e6 / 25e9);
         near(d.all_to_all_s(1e6, 4.0), 3e6 / 25e9);
         near(d.matmul_s(10.0, 20.0, 30.0, 1.0), 1e-5 + 3200.0 / 1.2e12 + 12_000.0 / 1e14);
-        // Two experts: their weights are read, and the rows are shared between them.
+        // With two experts, the weights of both are read, and the rows are divided between them.
         near(d.matmul_s(10.0, 20.0, 30.0, 2.0), 1e-5 + 5600.0 / 1.2e12 + 12_000.0 / 1e14);
         near(
             d.matmul_grad_s(10.0, 20.0, 30.0, 1.0),

@@ -21,7 +21,7 @@ pub enum Isolate {
     Pipeline,
 }
 
-/// The strategies to simulate; empty fields allow all values.
+/// The strategies to simulate. An empty list allows all values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Degrees {
@@ -33,7 +33,7 @@ pub struct Degrees {
     pub pp: Vec<usize>,
     /// Expert-parallel degrees.
     pub ep: Vec<usize>,
-    /// Numbers of microbatches, with a pipeline.
+    /// Numbers of microbatches; ignored for strategies without a pipeline.
     pub microbatches: Vec<usize>,
     /// A single kind of parallelism.
     pub isolate: Option<Isolate>,
@@ -45,13 +45,13 @@ impl Degrees {
     }
 }
 
-/// Simulates all strategies of `devices` devices whose degrees divide the dimensions they split, ascending by dp, hp, pp, ep and
-/// microbatches.
+/// Simulates all strategies for `devices` devices whose degrees divide the dimensions that they split. Results are in ascending order of
+/// dp, hp, pp, ep and microbatches.
 ///
 /// The default numbers of microbatches are those of the published grid: powers of two from 2 to below the square root of a replica's batch.
 ///
 /// # Errors
-/// Returns an error if `devices` is 0, if no strategy has a given degree, or those of [`Model::simulate`].
+/// Returns an error if `devices` is 0 or too large, if the simulation would take too long, or if no strategy is possible.
 pub fn grid(
     model: &Model,
     devices: usize,
@@ -132,7 +132,7 @@ fn microbatches(model: &Model, dp: usize, pp: usize, given: &[usize], cost: Cost
     // As published: 2^k for k from 1 to below log2(batch) / 2, rounded down.
     let end = if batch == 0 { 0 } else { ((batch as f64).log2() / 2.0).floor() as u32 };
     let powers: Vec<usize> = (1..end).map(|k| 1 << k).filter(|count| batch.is_multiple_of(*count)).collect();
-    // A batch too small for any of these passes through the pipeline whole; the published grid omits it.
+    // A batch that is too small for any of these is one microbatch; the published grid omits such batches.
     if powers.is_empty() && cost == Cost::Default { vec![1] } else { powers }
 }
 

@@ -1,8 +1,9 @@
-//! Throughput of data, horizontal (tensor) and pipeline parallelism, and of expert parallelism, of an MLP.
+//! Throughput of an MLP with data, horizontal (tensor), pipeline and expert parallelism.
 //!
-//! The MLP has linear layers with a ReLU after each, a loss, and their backward. Training uses D-way data, H-way horizontal (column
-//! and row splits in turn) and P-way pipeline parallelism with microbatches (1F1B). Each strategy is simulated op by op. With experts, each
-//! pair of layers is an expert layer, and expert-parallel groups of devices of several replicas share its experts.
+//! The MLP has linear layers with a ReLU after each, and a loss. A step is forward, backward and optimizer. A strategy combines data,
+//! horizontal (layers split by columns and by rows alternately) and pipeline parallelism (1F1B with microbatches). Each strategy is
+//! simulated op by op. With experts, each pair of layers is an expert layer. Expert-parallel groups, which have devices of several
+//! replicas, share its experts.
 //!
 //! [`Cost::Compat`] gives the published numbers, [`Cost::Default`] corrects the faults of the published program, which `docs/simulator.md`
 //! lists.
@@ -24,7 +25,7 @@ pub use grid::{Degrees, Isolate, grid};
 pub struct Model {
     /// Linear layers.
     pub layers: usize,
-    /// Width of all of them, elements.
+    /// Width of every layer, elements.
     pub width: usize,
     /// Samples of a batch.
     pub batch: usize,
@@ -41,7 +42,7 @@ pub struct Experts {
     pub top_k: usize,
 }
 
-/// Maximum size such that products of sizes are exact in floating point.
+/// Maximum of a size; the product of two sizes is still exact in `f64`.
 const SIZE_MOST: usize = 1 << 24;
 const LAYERS_MOST: usize = 1 << 16;
 /// Maximum of microbatches times layers.
@@ -164,12 +165,12 @@ pub struct Strategy {
 impl Strategy {
     const SEQUENTIAL: Strategy = Strategy::new(1, 1, 1, 1);
 
-    /// Without expert parallelism.
+    /// A strategy without expert parallelism.
     pub const fn new(dp: usize, hp: usize, pp: usize, microbatches: usize) -> Strategy {
         Strategy { dp, hp, pp, ep: 1, microbatches }
     }
 
-    /// Sets expert-parallel groups of `ep` replicas.
+    /// Sets the number of replicas whose devices share the experts.
     pub fn ep(self, ep: usize) -> Strategy {
         Strategy { ep, ..self }
     }
@@ -192,7 +193,7 @@ pub struct Outcome {
     pub peak_memory_bytes: f64,
     /// Fraction of the devices' busy time that is communication.
     pub communication_fraction: f64,
-    /// Simulated operations, counted once for each device that they occupy.
+    /// Number of simulated operations, each counted once per device that it occupies.
     #[serde(skip)]
     pub ops: u64,
 }

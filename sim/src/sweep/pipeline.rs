@@ -1,6 +1,7 @@
 //! The schedule of a pipeline: 1F1B as in PipeDream.
 //!
-//! In a timestep each device runs at most one stage, forward or backward, of one microbatch; it alternates if both are ready.
+//! In a timestep each stage runs the forward or the backward of at most one microbatch. If both a forward and a backward are ready, it
+//! alternates between them.
 
 use std::collections::VecDeque;
 
@@ -24,13 +25,13 @@ pub struct Slot {
     pub microbatch: usize,
 }
 
-/// The slots of each timestep, ascending by stage. `at_once`: a later stage may run a microbatch in the timestep in which it became ready,
-/// as in the published program; otherwise from the next timestep on.
+/// The slots of each timestep, ascending by stage. With `at_once`, as in the published program, a later stage may run a microbatch in the
+/// timestep in which the earlier stage ran it; otherwise only from the next timestep on.
 pub fn timesteps(stages: usize, microbatches: usize, at_once: bool) -> Vec<Vec<Slot>> {
     let mut ready = vec![[VecDeque::new(), VecDeque::new()]; stages];
     let mut last = vec![Direction::Backward; stages];
     ready[0][0].extend(0..microbatches);
-    // Number of stages that have had work. The published program skips a stage in the timestep in which it first has work.
+    // Number of stages that have received work. The published program skips a stage in the timestep in which it receives its first work.
     let mut known = 1;
     let mut steps = Vec::new();
     let mut left = 2 * stages * microbatches;
@@ -79,7 +80,7 @@ pub fn timesteps(stages: usize, microbatches: usize, at_once: bool) -> Vec<Vec<S
 mod tests {
     use super::*;
 
-    /// "F0" or "B1" of each stage in each timestep; "-" if it is idle.
+    /// For each stage the list of its timesteps, such as "F0" (forward of microbatch 0) or "B1"; "-" if the stage is idle.
     fn text(stages: usize, microbatches: usize, at_once: bool) -> Vec<String> {
         let cell = |step: &Vec<Slot>, stage: usize| {
             let slot = step.iter().find(|slot| slot.stage == stage);

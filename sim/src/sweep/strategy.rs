@@ -1,7 +1,7 @@
 //! One strategy, simulated op by op, with one clock per device.
 //!
-//! Replicas and shards work in lockstep, so one device of each stage represents all `dp * hp` of them. Device 0, which sends inputs and
-//! weights, has a clock of its own. An operation on several devices first advances their clocks to the latest.
+//! Replicas and shards work in lockstep, so one simulated device represents all `dp * hp` devices of a stage. The root, which sends inputs
+//! and weights to all replicas, has a clock of its own. An operation on several devices first advances their clocks to the latest.
 
 use super::cost::{Cost, ELEMENT_BYTES};
 use super::pipeline::{Direction, Slot, timesteps};
@@ -17,7 +17,8 @@ impl Model {
     /// Simulates one strategy.
     ///
     /// # Errors
-    /// Returns an error if a degree does not divide the dimension it splits, or for experts with the published arithmetic, which has none.
+    /// Returns an error if a degree does not divide the dimension that it splits, or if the model has experts and the cost is
+    /// [`Cost::Compat`].
     pub fn simulate(&self, strategy: Strategy, cost: Cost, steady_state: bool) -> Result<Outcome, InputError> {
         self.check(strategy, cost)?;
         Ok(Simulation::new(self, strategy, cost, steady_state).run())
@@ -31,14 +32,14 @@ pub struct Simulation<'a> {
     cost: Cost,
     steady_state: bool,
     devices: Vec<Device>,
-    /// Clock of device 0, s.
+    /// Clock of the root, s.
     root_s: f64,
-    /// Sums for device 0 and the one device that it sends to.
+    /// Sums for the root, and for the receivers of its sends.
     root: Sums,
     sums: Sums,
     /// Whether stage s has received a microbatch from stage s - 1 (forward) or s + 1 (backward).
     arrived: [Vec<bool>; 2],
-    /// Whether the forward of the microbatch fetched its input before the copy arrived.
+    /// Whether the forward of the microbatch fetched its input before the previous stage sent the input.
     fetched: Vec<bool>,
     widths: Widths,
 }
@@ -62,10 +63,10 @@ struct Sums {
 /// Numbers of elements and rows.
 #[derive(Clone, Copy)]
 struct Widths {
-    /// Rows of a microbatch: tokens, and rows that experts compute.
+    /// Rows of a microbatch: tokens, and tokens times experts per token.
     tokens: f64,
     rows: f64,
-    /// Width of a layer, whole and of a shard.
+    /// Width of a layer, and of a shard of it.
     whole: f64,
     shard: f64,
     /// Experts of a device; 1 without experts.
@@ -123,7 +124,7 @@ impl<'a> Simulation<'a> {
         self.outcome()
     }
 
-    /// An operation of a stage: its time, and the elements that it allocates and frees.
+    /// Runs an operation of a stage, which takes `time_s`, allocates `takes` elements and then frees `gives_back`.
     fn op(&mut self, stage: usize, kind: Kind, time_s: f64, takes: f64, gives_back: f64) {
         self.devices[stage].clock_s += time_s;
         self.count(kind, time_s);
@@ -145,7 +146,7 @@ impl<'a> Simulation<'a> {
         device.live_bytes -= ELEMENT_BYTES * gives_back;
     }
 
-    /// A send from one stage to another, which takes the time of both.
+    /// Sends elements from one stage to another, which occupies both. The sender then frees `gives_back`.
     fn send(&mut self, from: usize, to: usize, elements: f64, gives_back: f64) {
         let time_s = self.cost.send_s(elements);
         let clock_s = self.devices[from].clock_s.max(self.devices[to].clock_s) + time_s;
@@ -157,7 +158,7 @@ impl<'a> Simulation<'a> {
         self.memory(from, 0.0, gives_back);
     }
 
-    /// Weights and gradients, which the published program omits.
+    /// Allocates the weights and their gradients. The published program omits them.
     fn keep_resident(&mut self) {
         if self.cost == Cost::Compat {
             return;
@@ -168,7 +169,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Inputs, labels and weights from device 0 to the first stage of every replica, and to its shards.
+    /// Sends inputs, labels and weights from the root to the first stage of every replica, and then to the shards of that stage.
     fn distribute(&mut self) {
         let Strategy { dp, hp, pp, .. } = self.strategy;
         let batch = (self.model.batch / dp) as f64 * self.widths.whole;
@@ -206,7 +207,7 @@ impl<'a> Simulation<'a> {
             }
         }
         if !counted {
-            // Labels and inputs of all microbatches; the weights are sent in any case.
+            // The first stage stores the inputs and labels of all microbatches. Weights are allocated already (`keep_resident`).
             self.memory(0, 2.0 * batch, 0.0);
         }
     }
@@ -225,14 +226,14 @@ impl<'a> Simulation<'a> {
         stage * self.strategy.microbatches + microbatch
     }
 
-    /// Elements of a layer's input and output on a device between layers: even layers are split by columns, odd ones by rows. With experts,
-    /// each takes a pair of layers, and between pairs a token is one row.
+    /// Elements of a layer's input and of its output on a device. Even layers are split by columns, odd ones by rows. With experts, a pair
+    /// of layers is an expert: inside a pair there is a row for each token and expert, and between pairs one row per token.
     fn in_out(&self, layer: usize) -> (f64, f64) {
         let Widths { tokens, rows, whole, shard, .. } = self.widths;
         if is_even(layer) { (tokens * whole, rows * shard) } else { (rows * shard, tokens * whole) }
     }
 
-    /// Rows, inputs and outputs of a layer's product.
+    /// The dimensions of a layer's product: rows, inputs and outputs.
     fn product(&self, layer: usize) -> (f64, f64, f64) {
         let Widths { rows, whole, shard, .. } = self.widths;
         if is_even(layer) { (rows, whole, shard) } else { (rows, shard, whole) }
@@ -247,7 +248,7 @@ impl<'a> Simulation<'a> {
             let is_first = layer == self.layers(stage).start;
             let mut last_use = 0.0;
             if is_first && stage > 0 && !self.arrived[0][at] {
-                // The sender's copy is needed again when it is forwarded.
+                // The sender keeps its copy, which `hand_on` sends again.
                 self.send(stage - 1, stage, input, 0.0);
                 self.fetched[at] = true;
                 last_use = input;
@@ -302,7 +303,7 @@ impl<'a> Simulation<'a> {
         self.op(stage, Kind::Compute, self.cost.elementwise_s(elements, 2.0), elements, outputs + labels);
     }
 
-    /// Joins the outputs of all microbatches: concatenated, or summed.
+    /// Concatenates or sums the outputs of all microbatches, one microbatch at a time.
     fn aggregate(&mut self, stage: usize, microbatch: usize, elements: f64, concatenate: bool) {
         let before = if concatenate { microbatch as f64 * elements } else { elements };
         match (self.strategy.microbatches, microbatch) {
@@ -328,7 +329,7 @@ impl<'a> Simulation<'a> {
             if !is_even(layer) {
                 self.all_to_all(stage, 0.0, rows * outputs, output);
             }
-            // In steady state, and in the uncounted part, the first layer's input is not freed.
+            // The input of layer 0 is not freed here in steady state or with the default cost (which frees it below).
             let batch = if layer == 0 && (self.steady_state || !compat) { input } else { 0.0 };
             let moe = self.model.experts.is_some();
             let mut frees = rows * outputs + if moe { rows * inputs } else { input - batch };
@@ -373,7 +374,8 @@ impl<'a> Simulation<'a> {
         self.op(stage, Kind::Compute, time_s, 0.0, 0.0);
     }
 
-    /// Exchanges rows between the devices of an expert-parallel group, to experts or back: elements kept, received and sent.
+    /// Exchanges rows between the devices of an expert-parallel group, to experts or back. Allocates `takes` elements, then frees
+    /// `gives_back` and `kept`.
     fn all_to_all(&mut self, stage: usize, kept: f64, takes: f64, gives_back: f64) {
         if self.model.experts.is_none() {
             return;
@@ -407,7 +409,7 @@ impl<'a> Simulation<'a> {
         let Strategy { dp, hp, ep, .. } = self.strategy;
         let compat = self.cost == Cost::Compat;
         let (weights, batch) = (self.widths.weights, self.widths.tokens * self.widths.whole);
-        // As published: within a replica, if it has shards.
+        // As published: if replicas have shards, gradients are reduced over the shards rather than over the replicas.
         let devices = if compat && hp > 1 { hp } else { dp / ep };
         for stage in 0..self.strategy.pp {
             for layer in self.layers(stage).rev() {

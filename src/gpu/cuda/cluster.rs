@@ -16,7 +16,7 @@ fn attribute(id: CUlaunchAttributeID, set: impl FnOnce(&mut CUlaunchAttributeVal
     CUlaunchAttribute { id, pad: [0; 4], value }
 }
 
-/// Launch attributes: the cluster size that the kernel was compiled with, and a cooperative launch.
+/// The launch attributes. They set the cluster size that the kernel was compiled with, and request a cooperative launch.
 fn attributes(cluster: u32) -> [CUlaunchAttribute; 2] {
     [
         attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, |value| {
@@ -28,7 +28,7 @@ fn attributes(cluster: u32) -> [CUlaunchAttribute; 2] {
     ]
 }
 
-/// The result points to `attributes`.
+/// Builds a launch configuration, which holds a pointer to `attributes`.
 fn config(launch: Launch, stream: CUstream, attributes: &mut [CUlaunchAttribute]) -> CUlaunchConfig {
     CUlaunchConfig {
         gridDimX: launch.grid,
@@ -44,10 +44,10 @@ fn config(launch: Launch, stream: CUstream, attributes: &mut [CUlaunchAttribute]
     }
 }
 
-/// Maximum number of co-resident clusters on the whole device; the grid of `launch` is ignored.
+/// Returns the maximum number of clusters that are co-resident on the whole device. The grid of `launch` is ignored.
 ///
 /// # Errors
-/// The driver's code.
+/// Returns the driver's code.
 ///
 /// # Safety
 /// `function` belongs to a loaded module.
@@ -55,15 +55,16 @@ pub unsafe fn resident(driver: &Driver, function: CUfunction, launch: Launch, st
     let mut attributes = attributes(launch.cluster);
     let config = config(Launch { grid: launch.cluster, ..launch }, stream, &mut attributes[..1]);
     let mut clusters: c_int = 0;
-    // SAFETY: writes the number; configuration and attributes live in this frame.
+    // SAFETY: the function only writes the number, and the configuration and the attributes live until it returns.
     let code = unsafe { call!(driver, cuOccupancyMaxActiveClusters(&raw mut clusters, function, &raw const config)) };
     if code == super::driver::SUCCESS { Ok(u32::try_from(clusters).unwrap_or(0)) } else { Err(code) }
 }
 
-/// Launches cooperatively; returns the driver's code.
+/// Launches a kernel cooperatively and returns the driver's code.
 ///
 /// # Safety
-/// As for [`super::Gpu::launch`]. `function` belongs to a loaded module, and `parameters` points to its parameters' addresses.
+/// The conditions are those of [`super::Gpu::launch`]. `function` belongs to a loaded module, and `parameters` points to the addresses of
+/// its parameters.
 pub unsafe fn launch(
     driver: &Driver,
     function: CUfunction,
@@ -73,7 +74,7 @@ pub unsafe fn launch(
 ) -> u32 {
     let mut attributes = attributes(launch.cluster);
     let config = config(launch, stream, &mut attributes);
-    // SAFETY: configuration and attributes live in this frame, and the caller guarantees the parameters; the driver reads all
-    // of them before it returns.
+    // SAFETY: the driver reads the configuration, the attributes and the parameters before it returns. The first two live until then, and
+    // the caller guarantees the parameters.
     unsafe { call!(driver, cuLaunchKernelEx(&raw const config, function, parameters, ptr::null_mut())) }
 }

@@ -15,21 +15,21 @@ pub(super) struct Context {
     device: CUdevice,
     handle: CUcontext,
     own: CUstream,
-    /// The stream in use: `own`, or the caller's.
+    /// The stream in use, which is `own` or a stream of the caller.
     stream: Cell<CUstream>,
-    /// Set when work on the stream has timed out. Drops then neither wait for the stream nor free memory, so that the PE reports
-    /// the error instead of hanging.
+    /// True once work on the stream has timed out. Destructors then neither wait for the stream nor free memory, so that the PE reports the
+    /// error instead of hanging.
     pub(super) stuck: Cell<bool>,
 }
 
 impl Context {
-    /// Retains the device's primary context, in which NVSHMEM also works, and makes it current in this thread.
+    /// Retains the device's primary context and makes it current in this thread. NVSHMEM uses the same context.
     pub(super) fn new(driver: &'static Driver, device: CUdevice, info: &DeviceInfo) -> Result<Self, GpuError> {
         let what = || format!("take GPU {} ({})", info.number, info.name);
         let (mut context, mut stream) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: writes the context.
+        // SAFETY: the function only writes the context.
         driver.check(unsafe { call!(driver, cuDevicePrimaryCtxRetain(&raw mut context, device)) }, what)?;
-        // SAFETY: the context is retained; on an error it is released here, otherwise by `Context`.
+        // SAFETY: the context is retained. It is released here on an error, and otherwise when `Context` is dropped.
         unsafe {
             let made = driver.check(call!(driver, cuCtxSetCurrent(context)), what).and_then(|()| {
                 driver.check(
@@ -45,17 +45,18 @@ impl Context {
         Ok(Context { driver, device, handle: context, own: stream, stream: Cell::new(stream), stuck: Cell::new(false) })
     }
 
-    /// The stream of all operations.
+    /// The stream on which all operations are enqueued.
     pub(super) fn stream(&self) -> CUstream {
         self.stream.get()
     }
 
-    /// Makes the context current in this thread, and `stream` the stream of later operations; `None`: the context's own.
+    /// Makes the context current in this thread, and selects the stream of later operations: `stream`, or the context's own stream if it is
+    /// `None`.
     pub(super) fn use_stream(&self, stream: Option<u64>) -> Result<(), GpuError> {
         // SAFETY: the context is retained while `self` lives.
         let code = unsafe { call!(self.driver, cuCtxSetCurrent(self.handle)) };
         self.driver.check(code, || "use the GPU in this thread".into())?;
-        // CUDA's default stream is 0.
+        // `stream` may be 0, which is CUDA's default stream.
         self.stream.set(stream.map_or(self.own, |stream| stream as usize as CUstream));
         Ok(())
     }
@@ -63,13 +64,13 @@ impl Context {
     /// Free and total device memory, bytes.
     pub(super) fn memory(&self) -> Result<(u64, u64), GpuError> {
         let (mut free, mut total) = (0, 0);
-        // SAFETY: writes both numbers.
+        // SAFETY: the function only writes both numbers.
         let code = unsafe { call!(self.driver, cuMemGetInfo_v2(&raw mut free, &raw mut total)) };
         self.driver.check(code, || "ask for the free memory".into())?;
         Ok((free as u64, total as u64))
     }
 
-    /// Returns a function that makes the context current in another thread; `self` must outlive its use.
+    /// Returns a function that makes the context current in another thread. `self` must live until that thread no longer uses the context.
     pub(super) fn enter(&self) -> impl FnOnce() -> Result<(), GpuError> + Send + 'static {
         let (driver, handle) = (self.driver, self.handle as usize);
         move || {
@@ -85,7 +86,7 @@ impl Drop for Context {
         if self.stuck.get() {
             return;
         }
-        // SAFETY: created by `new`; this is their last use.
+        // SAFETY: `new` created the stream and retained the context, and neither is used afterwards.
         unsafe {
             call!(self.driver, cuStreamSynchronize(self.own));
             call!(self.driver, cuStreamDestroy_v2(self.own));

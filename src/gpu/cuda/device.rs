@@ -13,19 +13,19 @@ use crate::gpu::params::AMPERE_SHARED_BYTES;
 pub struct DeviceInfo {
     /// Index among the visible devices.
     pub number: usize,
-    /// Name, such as "NVIDIA A100-SXM4-40GB".
+    /// The device's name, such as "NVIDIA A100-SXM4-40GB".
     pub name: String,
-    /// Compute capability, major and minor.
+    /// Major and minor number of the compute capability.
     pub capability: (u32, u32),
-    /// Memory, bytes.
+    /// Size of the device memory, bytes.
     pub memory_total: u64,
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: u32,
     /// Maximum dynamic shared memory per block, bytes.
     pub shared_bytes_per_block: u32,
-    /// Whether cooperative launches work.
+    /// Whether the device supports cooperative launches.
     pub cooperative: bool,
-    /// PCI address in the format of /sys, such as "0000:07:00.0".
+    /// The PCI address in the format that /sys uses, such as "0000:07:00.0".
     pub pci: String,
 }
 
@@ -38,7 +38,7 @@ impl DeviceInfo {
     /// Checks that the kernels can run on the device.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`] with the reason.
+    /// Returns [`GpuError::Unavailable`] with the reason.
     pub fn usable(&self) -> Result<(), GpuError> {
         let (DeviceInfo { number, name, .. }, (major, minor)) = (self, self.capability);
         if major < 8 {
@@ -64,10 +64,10 @@ impl DeviceInfo {
 /// Lists the visible devices.
 ///
 /// # Errors
-/// The driver's error.
+/// Returns the driver's error.
 pub fn devices(driver: &Driver) -> Result<Vec<DeviceInfo>, GpuError> {
     let mut count = 0;
-    // SAFETY: writes the number.
+    // SAFETY: the function only writes the number.
     driver.check(unsafe { call!(driver, cuDeviceGetCount(&raw mut count)) }, || "count the CUDA devices".into())?;
     (0..count).map(|number| info(driver, number).map(|(_, info)| info)).collect()
 }
@@ -76,7 +76,7 @@ fn info(driver: &Driver, number: c_int) -> Result<(CUdevice, DeviceInfo), GpuErr
     let what = || format!("ask CUDA device {number} what it is");
     let mut device = 0;
     let (mut name, mut pci, mut memory) = ([0; 128], [0; 32], 0);
-    // SAFETY: each call writes only through its out-pointer; strings are NUL-terminated within the given length.
+    // SAFETY: each call writes only through its first argument, and writes strings with their NUL within the given length.
     unsafe {
         driver.check(call!(driver, cuDeviceGet(&raw mut device, number)), what)?;
         driver.check(call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, device)), what)?;
@@ -85,11 +85,11 @@ fn info(driver: &Driver, number: c_int) -> Result<(CUdevice, DeviceInfo), GpuErr
     }
     let attribute = |attribute| {
         let mut value = 0;
-        // SAFETY: writes the value.
+        // SAFETY: the function only writes the value.
         driver.check(unsafe { call!(driver, cuDeviceGetAttribute(&raw mut value, attribute, device)) }, what)?;
         Ok(u32::try_from(value).unwrap_or(0))
     };
-    // SAFETY: the arrays were zeroed and the driver got one byte less, so they are NUL-terminated.
+    // SAFETY: the arrays are NUL-terminated, because they were zeroed and the driver was given a length that is one byte shorter.
     let text = |text: &[_]| unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned();
     let info = DeviceInfo {
         number: number as usize,
@@ -107,18 +107,19 @@ fn info(driver: &Driver, number: c_int) -> Result<(CUdevice, DeviceInfo), GpuErr
     Ok((device, info))
 }
 
-/// A PE's rank on its host: the number of earlier PEs with the same host. `hosts` is indexed by PE.
+/// Returns a PE's rank on its host, which is the number of PEs with lower numbers on the same host. `hosts` is indexed by PE.
 pub fn rank_on_host<H: PartialEq>(hosts: &[H], pe: usize) -> usize {
     hosts[..pe].iter().filter(|host| **host == hosts[pe]).count()
 }
 
-/// The device of the PE with rank `local` on its host; ranks are assigned to the visible devices round-robin.
+/// Returns the device of the PE with rank `local` on its host. The ranks are assigned to the visible devices round-robin.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] if no device is visible or the device cannot run the kernels; the driver's error.
+/// Returns [`GpuError::Unavailable`] if no device is visible or the device cannot run the kernels, and the driver's error if the driver
+/// fails.
 pub fn choose(driver: &Driver, local: usize) -> Result<(CUdevice, DeviceInfo), GpuError> {
     let mut count = 0;
-    // SAFETY: writes the number.
+    // SAFETY: the function only writes the number.
     driver.check(unsafe { call!(driver, cuDeviceGetCount(&raw mut count)) }, || "count the CUDA devices".into())?;
     if count <= 0 {
         return Err(no_device());
@@ -128,10 +129,10 @@ pub fn choose(driver: &Driver, local: usize) -> Result<(CUdevice, DeviceInfo), G
     Ok((device, info))
 }
 
-/// The device with the given index.
+/// Returns the device with the given index.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] if it cannot run the kernels; the driver's error.
+/// Returns [`GpuError::Unavailable`] if it cannot run the kernels, and the driver's error if the driver fails.
 pub fn numbered(driver: &Driver, number: usize) -> Result<(CUdevice, DeviceInfo), GpuError> {
     let (device, info) = info(driver, c_int::try_from(number).unwrap_or(c_int::MAX))?;
     info.usable()?;
@@ -141,7 +142,7 @@ pub fn numbered(driver: &Driver, number: usize) -> Result<(CUdevice, DeviceInfo)
 /// Checks that the devices can access each other's memory.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] naming two devices that cannot; the driver's error.
+/// Returns [`GpuError::Unavailable`], which names two devices that cannot, and the driver's error if the driver fails.
 pub fn check_reach(driver: &Driver, devices: &[DeviceInfo]) -> Result<(), GpuError> {
     let handle = |of: &DeviceInfo| info(driver, of.number as c_int).map(|(device, _)| device);
     for (from, to) in devices.iter().flat_map(|from| devices.iter().map(move |to| (from, to))) {
@@ -150,7 +151,7 @@ pub fn check_reach(driver: &Driver, devices: &[DeviceInfo]) -> Result<(), GpuErr
         }
         let what = || format!("ask whether GPU {} reaches GPU {}", from.number, to.number);
         let (mut reaches, a, b) = (0, handle(from)?, handle(to)?);
-        // SAFETY: writes the answer.
+        // SAFETY: the function only writes the answer.
         driver.check(unsafe { call!(driver, cuDeviceCanAccessPeer(&raw mut reaches, a, b)) }, what)?;
         if reaches == 0 {
             return Err(GpuError::Unavailable(format!(
@@ -169,7 +170,7 @@ pub fn no_device() -> GpuError {
     )
 }
 
-/// Percentage of a device's multiprocessors that MPS gives to a process.
+/// The environment variable that sets the percentage of a device's multiprocessors that MPS gives to a process.
 pub const MPS_SHARE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 
 /// Whether NVIDIA's multi-process service (MPS) is running, so that processes that share a device run concurrently.
@@ -178,8 +179,9 @@ pub fn mps_is_on() -> bool {
     std::path::Path::new(&pipes).join("control").exists()
 }
 
-/// Multiprocessors that one PE's blocks may fill while other PEs use the device: under MPS the percentage of
-/// `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`, otherwise all, since PEs are then time-sliced.
+/// Returns the number of multiprocessors that one PE's blocks may fill while other PEs use the device. Under MPS `percentage` gives this
+/// share; it is the value of `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`. Without it, a PE may fill all multiprocessors, because the PEs use the
+/// device in turn.
 pub fn share(multiprocessors: u32, percentage: Option<&str>) -> u32 {
     let percentage = percentage.and_then(|text| text.trim().parse::<f64>().ok());
     match percentage.filter(|p| *p > 0.0 && *p < 100.0) {
@@ -206,7 +208,7 @@ mod tests {
 
     #[test]
     fn ranks_are_counted_per_host() {
-        // Block and cyclic numbering as by `srun`, and hosts of different sizes.
+        // The cases are the block and the cyclic numbering of `srun`, and hosts with different numbers of PEs.
         for (hosts, ranks) in [
             (vec!["a", "a", "b", "b"], vec![0, 1, 0, 1]),
             (vec!["a", "b", "a", "b", "a"], vec![0, 0, 1, 1, 2]),

@@ -1,8 +1,9 @@
 //! The CUDA driver, `libcuda.so.1`: the functions that this crate calls.
 //!
-//! Their types come from the crate `cudarc`, which generates them from CUDA's header. This module loads and calls the functions
-//! itself: `cudarc` panics if the library or a function is missing, and returns codes as a Rust `enum`, which may not contain a
-//! newer driver's codes. `call!` returns codes as integers, and a missing function is an error (docs/decisions/2026-11-21-driver-loading.md).
+//! The types of these functions come from the crate `cudarc`, which generates them from CUDA's header. This module loads and calls the
+//! functions itself, because `cudarc` panics if the library or a function is missing, and returns error codes as a Rust `enum`, which may
+//! lack the codes of a newer driver. `call!` returns codes as integers, and a missing function causes an error
+//! (docs/decisions/2026-11-21-driver-loading.md).
 
 use std::error::Error;
 use std::ffi::{CStr, c_char, c_int};
@@ -14,25 +15,25 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::gpu::GpuError;
 
-/// No error.
+/// The code of a call that succeeded.
 pub const SUCCESS: u32 = CUresult::CUDA_SUCCESS as u32;
-/// Out of memory.
+/// There is too little memory.
 pub const OUT_OF_MEMORY: u32 = CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
 /// The module has neither machine code nor PTX for the device.
 pub const NO_BINARY_FOR_GPU: u32 = CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU as u32;
 /// The PTX was compiled by a compiler newer than the driver.
 pub const UNSUPPORTED_PTX: u32 = CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION as u32;
-/// Unknown name.
+/// A name is unknown.
 pub const NOT_FOUND: u32 = CUresult::CUDA_ERROR_NOT_FOUND as u32;
-/// The operation has not completed.
+/// The operation has not completed yet.
 pub const NOT_READY: u32 = CUresult::CUDA_ERROR_NOT_READY as u32;
 /// A cooperative launch has more blocks than can be co-resident.
 pub const COOPERATIVE_TOO_LARGE: u32 = CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE as u32;
 
-/// The oldest driver, by CUDA version, that has all functions.
+/// The CUDA version of the oldest driver that has all functions.
 pub const OLDEST: Version = Version(12000);
 
-/// A CUDA version as the driver reports it: 1000 major + 10 minor.
+/// A CUDA version as the driver reports it, which is 1000 times the major number plus 10 times the minor number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version(pub i32);
 
@@ -45,7 +46,7 @@ impl std::fmt::Display for Version {
 /// Defines [`Symbol`].
 macro_rules! symbols {
     ($($name:ident)*) => {
-        /// A driver function, named after its symbol.
+        /// A driver function. Each variant has the name of the function's symbol.
         #[allow(non_camel_case_types)]
         #[derive(Clone, Copy)]
         pub(super) enum Symbol { $($name,)* }
@@ -55,7 +56,7 @@ macro_rules! symbols {
     };
 }
 
-// All functions are resolved when the driver is opened, so that a missing one is reported there.
+// All functions are looked up when the driver is opened, so that a missing function is reported then.
 symbols! {
     cuInit cuGetErrorName cuGetErrorString
     cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetPCIBusId cuDeviceGetAttribute cuDeviceTotalMem_v2
@@ -73,7 +74,7 @@ symbols! {
 
 /// The type of a `cudarc` function.
 pub(super) trait Signature {
-    /// The type of the driver function, with an integer code: C's enum is `unsigned`.
+    /// The type of the driver function. It returns its code as an integer, since C represents the enum as `unsigned`.
     type Raw: Copy;
 }
 
@@ -89,7 +90,7 @@ macro_rules! signatures {
 
 signatures! { A B C D E F G H I J K L }
 
-/// `call!(driver, cuCtxSetCurrent(context))` returns the driver's code as `u32`. Unsafe, like the driver's functions.
+/// `call!(driver, cuCtxSetCurrent(context))` returns the driver's code as `u32`. The call is unsafe, because the driver's functions are.
 macro_rules! call {
     ($driver:expr, $name:ident($($arg:expr),* $(,)?)) => {
         $driver.function(
@@ -102,7 +103,7 @@ macro_rules! call {
     };
 }
 
-/// An inferred type for each argument.
+/// Expands to a type that the compiler infers, for each argument.
 macro_rules! any {
     ($arg:expr) => {
         _
@@ -111,22 +112,23 @@ macro_rules! any {
 
 pub(super) use {any, call};
 
-/// Address of a function of any type.
+/// The address of a function, whatever its type.
 type Entry = unsafe extern "C" fn();
 
-/// The resolved driver functions.
+/// The addresses of the driver's functions, indexed by `Symbol`.
 pub struct Driver(Vec<Entry>);
 
-/// Search order of the driver: the loader's path, then the paths of WSL and of Slurm images whose loader cache lacks it.
+/// The places where the driver is searched for, in this order: the loader's path, the path of WSL, and that of Slurm images whose loader
+/// cache lacks the driver.
 const CANDIDATES: [&str; 3] = ["libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/local/nvidia/lib64/libcuda.so.1"];
 
-/// Opens the library once. It is never closed, because the driver leaves threads behind.
+/// Opens the library at the first call. It is never closed, because the driver's threads go on running in it.
 fn library() -> Result<&'static Library, &'static str> {
     static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
     let open = || {
         let mut first = None;
         for path in CANDIDATES.map(Path::new) {
-            // SAFETY: NVIDIA's driver library, whose constructors may run in any program.
+            // SAFETY: the path is that of NVIDIA's driver library, whose constructors may run in any program.
             match unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) } {
                 Ok(library) => return Ok(library),
                 Err(error) => first = first.or(Some(error.source().map_or(error.to_string(), |e| e.to_string()))),
@@ -137,7 +139,7 @@ fn library() -> Result<&'static Library, &'static str> {
     LIBRARY.get_or_init(open).as_ref().map_err(String::as_str)
 }
 
-/// The driver's CUDA version, also if [`driver`] rejects it; `None` without a driver.
+/// Returns the driver's CUDA version even if [`driver`] rejects it, and `None` if there is no driver.
 pub fn version() -> Option<Version> {
     let mut version = 0;
     // SAFETY: the function has this type and may be called before cuInit.
@@ -147,10 +149,11 @@ pub fn version() -> Option<Version> {
     }
 }
 
-/// Opens and initialises the driver once per process.
+/// Opens and initialises the driver at the first call in the process.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] with cause and remedy if there is no driver, it is too old, or cuInit fails.
+/// Returns [`GpuError::Unavailable`] if there is no driver, if it is too old, or if cuInit fails. The message names the cause and the
+/// remedy.
 pub fn driver() -> Result<&'static Driver, GpuError> {
     static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
     DRIVER.get_or_init(open).as_ref().map_err(|message| GpuError::Unavailable(message.clone()))
@@ -167,13 +170,13 @@ fn open() -> Result<Driver, String> {
         ));
     }
     let entry = |name: &&str| {
-        // SAFETY: the symbol is a function, which is only called with its own type, and the library stays open.
+        // SAFETY: the symbol is a function, which is called only with its own type, and the library stays open.
         unsafe { library.get::<Entry>(name.as_bytes()) }
             .map(|symbol| *symbol)
             .map_err(|_| format!("the driver, of CUDA {version}, has no {name}: install a newer NVIDIA driver"))
     };
     let driver = Driver(NAMES.iter().map(entry).collect::<Result<_, _>>()?);
-    // SAFETY: takes an integer.
+    // SAFETY: the function takes only an integer.
     match unsafe { call!(driver, cuInit(0)) } {
         SUCCESS => Ok(driver),
         code => Err(format!("the CUDA driver does not start: {}", driver.error_text(code))),
@@ -181,19 +184,19 @@ fn open() -> Result<Driver, String> {
 }
 
 impl Driver {
-    /// The driver function with the type that `cudarc` declares for it.
+    /// Returns the driver function with the type that `cudarc` declares for it.
     ///
     /// # Safety
-    /// `S` is the type of `symbol`; `call!` derives both from one name.
+    /// `S` is the type of the function `symbol`. `call!` ensures this, because it derives both from one name.
     pub(super) unsafe fn function<S: Signature>(&self, _of_type: impl FnOnce() -> S, symbol: Symbol) -> S::Raw {
-        // SAFETY: both are function pointers, and by the caller's guarantee `S::Raw` is the function's type. `CUresult` is
+        // SAFETY: both types are function pointers, and the caller guarantees that `S::Raw` is the function's type. `CUresult` is
         // `repr(u32)`, so it is returned like a `u32`, for which every value is valid.
         unsafe { std::mem::transmute_copy::<Entry, S::Raw>(&self.0[symbol as usize]) }
     }
 
-    /// Describes a code, such as "CUDA_ERROR_NO_DEVICE (100, no CUDA-capable device is detected)".
+    /// Returns a text for a code, such as "CUDA_ERROR_NO_DEVICE (100, no CUDA-capable device is detected)".
     pub fn error_text(&self, code: u32) -> String {
-        // Not through `call!`: `cudarc`'s functions take a code of its enum, and this may be any integer.
+        // `call!` cannot be used here, because `cudarc`'s functions take a code of its enum, and `code` may be any integer.
         type Get = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
         let text = |symbol: Symbol| {
             let mut text = std::ptr::null();
@@ -211,10 +214,10 @@ impl Driver {
         }
     }
 
-    /// Converts a code to a result; `what` completes "cannot ...".
+    /// Converts a code to a result. `what` completes the message "cannot ...".
     ///
     /// # Errors
-    /// [`GpuError::Failed`] for every code except [`SUCCESS`].
+    /// Returns [`GpuError::Failed`] for every code except [`SUCCESS`].
     pub fn check(&self, code: u32, what: impl FnOnce() -> String) -> Result<(), GpuError> {
         if code == SUCCESS { Ok(()) } else { Err(GpuError::failed(what(), self.error_text(code))) }
     }

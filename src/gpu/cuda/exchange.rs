@@ -6,10 +6,10 @@ use super::device::{self, DeviceInfo};
 use crate::gpu::GpuError;
 use crate::gpu::nvshmem::Bootstrap;
 
-/// Bytes of a host id in an exchange.
+/// Number of bytes that a host id takes in an exchange.
 const HOST_BYTES: usize = 36;
 
-/// This PE's rank on its host (collective).
+/// Returns this PE's rank on its host (collective).
 pub(super) fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result<usize, GpuError> {
     let mut mine = [0; HOST_BYTES];
     mine.iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
@@ -17,7 +17,7 @@ pub(super) fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result
     Ok(device::rank_on_host(&all.chunks(mine.len()).collect::<Vec<_>>(), bootstrap.my_pe()))
 }
 
-/// Facts about all PEs' devices.
+/// What a PE learns about the devices of all PEs.
 pub(super) struct Agreed {
     /// Number of PEs that share this PE's device.
     pub sharing: usize,
@@ -26,8 +26,8 @@ pub(super) struct Agreed {
     pub fewest_multiprocessors: u32,
 }
 
-/// Exchanges device properties and checks that all devices run the same kernels, as the parts of one layer must (collective).
-/// `multiprocessors` is this PE's share.
+/// Exchanges the properties of the devices and checks that all devices run the same kernels, because the PEs of a layer must (collective).
+/// `multiprocessors` is this PE's share of its device.
 pub(super) fn agree(
     bootstrap: &dyn Bootstrap,
     info: &DeviceInfo,
@@ -40,7 +40,7 @@ pub(super) fn agree(
     let mut mine = [0; BYTES];
     mine[0] = info.hopper().into();
     mine[1..33].iter_mut().zip(info.pci.bytes()).for_each(|(to, from)| *to = from);
-    // PCI addresses are unique only within a host.
+    // The host id is sent too, because a PCI address is unique only within its host.
     mine[HOST].iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
     mine[PLACE.end..].copy_from_slice(&multiprocessors.to_le_bytes());
     let all = bootstrap.all_gather(&mine, limit)?;

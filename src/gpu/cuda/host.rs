@@ -1,15 +1,15 @@
-//! Checks of a host's devices before any PE starts.
+//! Checks the devices of a host before any PE starts.
 
 use super::device::{self, DeviceInfo};
 use super::{driver, nccl, symmetric};
 use crate::gpu::nvshmem;
 use crate::gpu::{DeviceLimits, GpuError, SymmetricBy};
 
-/// Checks that this host has the driver, devices and libraries that its `pes_here` of `n_pes` PEs need. Returns the number of
-/// devices.
+/// Checks that this host has the driver, the devices and the libraries that its PEs need, which are `pes_here` of all `n_pes` PEs. Returns
+/// the number of devices.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] with the missing requirement.
+/// Returns [`GpuError::Unavailable`], which names the missing requirement.
 pub fn check_host(pes_here: usize, n_pes: usize, by: SymmetricBy) -> Result<usize, GpuError> {
     let driver = driver::driver()?;
     let devices = device::devices(driver)?;
@@ -28,7 +28,7 @@ pub fn check_host(pes_here: usize, n_pes: usize, by: SymmetricBy) -> Result<usiz
             }
             let library = nccl::find_library()?;
             library.check_windows()?;
-            // The launcher sets this variable if it is unset; under another launcher each PE reports it.
+            // The launcher sets this variable if it is unset. Under another launcher, each PE reports an error if the variable is missing.
             let allowed = std::env::var(nccl::SHARED_DEVICES).unwrap_or_else(|_| "1".into());
             nccl::windows::check_sharing(library.version, pes_here.div_ceil(devices.len()), Some(&allowed))?;
             device::check_reach(driver, &devices[..pes_here.min(devices.len())])?;
@@ -37,11 +37,10 @@ pub fn check_host(pes_here: usize, n_pes: usize, by: SymmetricBy) -> Result<usiz
     Ok(devices.len())
 }
 
-/// Environment variables, in addition to those already set, with which a launcher must start the processes of `pes` PEs on this
-/// host.
+/// Returns the environment variables that a launcher must add to those already set when it starts the processes of `pes` PEs on this host.
 ///
 /// # Errors
-/// As for [`check_host`].
+/// Returns the same errors as [`check_host`].
 pub fn pe_environment(pes: usize, by: SymmetricBy) -> Result<Vec<(String, String)>, GpuError> {
     let devices = check_host(pes, pes, by)?;
     let shared = pes > devices;
@@ -55,17 +54,17 @@ pub fn pe_environment(pes: usize, by: SymmetricBy) -> Result<Vec<(String, String
         }
     };
     if device::mps_is_on() && std::env::var_os(device::MPS_SHARE).is_none() && shared {
-        // As NVSHMEM requires, the shares of a device's PEs add up to at most 100 %.
+        // NVSHMEM requires that the shares of a device's PEs add up to at most 100 %.
         let share = 100 / pes.div_ceil(devices);
         environment.push((device::MPS_SHARE.to_string(), share.max(1).to_string()));
     }
     Ok(environment)
 }
 
-/// Checks that the `pes_here` PEs of this host run concurrently; time-sliced PEs cannot be measured.
+/// Checks that the `pes_here` PEs of this host run concurrently, because the times of PEs that take turns on a device mean nothing.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] with the number of PEs that would be right.
+/// Returns [`GpuError::Unavailable`], which names the largest number of PEs that run concurrently.
 pub fn check_times(pes_here: usize) -> Result<(), GpuError> {
     let devices = visible_devices()?;
     if pes_here <= devices || device::mps_is_on() {
@@ -78,18 +77,18 @@ pub fn check_times(pes_here: usize) -> Result<(), GpuError> {
     )))
 }
 
-/// Number of visible devices.
+/// Returns the number of visible devices.
 ///
 /// # Errors
-/// The driver's error.
+/// Returns the driver's error.
 pub fn visible_devices() -> Result<usize, GpuError> {
     Ok(device::devices(driver::driver()?)?.len())
 }
 
-/// Limits of the visible devices before any PE uses them. PEs that share a device get less.
+/// Returns the limits of the visible devices before any PE uses them. PEs that share a device have lower limits.
 ///
 /// # Errors
-/// The driver's error.
+/// Returns the driver's error.
 pub fn visible_limits() -> Result<Vec<DeviceLimits>, GpuError> {
     let limits = |info: DeviceInfo| DeviceLimits {
         capability: info.capability,

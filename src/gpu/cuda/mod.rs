@@ -1,9 +1,9 @@
-//! A CUDA device with symmetric memory of NVSHMEM or NCCL: [`CudaGpu`].
+//! [`CudaGpu`]: a CUDA device whose symmetric memory comes from NVSHMEM or NCCL.
 //!
-//! The driver, NVSHMEM's host library and NCCL are loaded at run time, so the binary starts on any machine, and opening a
-//! device reports in one line which of them is missing. A single PE needs neither NVSHMEM nor NCCL.
+//! The driver, NVSHMEM's host library and NCCL are loaded at run time. The binary therefore starts on any machine, and the error of opening
+//! a device names the missing one in one line. A single PE needs neither NVSHMEM nor NCCL.
 //!
-//! All operations use one stream at a time and therefore run in call order.
+//! All operations use the same stream until another is selected, and therefore run in call order.
 
 mod cluster;
 mod context;
@@ -40,9 +40,9 @@ use symmetric::{Symmetric, SymmetricSource};
 use super::nvshmem::Bootstrap;
 use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBy, TensorMap, network_only};
 
-/// Number of marks that [`Gpu::mark`] accepts.
+/// The number of marks that [`Gpu::mark`] accepts.
 pub const MARKS: usize = 64;
-/// Interval between queries of the stream during a wait with a limit.
+/// The interval at which a wait with a limit queries the stream.
 const POLL: Duration = Duration::from_micros(50);
 
 /// One PE's device.
@@ -56,30 +56,30 @@ pub struct CudaGpu {
     fewest_multiprocessors: u32,
     modules: Vec<CUmodule>,
     functions: RefCell<HashMap<String, CUfunction>>,
-    /// Dynamic shared memory granted to a function, if it was raised above the default.
+    /// For each function whose limit of dynamic shared memory was raised above the default: that limit, bytes.
     shared: RefCell<HashMap<String, u32>>,
     marks: [Cell<CUevent>; MARKS],
     symmetric: Symmetric,
-    // Last, so that it is dropped after everything allocated in it.
+    // The last field, so that the context is dropped after everything that is allocated in it.
     context: Context,
 }
 
 impl CudaGpu {
-    /// Selects this PE's device by its rank on the host and loads the kernels (collective). Several PEs use NVSHMEM. Here and
-    /// in later collective allocations a PE waits at most `wait_limit` for the others.
+    /// Selects this PE's device by the PE's rank on the host and loads the kernels (collective). If there are several PEs, they use
+    /// NVSHMEM. In this call and in later collective allocations a PE waits at most `wait_limit` for the others.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`] if there is no driver or no suitable device, if several PEs have no NVSHMEM, or if the PEs'
-    /// devices differ.
+    /// Returns [`GpuError::Unavailable`] if there is no driver or no suitable device, if there are several PEs and no NVSHMEM, or if the
+    /// PEs' devices differ.
     pub fn attach(bootstrap: impl Bootstrap + 'static, wait_limit: Duration) -> Result<Self, GpuError> {
         Self::attach_by(SymmetricBy::Nvshmem, bootstrap, wait_limit)
     }
 
-    /// Like [`CudaGpu::attach`], with the given provider of symmetric memory. NCCL also serves a single PE.
+    /// Like [`CudaGpu::attach`], but with the given provider of symmetric memory. NCCL is used even for a single PE.
     ///
     /// # Errors
-    /// As for [`CudaGpu::attach`]; with NCCL also if its version is too old, the PEs run on several hosts, or the devices
-    /// cannot access each other's memory.
+    /// Returns the same errors as [`CudaGpu::attach`]. With NCCL returns [`GpuError::Unavailable`] as well if its version is too old, the
+    /// PEs run on several hosts, or the devices cannot access each other's memory.
     pub fn attach_by(
         by: SymmetricBy,
         bootstrap: impl Bootstrap + 'static,
@@ -92,18 +92,18 @@ impl CudaGpu {
         Self::attach_over(source, Box::new(bootstrap), wait_limit)
     }
 
-    /// Like [`CudaGpu::attach_by`] with NCCL, but uses the caller's communicator, given by its address, for example that of a
-    /// PyTorch process group (`ProcessGroupNCCL._comm_ptr()`). Its ranks must be the PEs in the same order; the device is the
-    /// communicator's. The caller keeps ownership, also after [`CudaGpu::finish`].
+    /// Like [`CudaGpu::attach_by`] with NCCL, but uses a communicator of the caller, for example that of a PyTorch process group
+    /// (`ProcessGroupNCCL._comm_ptr()`). `communicator` is its address. Its ranks must be the PEs in the same order, and its device becomes
+    /// this PE's device. The caller still owns the communicator, even after [`CudaGpu::finish`].
     ///
     /// # Safety
-    /// - `communicator` is an `ncclComm_t` of the NCCL library loaded in this process, and outlives the returned value.
-    /// - No other thread uses the communicator during this call or a call that allocates or frees symmetric memory. Since these
-    ///   calls register memory, which is collective, all processes must order them in the same way relative to their other uses
-    ///   of the communicator.
+    /// - `communicator` is an `ncclComm_t` of the NCCL library that is loaded in this process, and outlives the returned value.
+    /// - No other thread uses the communicator during this call or a call that allocates or frees symmetric memory. All processes make
+    ///   these calls in the same order relative to their other uses of the communicator, because the calls register memory, which is
+    ///   collective.
     ///
     /// # Errors
-    /// As for [`CudaGpu::attach_by`]; [`GpuError::Unavailable`] if the communicator's ranks differ from the PEs.
+    /// Returns the same errors as [`CudaGpu::attach_by`], and [`GpuError::Unavailable`] if the communicator's ranks differ from the PEs.
     pub unsafe fn attach_communicator(
         communicator: usize,
         bootstrap: impl Bootstrap + 'static,
@@ -164,16 +164,16 @@ impl CudaGpu {
         Ok(gpu)
     }
 
-    /// The driver's description of the device.
+    /// The device's properties as reported by the driver.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
     }
 
-    /// Releases symmetric memory and modules (collective), after a successful job. A value dropped without it leaves them to
-    /// the process's exit.
+    /// Releases symmetric memory and modules after a successful job (collective). If a value is dropped without this call, they are
+    /// released when the process exits.
     ///
     /// # Errors
-    /// [`GpuError::Barrier`] if a PE is missing; the driver's error.
+    /// Returns [`GpuError::Barrier`] if a PE is missing, and the driver's error if the driver fails.
     pub fn finish(mut self) -> Result<(), GpuError> {
         self.barrier(self.wait_limit)?;
         match std::mem::replace(&mut self.symmetric, Symmetric::Alone) {
@@ -182,7 +182,7 @@ impl CudaGpu {
             Symmetric::Nccl(windows) => windows.finish(),
         }
         for module in self.modules.drain(..) {
-            // SAFETY: loaded by `load`; after the barrier none of its kernels runs.
+            // SAFETY: `load` loaded the module, and none of its kernels runs after the barrier.
             self.driver.check(unsafe { call!(self.driver, cuModuleUnload(module)) }, || "unload the kernels".into())?;
         }
         Ok(())
@@ -190,7 +190,7 @@ impl CudaGpu {
 
     fn load(&mut self, module: &modules::Module) -> Result<(), GpuError> {
         let mut handle = ptr::null_mut();
-        // SAFETY: writes the handle; the image is a static fat binary.
+        // SAFETY: the function only writes the handle, and the image is a static fat binary.
         let code = unsafe { call!(self.driver, cuModuleLoadData(&raw mut handle, module.image.0.as_ptr().cast())) };
         let (major, minor) = self.info.capability;
         match code {
@@ -208,7 +208,7 @@ impl CudaGpu {
             code => self.driver.check(code, || format!("load the kernels ({})", module.name))?,
         }
         self.modules.push(handle);
-        // Without NVSHMEM the kernels do not call it, so its uninitialised state in the module is unused.
+        // If NVSHMEM is not in use, its state in the module stays uninitialised, which is safe because the kernels then do not call it.
         if module.nvshmem
             && let Symmetric::Nvshmem(nvshmem) = &self.symmetric
         {
@@ -225,7 +225,7 @@ impl CudaGpu {
         let name = CString::new(kernel).map_err(|error| GpuError::failed(format!("find kernel {kernel}"), error))?;
         for module in &self.modules {
             let mut function = ptr::null_mut();
-            // SAFETY: writes the function; the name is NUL-terminated.
+            // SAFETY: the call only writes the handle, and the name is NUL-terminated.
             let code = unsafe { call!(self.driver, cuModuleGetFunction(&raw mut function, *module, name.as_ptr())) };
             if code != driver::NOT_FOUND {
                 self.driver.check(code, || format!("find kernel {kernel}"))?;
@@ -236,7 +236,7 @@ impl CudaGpu {
         Err(GpuError::failed(format!("find kernel {kernel}"), "no module contains it"))
     }
 
-    /// Looks up a function and raises its limit of dynamic shared memory if necessary (the default is 48 KiB).
+    /// Looks up a function, and raises its limit of dynamic shared memory if `shared_bytes` exceeds it. The default limit is 48 KiB.
     fn function_with_shared(&self, kernel: &str, shared_bytes: u32) -> Result<CUfunction, GpuError> {
         let function = self.function(kernel)?;
         let allowed = self.shared.borrow().get(kernel).copied().unwrap_or(48 << 10);
@@ -271,11 +271,10 @@ impl CudaGpu {
         self.marks.get(number).ok_or_else(|| GpuError::failed(format!("mark {number}"), "there are 64 marks"))
     }
 
-    /// Waits at most `limit` for all earlier launches. After a time-out later calls do not wait for the stream, and the process
-    /// must exit.
+    /// Waits at most `limit` for all earlier launches. After a time-out, later calls do not wait for the stream, and the process must exit.
     ///
     /// # Errors
-    /// [`GpuError::Failed`] after `limit`; the driver's error of any launch.
+    /// Returns [`GpuError::Failed`] if the launches have not completed after `limit`, and the driver's error if a launch failed.
     pub fn synchronise_within(&self, limit: Duration) -> Result<(), GpuError> {
         let start = Instant::now();
         loop {
@@ -305,15 +304,15 @@ impl Drop for CudaGpu {
     fn drop(&mut self) {
         for mark in &self.marks {
             if !mark.get().is_null() {
-                // SAFETY: created by `mark`, destroyed only here.
+                // SAFETY: `mark` created the event, and it is destroyed only here.
                 unsafe { call!(self.driver, cuEventDestroy_v2(mark.get())) };
             }
         }
     }
 }
 
-// SAFETY: memory comes from the driver, NVSHMEM's heap or NCCL. Every operation is issued to one stream or waits for it, so
-// operations take effect in call order.
+// SAFETY: the memory comes from the driver, from NVSHMEM's heap or from NCCL. Every operation either is enqueued on one stream or waits for
+// it, so operations take effect in call order.
 unsafe impl Gpu for CudaGpu {
     fn name(&self) -> String {
         self.info.name.clone()
@@ -345,7 +344,7 @@ unsafe impl Gpu for CudaGpu {
 
     fn alloc_raw(&self, bytes: u64) -> Result<u64, GpuError> {
         let mut address: CUdeviceptr = 0;
-        // SAFETY: writes the address.
+        // SAFETY: the function only writes the address.
         match unsafe { call!(self.driver, cuMemAlloc_v2(&raw mut address, bytes as usize)) } {
             driver::OUT_OF_MEMORY => Err(self.out_of_memory("device", bytes)),
             code => self.driver.check(code, || format!("allocate {bytes} bytes on the device")).map(|()| address),
@@ -356,8 +355,8 @@ unsafe impl Gpu for CudaGpu {
         if self.context.stuck.get() {
             return;
         }
-        // SAFETY: guaranteed by the caller. Earlier launches may still use the memory, so the stream is drained first; the next
-        // call reports their errors.
+        // SAFETY: guaranteed by the caller. Earlier launches may still use the memory, so they complete first. The next call reports their
+        // errors.
         unsafe {
             call!(self.driver, cuStreamSynchronize(self.context.stream()));
             call!(self.driver, cuMemFree_v2(address));
@@ -386,7 +385,7 @@ unsafe impl Gpu for CudaGpu {
             return Ok(());
         }
         let what = || format!("copy {} bytes to the device", from.len());
-        // SAFETY: the caller guarantees the destination; `from` has been read when the synchronisation returns.
+        // SAFETY: the caller guarantees the destination, and the driver has read `from` when the synchronisation returns.
         unsafe {
             let stream = self.context.stream();
             self.driver
@@ -400,7 +399,7 @@ unsafe impl Gpu for CudaGpu {
             return Ok(());
         }
         let what = || "copy from the device".to_string();
-        // SAFETY: the caller guarantees the source; `to` has been written when the synchronisation returns.
+        // SAFETY: the caller guarantees the source, and the driver has written `to` when the synchronisation returns.
         unsafe {
             let stream = self.context.stream();
             self.driver.check(
@@ -424,7 +423,7 @@ unsafe impl Gpu for CudaGpu {
         let Launch { block, shared_bytes, cluster, .. } = launch;
         let function = self.function_with_shared(kernel, shared_bytes)?;
         let mut per_multiprocessor = 0;
-        // SAFETY: writes the number; `function` belongs to a loaded module.
+        // SAFETY: the call only writes the number, and `function` belongs to a loaded module.
         let code = unsafe {
             call!(
                 self.driver,
@@ -442,15 +441,15 @@ unsafe impl Gpu for CudaGpu {
         if cluster <= 1 {
             return Ok(blocks);
         }
-        // Clusters may not fill all multiprocessors, since each must fit into one group of them.
-        // SAFETY: `function` belongs to a loaded module.
+        // Clusters may leave multiprocessors empty, because each cluster must fit into one group of multiprocessors. SAFETY: `function`
+        // belongs to a loaded module.
         let clusters = unsafe { cluster::resident(self.driver, function, launch, self.context.stream()) };
         let clusters = clusters.or_else(|code| self.driver.check(code, what).map(|()| 0))?;
         Ok(clusters.min(blocks / cluster) * cluster)
     }
 
     fn prepare(&self, kernel: &str, shared_bytes: u32) -> Result<(), GpuError> {
-        // With lazy loading, the look-up loads the function.
+        // If the driver loads functions lazily, the look-up loads this one.
         self.function_with_shared(kernel, shared_bytes).map(|_| ())
     }
 
@@ -470,14 +469,14 @@ unsafe impl Gpu for CudaGpu {
                 ));
             }
         }
-        // Copies with an alignment that suffices for any parameter.
+        // The parameters are copied so that each is aligned sufficiently for any type.
         let mut copies: Vec<Vec<u128>> = args.iter().map(|arg| vec![0; arg.len().div_ceil(16)]).collect();
         for (copy, arg) in copies.iter_mut().zip(args) {
             bytemuck::cast_slice_mut(copy)[..arg.len()].copy_from_slice(arg);
         }
         let mut pointers: Vec<*mut c_void> = copies.iter_mut().map(|copy| copy.as_mut_ptr().cast()).collect();
         let (parameters, stream) = (pointers.as_mut_ptr(), self.context.stream());
-        // SAFETY: the caller guarantees the parameters; the driver copies them before the call returns.
+        // SAFETY: the caller guarantees the parameters, and the driver copies them before the call returns.
         let code = unsafe {
             if cooperative != 0 && cluster > 1 {
                 cluster::launch(self.driver, function, launch, stream, parameters)
@@ -531,11 +530,11 @@ unsafe impl Gpu for CudaGpu {
         let what = || format!("note time {number}");
         if mark.get().is_null() {
             let mut event = ptr::null_mut();
-            // SAFETY: writes the event.
+            // SAFETY: the function only writes the event.
             self.driver.check(unsafe { call!(self.driver, cuEventCreate(&raw mut event, 0)) }, what)?;
             mark.set(event);
         }
-        // SAFETY: event and stream are destroyed only when `self` is dropped.
+        // SAFETY: the event and the stream are destroyed only when `self` is dropped.
         self.driver.check(unsafe { call!(self.driver, cuEventRecord(mark.get(), self.context.stream())) }, what)
     }
 
@@ -546,7 +545,7 @@ unsafe impl Gpu for CudaGpu {
             return Err(GpuError::failed(what(), "one was not made"));
         }
         let mut milliseconds = 0.0;
-        // SAFETY: writes the number; both events belong to this context.
+        // SAFETY: the function only writes the number, and both events belong to this context.
         let code = unsafe { call!(self.driver, cuEventElapsedTime(&raw mut milliseconds, first, second)) };
         self.driver.check(code, what)?;
         Duration::try_from_secs_f64(f64::from(milliseconds) * 1e-3).map_err(|error| GpuError::failed(what(), error))
@@ -559,7 +558,8 @@ unsafe impl Gpu for CudaGpu {
     fn alloc_host_raw(&self, bytes: u64) -> Result<u64, GpuError> {
         const FLAGS: u32 = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
         let mut memory: *mut c_void = ptr::null_mut();
-        // SAFETY: writes the address; exactly the allocated bytes are set. With unified addressing the device uses the same address.
+        // SAFETY: the function only writes the address, and only the allocated bytes are zeroed. The device uses the same address, because
+        // addressing is unified.
         unsafe {
             let code = call!(self.driver, cuMemHostAlloc(&raw mut memory, bytes as usize, FLAGS));
             self.driver.check(code, || format!("allocate {bytes} bytes of the host's memory for the device"))?;

@@ -1,15 +1,15 @@
-//! The kernels, embedded by build.rs as one fat binary per translation unit.
+//! The kernels. build.rs embeds one fat binary per translation unit.
 
-/// CUDA version of the nvcc that compiled the kernels, such as "13.0". Older drivers cannot load them.
+/// The CUDA version of the nvcc that compiled the kernels, such as "13.0". Drivers of older versions cannot load the kernels.
 pub const MADE_BY: &str = env!("ARISTOS_CUDA_VERSION");
 
 /// A fat binary.
 pub struct Module {
-    /// Name of the translation unit `kernels/<name>.cu`.
+    /// The name of the translation unit, whose file is `kernels/<name>.cu`.
     pub name: &'static str,
-    /// Architectures with machine code, such as "sm_80 sm_90".
+    /// The architectures for which it has machine code, such as "sm_80 sm_90".
     pub architectures: &'static str,
-    /// Whether it runs on Hopper only.
+    /// Whether it runs only on Hopper.
     pub hopper: bool,
     /// Whether its device code calls NVSHMEM.
     pub nvshmem: bool,
@@ -24,7 +24,7 @@ pub struct Image<B: ?Sized>(pub B);
 /// All modules of this build.
 pub static MODULES: &[Module] = include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 
-/// The modules that a device loads: all on Hopper, otherwise those that are not specific to Hopper.
+/// Returns the modules that a device loads. A Hopper device loads all modules, and another device those that are not specific to Hopper.
 pub fn modules_for(hopper: bool) -> impl Iterator<Item = &'static Module> {
     MODULES.iter().filter(move |module| hopper || !module.hopper)
 }
@@ -33,7 +33,7 @@ pub fn modules_for(hopper: bool) -> impl Iterator<Item = &'static Module> {
 mod tests {
     use super::*;
 
-    /// First bytes of a fat binary.
+    /// The first bytes of every fat binary.
     const MAGIC: [u8; 4] = 0xba55_ed50_u32.to_le_bytes();
 
     #[test]

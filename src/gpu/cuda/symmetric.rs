@@ -5,10 +5,10 @@ use super::nccl::windows::{CollectiveContext, Windows};
 use crate::gpu::GpuError;
 use crate::gpu::nvshmem::{self, Nvshmem};
 
-/// The requested provider of symmetric memory.
+/// The provider of symmetric memory that was requested.
 #[derive(Clone, Copy)]
 pub(super) enum SymmetricSource {
-    /// NVSHMEM if there are several PEs.
+    /// NVSHMEM if there are several PEs, and otherwise none.
     Nvshmem,
     /// A new NCCL communicator.
     Nccl,
@@ -18,7 +18,7 @@ pub(super) enum SymmetricSource {
 
 /// The provider in use.
 pub(super) enum Symmetric {
-    /// None: a single PE's symmetric memory is device memory.
+    /// No provider is needed, because there is a single PE. Its symmetric memory is device memory.
     Alone,
     Nvshmem(Nvshmem),
     Nccl(Windows),
@@ -40,7 +40,7 @@ impl Symmetric {
             SymmetricSource::Nvshmem => {
                 let (path, library) = nvshmem::find_library()?;
                 tracing::debug!(pe = me, library = %path.display(), version = ?library.version, "NVSHMEM");
-                // SAFETY: the context is current in this thread, and `CudaGpu`, which owns both, keeps it retained.
+                // SAFETY: the context is current in this thread, and stays retained because `CudaGpu` owns it as well as NVSHMEM.
                 let nvshmem = unsafe { Nvshmem::init(library, pes.bootstrap, pes.limit) };
                 let nvshmem = nvshmem.map_err(|error| with_network_hint(pes.bootstrap.over_network(), error))?;
                 if nvshmem.limited() && me == 0 {
@@ -53,21 +53,22 @@ impl Symmetric {
             }
             SymmetricSource::Nccl => Windows::start(pes, agreed.sharing).map(Symmetric::Nccl),
             SymmetricSource::Communicator(communicator) => {
-                // SAFETY: valid by the contract of `CudaGpu::attach_communicator`; the context is the communicator's device's.
+                // SAFETY: the caller of `CudaGpu::attach_communicator` guarantees the communicator, and the context is that of the
+                // communicator's device.
                 unsafe { Windows::share(communicator, pes) }.map(Symmetric::Nccl)
             }
         }
     }
 }
 
-/// The error for NCCL with PEs on several hosts.
+/// Returns the error that is reported if NCCL is requested and the PEs are on several hosts.
 pub(super) fn several_hosts(n_pes: usize, here: usize) -> GpuError {
     GpuError::Unavailable(format!(
         "`symmetric` nccl joins the GPUs of one host, and {here} of the {n_pes} PEs are on this one: use `symmetric` nvshmem"
     ))
 }
 
-/// Adds NVSHMEM's network settings to an error if the PEs are connected by a network.
+/// If a network connects the PEs, adds the settings of NVSHMEM's network to an error.
 pub(super) fn with_network_hint(over_network: bool, error: GpuError) -> GpuError {
     let (GpuError::Unavailable(_) | GpuError::Failed { .. }, true) = (&error, over_network) else { return error };
     let network = match std::env::var("NVSHMEM_REMOTE_TRANSPORT") {

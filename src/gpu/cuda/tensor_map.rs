@@ -10,24 +10,24 @@ use cudarc::driver::sys::{
 use super::driver::{Driver, call};
 use crate::gpu::{GpuError, TensorMap};
 
-/// Encodes a tensor map; see [`Gpu::tensor_map`](crate::gpu::Gpu::tensor_map).
+/// Encodes the tensor map that [`Gpu::tensor_map`](crate::gpu::Gpu::tensor_map) returns.
 pub(super) fn encode(driver: &Driver, matrix: &TensorMap) -> Result<[u8; 128], GpuError> {
     let what = || format!("describe a matrix for the tensor memory accelerator: {matrix:?}");
     check(matrix).map_err(|wrong| GpuError::failed(what(), wrong))?;
     let mut map = CUtensorMap { opaque: [0; 16] };
-    // Only the element size matters: elements are copied, not computed with.
+    // Only the size of the element type matters, because elements are only copied.
     let element = match matrix.element_bytes {
         1 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
         2 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
         _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
     };
-    // Innermost dimension first: columns, rows, matrices.
+    // The driver expects the innermost dimension first, so the order is columns, rows, matrices.
     let size = [matrix.cols, matrix.rows, matrix.items].map(u64::from);
     let strides = [matrix.row_stride_bytes, matrix.item_stride_bytes];
     let boxes = [matrix.box_cols, matrix.box_rows, 1];
     let dimensions = if matrix.items == 0 { 2 } else { 3 };
-    // SAFETY: writes the 128 bytes of `map`. The arrays have at least one element per dimension, the strides one less, and the
-    // matrix itself is not accessed.
+    // SAFETY: the function only writes the 128 bytes of `map`. The arrays have at least one element per dimension, except that the strides
+    // may have one element less. The matrix itself is not accessed.
     let code = unsafe {
         call!(
             driver,
@@ -50,7 +50,7 @@ pub(super) fn encode(driver: &Driver, matrix: &TensorMap) -> Result<[u8; 128], G
     driver.check(code, what).map(|()| bytemuck::cast(map.opaque))
 }
 
-/// Checks the constraints of cuTensorMapEncodeTiled, which reports only a code.
+/// Checks the constraints of cuTensorMapEncodeTiled, whose own error is only a code.
 fn check(matrix: &TensorMap) -> Result<(), String> {
     let TensorMap { base, rows, cols, row_stride_bytes, items, item_stride_bytes, box_rows, box_cols, element_bytes } =
         *matrix;

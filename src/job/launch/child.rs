@@ -1,4 +1,4 @@
-//! One PE's process, as the child of its parent: the supervisor, or a launched process.
+//! Starts one PE's process as a child of this process, which is the supervisor or a launched process.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, PE_COMMAND};
 
-/// A PE to start. As JSON it is also the body of a `Start` frame, which carries the PE's end of its control socket.
+/// A PE to start. Its JSON is the body of a `Start` frame, which also carries the PE's end of its control socket.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Start {
     pub(super) pe: usize,
@@ -19,8 +19,8 @@ pub(super) struct Start {
 }
 
 impl Start {
-    /// Starts the PE as a child of this process; the PE dies with this process. The child runs this program with [`PE_COMMAND`] as its
-    /// only argument and receives its request over `socket`.
+    /// Starts the PE as a child of this process; the PE is killed when this process ends. The child runs this program with [`PE_COMMAND`]
+    /// as its only argument and receives its request over `socket`.
     pub(super) fn spawn(&self, socket: OwnedFd) -> io::Result<Child> {
         let mut command = Command::new("/proc/self/exe");
         if let Some(name) = std::env::args_os().next() {

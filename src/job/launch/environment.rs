@@ -2,10 +2,10 @@
 
 use super::MAX_PES;
 
-/// Secret of a job's processes, if the user sets one.
+/// The environment variable with a secret that the processes of a job share. Optional.
 const ENV_TOKEN: &str = "ARISTOS_JOB_TOKEN";
 
-/// Slurm step numbers from here on are not steps of tasks but the batch script, the interactive shell and the external step.
+/// Slurm uses step numbers from this one on for the batch script, the interactive shell and the external step, which have no tasks.
 const SLURM_NO_STEP: u32 = 0xffff_fff0;
 
 /// One of the processes that a launcher started together.
@@ -17,18 +17,18 @@ pub(super) struct LaunchedProcess {
     pub(super) rank: usize,
     /// Number of processes.
     pub(super) size: usize,
-    /// Whether all are on one host, according to the launcher.
+    /// Whether the launcher reports that all processes are on one host.
     pub(super) one_host: bool,
-    /// An identifier shared by all of them and by no other job on the host.
+    /// An identifier that all processes of the job share, and that differs from those of other jobs on the host.
     pub(super) job: String,
-    /// Rank 0's address for TCP from all hosts, as HOST:PORT, if the launcher provides one.
+    /// Rank 0's TCP address as HOST:PORT, reachable from all hosts, if the launcher provides one.
     pub(super) address: Option<String>,
 }
 
 /// Invalid variables of a launcher.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct BadEnvironment {
-    /// One line.
+    /// The error as one line.
     pub(super) line: String,
     /// Whether this process prints the line.
     pub(super) speaks: bool,
@@ -60,7 +60,7 @@ impl Env<'_> {
         value.parse().map_err(|_| self.bad(format!("{name}={value}: not a number, as a launcher sets it")))
     }
 
-    /// The process that these variables describe; `None` for a single process.
+    /// Reads the process's rank and the number of processes from the variables. `None` for a single process.
     fn process(
         &self,
         launcher: &'static str,
@@ -80,10 +80,10 @@ impl Env<'_> {
     }
 }
 
-/// This process, as one of a launcher's; `None` if no launcher started it, or only this one.
+/// This process as one of several that a launcher started. `None` if no launcher started this process, or only this one.
 ///
-/// The innermost launcher counts: `torchrun` and `mpirun` may be started in steps of Slurm. `parent` is this process's parent, the only
-/// identifier that MPICH's processes share.
+/// The innermost launcher is returned, since `torchrun` and `mpirun` may be started in steps of Slurm. `parent` is the id of this process's
+/// parent, which is the only identifier that MPICH's processes share.
 pub(super) fn launched_process(
     get: &dyn Fn(&str) -> Option<String>,
     parent: i32,
@@ -98,7 +98,7 @@ pub(super) fn launched_process(
         let (run, restart) = (torch.text("TORCHELASTIC_RUN_ID"), torch.text("TORCHELASTIC_RESTART_COUNT"));
         let process = torch.process("torchrun", "WORLD_SIZE", format!("torchrun-{port}-{restart}-{run}"))?;
         let process = with_hosts(process, &torch, "LOCAL_WORLD_SIZE")?;
-        // torchrun's own store uses the port itself.
+        // torchrun's own store listens at MASTER_PORT, so the next port is used.
         let port = port.parse::<u16>().unwrap_or(0);
         let port = if torch.has("TORCHELASTIC_RUN_ID") { port.wrapping_add(1).max(1) } else { port };
         let host = if torch.has("MASTER_ADDR") { torch.text("MASTER_ADDR") } else { "localhost".to_string() };
@@ -112,13 +112,14 @@ pub(super) fn launched_process(
         return with_hosts(process, &ompi, "OMPI_COMM_WORLD_LOCAL_SIZE");
     }
     let slurm = env("SLURM_PROCID");
-    // The shell of a batch script has a SLURM_PROCID too, and a shell in an allocation has the allocation's variables.
+    // SLURM_PROCID alone does not mean a task: the shell of a batch script has it too, and a shell in an allocation has the allocation's
+    // variables.
     let step = slurm.text("SLURM_STEP_ID").parse::<u32>().ok().filter(|step| *step < SLURM_NO_STEP);
     let tasks = if slurm.has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
     let slurm_step = step.filter(|_| slurm.has("SLURM_PROCID") && slurm.has(tasks));
     let pmi = env("PMI_RANK");
-    // Slurm sets PMI variables for its own tasks too. If their values differ from Slurm's, they come from an mpiexec with proxies that
-    // Slurm started.
+    // Slurm sets PMI variables for its own tasks too. If their values differ from Slurm's, an mpiexec whose proxies Slurm started has set
+    // them.
     let of_slurm = slurm_step.is_some() && pmi.text("PMI_SIZE") == slurm.text(tasks);
     if pmi.has("PMI_RANK") && pmi.has("PMI_SIZE") && !of_slurm {
         let process = pmi.process("MPICH", "PMI_SIZE", format!("mpich-child-of-{parent}"))?;
@@ -143,7 +144,7 @@ pub(super) fn launched_process(
     Ok(None)
 }
 
-/// `process` with `one_host` set according to `local_size_name`, if that variable is set.
+/// Sets `one_host` and `address` of `process` according to the variable `local_size_name`, if that is set.
 fn with_hosts(
     process: Option<LaunchedProcess>,
     env: &Env<'_>,
@@ -163,14 +164,14 @@ fn with_port(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// A port derived from the job's name, below the ephemeral ports: 20000 to 29999.
+/// A port from 20000 to 29999, below the ephemeral ports, derived from a hash of the job's name.
 fn port_of(job: &str) -> u16 {
     // FNV-1a, 32 bits.
     let hash = job.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
     20_000 + (hash % 10_000) as u16
 }
 
-/// The first node of a list as Slurm writes it: `nid[001-003,7],login1` is nid001 first.
+/// The first node of a list in Slurm's format: that of `nid[001-003,7],login1` is nid001.
 fn first_node(list: &str) -> Option<String> {
     let end = list.find([',', '[']).unwrap_or(list.len());
     let (prefix, rest) = list.split_at(end);
@@ -187,7 +188,7 @@ fn first_node(list: &str) -> Option<String> {
     (!node.is_empty() && !node.contains(['[', ']'])).then_some(node)
 }
 
-/// The job's token: `ARISTOS_JOB_TOKEN`, empty if it is not set.
+/// The job's token: the value of `ARISTOS_JOB_TOKEN`, or an empty string if it is not set.
 pub fn job_token() -> String {
     std::env::var_os(ENV_TOKEN).unwrap_or_default().to_string_lossy().into_owned()
 }

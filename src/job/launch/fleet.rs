@@ -1,4 +1,4 @@
-//! The PEs' processes: started, reaped, and killed when the fleet is dropped.
+//! Starts and reaps the PEs' processes, and kills them when the fleet is dropped.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,11 +16,11 @@ use super::{LaunchError, signals};
 use crate::out_of_memory::OUT_OF_MEMORY;
 use crate::shmem::control::frame::Kind;
 
-/// How long killed processes may take to end. SIGKILL takes effect at once, except in a process that
-/// sleeps uninterruptibly in the kernel; the fleet does not wait for such a process.
+/// Maximum wait for killed processes to end. SIGKILL takes effect at once, except in a process that sleeps uninterruptibly in the kernel;
+/// the fleet does not wait longer for such a process.
 const REAP_LIMIT: Duration = Duration::from_millis(1500);
 
-/// The processes of a job's PEs, by PE. Dropping it kills and reaps those that still run.
+/// The processes of a job's PEs, by PE. Dropping the fleet kills and reaps the processes that still run.
 pub(super) struct Fleet {
     members: Vec<Member>,
     /// The launched processes that are the parents of PEs 1 and up, if a launcher started this process.
@@ -44,15 +44,15 @@ enum End {
 }
 
 impl Fleet {
-    /// A fleet without PEs; launched processes, if any, become the parents of PEs 1 and up.
+    /// A fleet without PEs. Launched processes, if any, become the parents of PEs 1 and up.
     pub(super) fn new(rendezvous: Option<MutexGuard<'static, Rendezvous>>) -> Fleet {
         Fleet { members: Vec::new(), rendezvous, scratch: vec![0; 4096] }
     }
 
-    /// Starts the next PE; returns the supervisor's end of its control socket.
+    /// Starts the next PE, and returns the supervisor's end of the PE's control socket.
     ///
-    /// The PE dies with the calling thread (`PR_SET_PDEATHSIG`), which must therefore live until the job's end; a PE of a launched
-    /// process dies with that process.
+    /// The kernel kills the PE when the calling thread ends (`PR_SET_PDEATHSIG`), so that thread must live until the job's end. A PE whose
+    /// parent is a launched process is killed when that process ends.
     pub(super) fn spawn(&mut self, n_pes: usize, env: &[(String, String)]) -> io::Result<OwnedFd> {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         let pe = self.members.len();
@@ -78,12 +78,12 @@ impl Fleet {
         self.rendezvous.as_mut()?.parents.get_mut(pe)?.as_mut()
     }
 
-    /// The sockets of the launched processes, to poll for input before [`Fleet::listen`].
+    /// The sockets of the launched processes. The caller polls them for input before [`Fleet::listen`].
     pub(super) fn sockets(&self) -> impl Iterator<Item = &OwnedFd> {
         self.rendezvous.iter().flat_map(|rendezvous| rendezvous.parents.iter().flatten()).map(|parent| &parent.socket)
     }
 
-    /// Handles the frames of the launched processes; returns the PEs that have just been lost with their parents.
+    /// Handles the frames of the launched processes. Returns the PEs that were newly lost because their parents have ended.
     ///
     /// # Errors
     /// [`LaunchError::Spawn`] if a PE could not be started.
@@ -120,7 +120,7 @@ impl Fleet {
         Ok(lost)
     }
 
-    /// Reaps this process's PEs; returns all PEs that have just ended.
+    /// Reaps the PEs that are children of this process. Returns all PEs whose end has not been returned before.
     pub(super) fn reap(&mut self) -> Vec<(usize, ExitStatus)> {
         let mut ended = Vec::new();
         for (pe, member) in self.members.iter_mut().enumerate() {
@@ -155,7 +155,7 @@ impl Fleet {
             return;
         }
         match &mut member.child {
-            // An error means that it has ended already: reap() returns it.
+            // An error means that the process has ended already; reap() returns it.
             Some(child) => drop(child.kill()),
             None => {
                 if let Some(parent) = self.parent(pe) {
@@ -179,7 +179,7 @@ impl Drop for Fleet {
     }
 }
 
-/// Describes how a process ended before it was done: "was killed by signal 9 (SIGKILL)", "exited with code 3".
+/// Describes how a process ended before its PE was done: "was killed by signal 9 (SIGKILL)", "exited with code 3".
 pub(super) fn describe(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
         (Some(signal), _) => match signals::name(signal) {

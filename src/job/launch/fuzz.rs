@@ -20,7 +20,7 @@ use crate::shmem::control::{Hello, Nonce};
 
 const ROUNDS: u64 = 4000;
 
-/// A stream of frames, as a PE sends them.
+/// The bytes of three frames that a PE may send.
 fn frames() -> Vec<u8> {
     let (sender, mut receiver) = UnixStream::pair().unwrap();
     for (kind, body) in [(Kind::Running, &7_u32.to_le_bytes()[..]), (Kind::Message, b"[1, 2.5]"), (Kind::Done, b"")] {

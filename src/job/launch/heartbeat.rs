@@ -1,7 +1,7 @@
 //! Heartbeats: the kernel's counters of a PE's process, and the PE's status words.
 //!
-//! A PE that waits for another PE has its own limit, and names that PE. This module finds a stopped PE, or one with a file system that
-//! does not answer, while no other PE waits for it.
+//! A PE that waits for another PE has a limit of its own, and its error names the other PE. This module finds PEs for which no other PE
+//! waits, and which are stopped or whose file system does not respond.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -13,11 +13,12 @@ const PERIOD: Duration = Duration::from_millis(500);
 pub(super) enum Process {
     /// A child of this process.
     Child(u32),
-    /// A child of another process, by its own report: in another PID namespace the number may belong to a different process.
+    /// A child of another process. The PE has reported the id itself; if it is in another PID namespace, the id may belong to a different
+    /// process here.
     Reported(u32),
 }
 
-/// How long each PE has had no heartbeat.
+/// The time since the last heartbeat of each PE.
 pub(super) struct Heartbeats {
     pes: Vec<Option<Seen>>,
     checked: Instant,
@@ -44,8 +45,8 @@ impl Heartbeats {
         Heartbeats { pes: (0..n_pes).map(|_| None).collect(), checked: Instant::now() }
     }
 
-    /// Checks the PEs for which `watched` returns a process and status words; returns the first that has been silent for `limit`. The silence of
-    /// the other PEs is reset.
+    /// Checks the PEs for which `watched` returns a process and status words. Returns the first of them without a heartbeat for `limit`.
+    /// The time of the unwatched PEs is reset.
     pub(super) fn check(
         &mut self,
         limit: Duration,
@@ -56,7 +57,7 @@ impl Heartbeats {
             return None;
         }
         self.checked = Instant::now();
-        // Time during which this process was itself stopped, together with the job, does not count.
+        // If this process was stopped together with the job, that time does not count.
         let since = since.min(2 * PERIOD);
         let mut silent = None;
         for (pe, seen) in self.pes.iter_mut().enumerate() {
@@ -87,7 +88,7 @@ impl Counters {
             return None;
         }
         let field = |at: usize| fields.split_whitespace().nth(at)?.parse::<u64>().ok();
-        // Fields 14 and 15 of the line, utime and stime; the first after the name is field 3.
+        // utime and stime, fields 14 and 15 of the line. The first field after the name is field 3.
         let ticks = field(11)? + field(12)?;
         let io = fs::read_to_string(format!("/proc/{pid}/io")).ok();
         let bytes = |name: &str| io.as_ref()?.lines().find_map(|line| line.strip_prefix(name))?.trim().parse().ok();

@@ -1,28 +1,27 @@
-//! Start, rendezvous and end of the processes of a job's PEs.
+//! Starts, connects and ends the processes of a job's PEs.
 //!
-//! [`Processes::run`], in the supervisor, starts N PEs on this host: the same program with [`PE_COMMAND`] as its only argument, and the
-//! environment variables `ARISTOS_PE`, `ARISTOS_N_PES` and `ARISTOS_SUPERVISOR`. [`PeContext::take`], which such a process calls first, reads
-//! its rank and its request.
+//! [`Processes::run`], in the supervisor, starts N PEs on this host. A PE is a process of the same program with [`PE_COMMAND`] as its only
+//! argument, and with the environment variables `ARISTOS_PE`, `ARISTOS_N_PES` and `ARISTOS_SUPERVISOR`. The process first calls
+//! [`PeContext::take`], which reads its rank and its request.
 //!
-//! Supervisor and PE communicate over a Unix socket pair, which is the PE's standard input until `take`. Each PE thus holds only its own socket,
-//! whatever other processes the program starts, and the end of a process is the end of its stream. Files (the request, the symmetric heaps, the
-//! inputs, the status page) are memfds or ordinary files passed over it. They have no names in `/dev/shm` or `/tmp`, so none can be left
-//! there.
+//! Supervisor and PE communicate over a Unix socket pair, which is the PE's standard input until `take`. So each PE has only its own
+//! socket, and the socket reports the end of stream when the process ends. Files (the request, the symmetric heaps, the inputs, the status
+//! page) are memfds or ordinary files that are passed over the socket. The memfds have no names in `/dev/shm` or `/tmp`, so no file can be
+//! left there.
 //!
 //! # How a job ends
-//! - Every PE said [`PeContext::done`] and exited with code 0: `Ok`.
-//! - A PE died without `done`, failed, or violated the protocol; the time limit passed; SIGINT, SIGTERM or SIGHUP arrived: the
-//!   other PEs get SIGKILL at once, all are reaped, and the [`LaunchError`] is one line that names the PE and its phase.
-//!   A PE that notices a peer's death may report it before the supervisor sees the death, so a report is held for 250 ms, and a
-//!   death within that time is named instead.
-//! - A PE died of a job whose other PEs can continue ([`FailureDomains`]): they do, see `survivors.rs`.
-//! - The supervisor died, by `kill -9` too: the kernel kills the PEs (`PR_SET_PDEATHSIG`).
+//! - Every PE called [`PeContext::done`] and exited with code 0: `Ok`.
+//! - A PE died without `done`, failed, or violated the protocol; the time limit passed; or SIGINT, SIGTERM or SIGHUP arrived: the other PEs
+//!   get SIGKILL at once, all are reaped, and the [`LaunchError`] is one line that names the PE and its phase. A PE may report a peer's
+//!   death before the supervisor detects it. So a report is held for 250 ms, and a death within that time is reported instead.
+//! - A PE died, and the job's other PEs can continue ([`FailureDomains`]): they continue, see `survivors.rs`.
+//! - The supervisor died, even by `kill -9`: the kernel kills the PEs (`PR_SET_PDEATHSIG`).
 //!
-//! Each PE is in a process group of its own: a terminal's Ctrl-C reaches the supervisor alone.
+//! Each PE is in a process group of its own, so a terminal's Ctrl-C is sent only to the supervisor.
 //!
 //! # Processes that a launcher started
-//! Where `srun`, `mpirun` or `torchrun` started several processes on this host, [`enter`] makes rank 0 the supervisor, and each
-//! process the parent of one PE: see `rendezvous.rs`. The rules above hold, and the end of such a process ends the job.
+//! If `srun`, `mpirun` or `torchrun` started several processes on this host, [`enter`] makes rank 0 the supervisor, and each process the
+//! parent of one PE: see `rendezvous.rs`. The rules above still apply. In addition, the job ends when one of these processes ends.
 
 mod child;
 mod environment;
@@ -54,7 +53,7 @@ pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes};
 pub use survivors::{FailureDomains, GoOn};
 
-/// Increased with every change to the request or to the frames between the processes of a job.
+/// Protocol version. Increase it with every change to the request or to the frames between the processes of a job.
 pub const VERSION: u32 = 5;
 /// The argument with which a program starts itself again as a PE.
 pub const PE_COMMAND: &str = "pe";
@@ -62,18 +61,18 @@ pub const PE_COMMAND: &str = "pe";
 /// Maximum number of PEs of a job.
 pub const MAX_PES: usize = 1024;
 
-/// The PE's number.
+/// Environment variable with the PE's number.
 const ENV_PE: &str = "ARISTOS_PE";
-/// The number of PEs.
+/// Environment variable with the number of PEs.
 const ENV_N_PES: &str = "ARISTOS_N_PES";
-/// The process id of its parent: the supervisor, or a launched process.
+/// Environment variable with the process id of the PE's parent: the supervisor, or a launched process.
 const ENV_SUPERVISOR: &str = "ARISTOS_SUPERVISOR";
 
-/// Errors of a job, or of a PE's part in it. Each displays as one line; a field of the request is named in backticks.
+/// Errors of a job, or of a PE's part in the job. Each displays as one line, in which fields of the request are in backticks.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// A job of no PEs, or of more than [`MAX_PES`].
+    /// The number of PEs is 0 or above [`MAX_PES`].
     #[error("`pes` {pes}: the number of PEs must be 1 to {MAX_PES}")]
     Pes {
         /// The number given.
@@ -114,10 +113,10 @@ pub enum LaunchError {
         pe: usize,
         /// The phase it was in.
         phase: String,
-        /// Its line.
+        /// The PE's error, as one line.
         message: String,
     },
-    /// The launched process that was the parent of a PE ended, and the PE with it.
+    /// The launched process that was the parent of a PE ended, and the PE ended with it.
     #[error("PE {pe} was lost in phase {phase}: the process that its launcher started for it has ended")]
     Lost {
         /// The PE.
@@ -125,10 +124,10 @@ pub enum LaunchError {
         /// The phase it was in.
         phase: String,
     },
-    /// The processes that a launcher started do not make up this job.
+    /// The processes that a launcher started do not match this job.
     #[error("{0}")]
     World(String),
-    /// The job ran longer than it may.
+    /// The job exceeded its time limit.
     #[error("time limit of {} s passed: {states}", .limit.as_secs_f64())]
     TimeLimit {
         /// The limit.
@@ -136,7 +135,7 @@ pub enum LaunchError {
         /// Every PE's phase.
         states: String,
     },
-    /// A PE did not complete, within a limit, a step that the other PEs depend on.
+    /// A PE did not complete a step within a limit, and other PEs wait for that.
     #[error("PE {pe} has not {what} within {} s, in phase {phase}", .limit.as_secs_f64())]
     Late {
         /// The PE.
@@ -157,7 +156,7 @@ pub enum LaunchError {
     Stalled {
         /// The PE.
         pe: usize,
-        /// For how long.
+        /// The time without a heartbeat.
         silent: Duration,
         /// The phase it is in.
         phase: String,
@@ -165,10 +164,10 @@ pub enum LaunchError {
     /// A signal ended the job.
     #[error("interrupted by {}", signals::name(*.signal))]
     Interrupted {
-        /// Its number.
+        /// The signal's number.
         signal: i32,
     },
-    /// PEs gave segments of different sizes.
+    /// PEs sent segments of different sizes.
     #[error("PE {pe} has a symmetric heap of {bytes} bytes, PE {first} one of {expected}: they must be equal")]
     SegmentSize {
         /// The first PE that differs.
@@ -183,12 +182,12 @@ pub enum LaunchError {
     /// A control socket received an invalid frame.
     #[error("control socket of PE {pe}: {message}")]
     Protocol {
-        /// The PE that uses it.
+        /// The PE at the other end of the socket.
         pe: usize,
-        /// What was received.
+        /// A description of the invalid frame.
         message: String,
     },
-    /// In a PE: no supervisor has set up its environment.
+    /// In a PE or a launched process: its environment variables are missing or invalid.
     #[error("{0}")]
     Environment(String),
     /// In a PE: the supervisor has ended.
@@ -197,7 +196,7 @@ pub enum LaunchError {
         /// This PE.
         pe: usize,
     },
-    /// In a PE: its symmetric heap could not be created, or a peer's not mapped.
+    /// In a PE: its symmetric heap could not be created, or a peer's heap could not be mapped.
     #[error("PE {pe}: {message}")]
     Segment {
         /// This PE.
@@ -218,7 +217,7 @@ pub enum LaunchError {
 }
 
 impl LaunchError {
-    /// The exit code: 128 + signal if a signal ended the job, as in shells, otherwise 1.
+    /// The exit code: 128 + signal if a signal ended the job (as in shells), otherwise 1.
     pub fn exit_code(&self) -> u8 {
         match self {
             LaunchError::Interrupted { signal } => (128 + signal) as u8,
@@ -227,13 +226,13 @@ impl LaunchError {
     }
 }
 
-/// A hint for an error of starting a process.
+/// A hint for the user on why a process could not be started.
 fn spawn_hint(error: &io::Error) -> &'static str {
     match rustix::io::Errno::from_io_error(error) {
         Some(rustix::io::Errno::AGAIN) => ": the limit on processes (ulimit -u, or the cgroup's pids.max) is reached",
         Some(rustix::io::Errno::NOMEM) => ": no memory is left for it",
         Some(rustix::io::Errno::MFILE) => ": the limit on open files (ulimit -n) is reached",
-        // The program is started through its link in /proc.
+        // The program is started through the link /proc/self/exe.
         Some(rustix::io::Errno::NOENT) => ": /proc is not mounted, or has no /proc/self/exe",
         _ => "",
     }

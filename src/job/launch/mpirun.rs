@@ -1,5 +1,5 @@
-//! Rank and size of a process of `mpirun`, from the variables of Open MPI or of PMI (MPICH, Slurm's PMI plug-ins), before and without
-//! initialising MPI.
+//! Rank and size of a process of `mpirun`, read from the environment variables of Open MPI or of PMI (MPICH, Slurm's PMI plug-ins). MPI
+//! need not be initialised.
 
 use std::env;
 
@@ -13,8 +13,8 @@ pub fn size() -> Option<usize> {
     first_number(["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 }
 
-/// Whether rank 0, and not this process, reports an error common to all. Waits until rank 0 has had time to print, because `mpirun` ends
-/// all processes at the first exit code.
+/// Whether rank 0 reports an error that all processes have, so that this process need not. If so, first waits until rank 0 has had time to
+/// print, because `mpirun` kills all processes as soon as one exits with an error.
 pub fn first_speaks() -> bool {
     let other = rank().is_some_and(|rank| rank > 0);
     if other {

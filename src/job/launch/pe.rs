@@ -1,4 +1,4 @@
-//! The PE's side of a supervised job: its rank, its files, its segment, its messages.
+//! The PE's side of a supervised job: its rank, files, segments and messages.
 
 use std::fs::File;
 use std::io;
@@ -37,7 +37,7 @@ pub struct PeContext {
 struct Control {
     pe: usize,
     socket: OwnedFd,
-    /// Held while a frame is sent, so that frames of different threads do not interleave.
+    /// Locked while a frame is sent, so that frames of different threads do not interleave.
     sending: Mutex<()>,
 }
 
@@ -58,11 +58,11 @@ impl Control {
 impl PeContext {
     /// Connects this process, started as [`PE_COMMAND`](super::PE_COMMAND), to its supervisor.
     ///
-    /// Call it once, before standard input is read (it becomes `/dev/null`). From then on a panic
-    /// in any thread is printed and also reported to the supervisor, as by [`PeContext::fail`].
+    /// Call it once, before standard input is read; standard input is then `/dev/null`. From then on a panic in any thread is printed, and
+    /// also reported to the supervisor as by [`PeContext::fail`].
     ///
     /// # Errors
-    /// No supervisor has set up the environment, or the supervisor has ended.
+    /// Returns an error if no supervisor has set the environment variables, or if the supervisor has ended.
     pub fn take() -> Result<PeContext, LaunchError> {
         if env::var_os(ENV_PE).is_none() {
             let line = "this command is for the PEs that a supervisor starts; run a job, and it starts them";
@@ -82,8 +82,8 @@ impl PeContext {
         }
         let supervisor: i32 = variable(ENV_SUPERVISOR)?;
 
-        // From here on the kernel kills this process when its parent dies. An earlier death shows in the parent's
-        // process id.
+        // From here on the kernel kills this process when its parent ends. If the parent has ended before, the process id of the current
+        // parent differs.
         let setup = |what, error: Errno| LaunchError::Pe { pe, what, source: error.into() };
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
             .map_err(|error| setup("tie itself to its supervisor", error))?;
@@ -116,7 +116,7 @@ impl PeContext {
         let files = names.zip(files).collect();
 
         report_panics(control.clone());
-        // For `ps` and `top`, which would show `exe`.
+        // `ps` and `top` would otherwise show the name `exe`.
         if let Ok(name) = std::ffi::CString::new(process_name(pe)) {
             let _ = rustix::thread::set_name(&name);
         }
@@ -133,7 +133,7 @@ impl PeContext {
         self.n_pes
     }
 
-    /// The remaining PEs, ascending: all, until [`PeContext::go_on`].
+    /// The remaining PEs, ascending: all PEs until [`PeContext::go_on`].
     pub fn world(&self) -> &[usize] {
         &self.world
     }
@@ -145,17 +145,16 @@ impl PeContext {
 
     /// The file that the job passed under this name.
     ///
-    /// All PEs and the supervisor share its file position: read and write at explicit offsets
-    /// ([`std::os::unix::fs::FileExt`]).
+    /// All PEs and the supervisor share the file position, so read and write at explicit offsets ([`std::os::unix::fs::FileExt`]).
     pub fn file(&self, name: &str) -> Option<BorrowedFd<'_>> {
         self.files.iter().find(|(known, _)| known == name).map(|(_, file)| file.as_fd())
     }
 
-    /// Creates this PE's segment of `bytes` bytes and maps every PE's, in the order of [`PeContext::world`]. Collective.
+    /// Creates this PE's segment of `bytes` bytes, and maps the segments of all PEs, in the order of [`PeContext::world`]. Collective.
     ///
     /// # Errors
-    /// Memory or files run out, or the supervisor ends. A PE that sent another size, or none within
-    /// [`Processes::start_limit`](super::Processes::start_limit), ends the job.
+    /// Returns an error if memory or file descriptors run out, or if the supervisor ends. The supervisor ends the job if a PE sends another
+    /// size, or no segment within [`Processes::start_limit`](super::Processes::start_limit).
     pub fn exchange_segments(&mut self, bytes: usize) -> Result<Vec<Segment>, LaunchError> {
         let pe = self.my_pe();
         let refused = |error: ShmemError| LaunchError::Segment { pe, message: error.to_string() };
@@ -182,11 +181,12 @@ impl PeContext {
         Ok(segments)
     }
 
-    /// Stops after the loss of a PE ([`StatusPage::lost`]). This PE has the results of `complete` steps, of which `settled` are final. Returns the
-    /// lost PEs and the step to continue from, once all remaining PEs have stopped; these then are the job's [`PeContext::world`].
+    /// Stops after the loss of a PE ([`StatusPage::lost`]). This PE has the results of `complete` steps, of which `settled` are final.
+    /// Waits until all remaining PEs have stopped, which then are the job's [`PeContext::world`]. Returns the lost PEs, and the step from
+    /// which to continue.
     ///
     /// # Errors
-    /// The supervisor ends.
+    /// Returns an error if the supervisor ends.
     pub fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, LaunchError> {
         self.control.send(Kind::Stopped, &Stopped { settled, complete }.to_bytes(), &[])?;
         let frame = receive(&self.control, &mut self.inbox, Kind::GoOn)?;
@@ -196,10 +196,10 @@ impl PeContext {
         Ok(how)
     }
 
-    /// Reports that all steps are final: from now on the loss of a PE is the job's failure.
+    /// Reports that all steps are final. From now on the job fails if a PE is lost.
     ///
     /// # Errors
-    /// The supervisor has ended.
+    /// Returns an error if the supervisor has ended.
     pub fn say_final(&self) -> Result<(), LaunchError> {
         self.control.send(Kind::Final, b"", &[])
     }
@@ -209,7 +209,7 @@ impl PeContext {
         &self.status
     }
 
-    /// Sends a message to the caller of [`Processes::run`](super::Processes::run). Returns when the kernel has it.
+    /// Sends a message to the caller of [`Processes::run`](super::Processes::run). Returns when the kernel has accepted the message.
     ///
     /// # Errors
     /// When the supervisor has ended.
@@ -217,7 +217,7 @@ impl PeContext {
         self.control.send(Kind::Message, body, &[])
     }
 
-    /// Ends this PE's part. The process must then exit with code 0 within 20 s: any other end is a failure of the job.
+    /// Reports that this PE's part is done. The process must then exit with code 0 within 20 s; otherwise the job fails.
     ///
     /// # Errors
     /// When the supervisor has ended.
@@ -240,7 +240,7 @@ impl PeContext {
     }
 }
 
-/// Reads a file whose position all PEs share.
+/// Reads a whole file at explicit offsets, because all PEs share its file position.
 fn read(file: OwnedFd) -> io::Result<Vec<u8>> {
     let file = File::from(file);
     let mut content = vec![0; file.metadata()?.len() as usize];
@@ -248,7 +248,7 @@ fn read(file: OwnedFd) -> io::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// A number from the environment.
+/// Parses a number from an environment variable.
 fn variable<T: FromStr>(name: &str) -> Result<T, LaunchError> {
     let value = env::var_os(name).unwrap_or_default();
     value.to_str().and_then(|value| value.parse().ok()).ok_or_else(|| {
@@ -260,8 +260,8 @@ fn variable<T: FromStr>(name: &str) -> Result<T, LaunchError> {
     })
 }
 
-/// Waits for the next frame, which must be of this kind. The supervisor bounds the wait: it ends a job whose start
-/// takes too long.
+/// Waits for the next frame, which must be of this kind. The wait needs no limit, because the supervisor ends a job whose start takes too
+/// long.
 fn receive(control: &Control, inbox: &mut Inbox, kind: Kind) -> Result<Frame, LaunchError> {
     let mut scratch = [0; 4096];
     loop {

@@ -1,4 +1,4 @@
-//! A launched process other than rank 0: the parent of one PE of rank 0's supervisor.
+//! A launched process other than rank 0. It is the parent of one PE of rank 0's job.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
@@ -26,13 +26,13 @@ pub struct RankParent {
 /// The PE, while it runs.
 struct Running {
     child: Child,
-    /// Readable when it has ended.
+    /// Readable when the child has ended.
     pidfd: OwnedFd,
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // An error means that it has ended already.
+        // An error means that the child has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -43,13 +43,14 @@ impl RankParent {
         RankParent { process, limit }
     }
 
-    /// Starts and watches a PE on behalf of rank 0 until rank 0's command ends; returns its exit code. If rank 0 or this process ends before,
-    /// the PE is killed. Call it in the main thread: the PE dies with it.
+    /// Starts and watches PEs on behalf of rank 0, one at a time, until rank 0's command ends. Returns the exit code of that command. If
+    /// rank 0 or this process ends earlier, the PE is killed. Call it in the main thread, because the kernel kills the PE when the calling
+    /// thread ends.
     ///
     /// # Errors
-    /// One line: rank 0 was not found, or refused this process.
+    /// Returns an error of one line if rank 0 was not found, or refused this process.
     pub fn serve(self) -> Result<u8, LaunchError> {
-        // If the launcher ignores SIGCHLD, wait(2) would not report how a child ended.
+        // A process that inherits an ignored SIGCHLD from its launcher would not learn from wait(2) how a child ended.
         let handled = signal_hook::flag::register(signal_hook::consts::SIGCHLD, Arc::default());
         handled.map_err(|source| LaunchError::Setup { what: "catch SIGCHLD", source })?;
         let Some(Link { socket, mut inbox, .. }) = self.join()? else { return Ok(1) };
@@ -75,7 +76,7 @@ impl RankParent {
             }
             let mut fds = vec![PollFd::new(&socket, PollFlags::IN)];
             fds.extend(running.iter().map(|running| PollFd::new(&running.pidfd, PollFlags::IN)));
-            // Rank 0 bounds this wait: it enforces the job's limits, and its socket ends with it.
+            // This wait needs no limit: rank 0 enforces the job's limits, and when rank 0 ends, the socket becomes readable.
             let _ = poll(&mut fds, None);
             if let Some(one) = &mut running
                 && let Ok(Some(status)) = one.child.try_wait()
@@ -90,7 +91,7 @@ impl RankParent {
         }
     }
 
-    /// Joins the job; `None` if rank 0 is on another host, or has ended, which rank 0 reports.
+    /// Joins the job. `None` if rank 0 is on another host or has ended; rank 0 reports both.
     fn join(&self) -> Result<Option<Link>, LaunchError> {
         let (rank, n_pes) = (self.process.rank, self.process.size);
         let (key, program) = rendezvous::identity(&self.process);
@@ -102,7 +103,7 @@ impl RankParent {
                 found = true;
                 Ok((socket, Vec::new()))
             }
-            // Rank 0 has ended: it has printed why.
+            // Rank 0 has ended, and has printed why.
             Err(local::Refusal::NoListener(_)) if found => Err(Attempt::Fatal(None)),
             Err(local::Refusal::NoListener(error)) => Err(Attempt::Retry(error.into())),
             Err(local::Refusal::OtherUser(owner)) => {
@@ -133,7 +134,7 @@ impl RankParent {
     /// Starts the PE.
     ///
     /// # Errors
-    /// Rank 0 has ended, or violated the protocol.
+    /// Returns an error if rank 0 has ended, or violated the protocol.
     fn start(&self, frame: Frame, socket: &OwnedFd, running: &mut Option<Running>) -> Result<(), ()> {
         let start: Start = serde_json::from_slice(&frame.body).map_err(|_| ())?;
         let (Some(socket_of_pe), None) = (frame.files.into_iter().next(), &running) else { return Err(()) };

@@ -1,13 +1,15 @@
-//! Turns processes that a launcher started on one host into a job: rank 0's side.
+//! Joins the processes that a launcher started on one host to a job: rank 0's side.
 //!
-//! Each process that `srun`, `mpirun` or `torchrun` started is the parent of one PE: it starts the PE as its child, in the environment and
-//! on the CPUs that the launcher gave, and reports how the PE ended. Rank 0's process is also the supervisor. So the PEs, their
-//! sockets and all that [`Processes::run`](super::Processes::run) does are the same whoever starts the processes, and one command may run several jobs.
+//! Each process that `srun`, `mpirun` or `torchrun` started is the parent of one PE. The process starts the PE as its child, which inherits
+//! the environment and the CPUs that the launcher has set, and reports how the PE ended. Rank 0's process is also the supervisor. So the
+//! PEs, their sockets and [`Processes::run`](super::Processes::run) work in the same way as without a launcher, and one command may run
+//! several jobs.
 //!
-//! The processes meet at a Unix socket with an abstract name (no file is left behind), made of the user and of what the
-//! launcher gives to all of its processes and to no others. There each proves that it knows the job's token ([`crate::shmem::control`]):
-//! `ARISTOS_JOB_TOKEN` if set, and the launcher's name of the job. The kernel tells which user's process is at a socket's other end: both
-//! sides refuse another user's. The end of a socket is the end of its process, on either side.
+//! Rank 0 listens at a Unix socket with an abstract name, so that no file is left behind. The name consists of the user id and of the
+//! launcher's identifier for the job, which all processes of the job share. Each process proves that it knows the job's token
+//! ([`crate::shmem::control`]), which is made of `ARISTOS_JOB_TOKEN`, if set, and of this identifier. The kernel reports the user of the
+//! process at the other end of a socket; both sides refuse another user's process. Each side detects the end of the other process by the
+//! end of the stream.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -23,17 +25,17 @@ use crate::shmem::control::frame::{Inbox, Kind, send_by};
 use crate::shmem::control::{Gate, Joined, Key, local};
 use crate::stdio::{one_line, say};
 
-/// How long rank 0, once its command has ended, waits for processes that have not joined yet, to send them the exit code.
+/// Maximum time for which rank 0, after its command has ended, waits for processes that have not joined yet, to send them the exit code.
 const LINGER: Duration = Duration::from_secs(5);
-/// How long a parent of a PE may take to receive a frame.
+/// Maximum time for which a parent of a PE may take to receive a frame.
 const SEND_LIMIT: Duration = Duration::from_secs(10);
-/// Connections that wait to be accepted, those of strangers included. A few are enough: a process of the job waits for its place in the kernel's
-/// queue.
+/// Maximum number of connections that wait to be accepted, including those of other jobs' processes. It need not be large: if the queue is
+/// full, a process of the job waits.
 const BACKLOG: i32 = 128;
 
 static JOB: OnceLock<LaunchedJob> = OnceLock::new();
 
-/// The job of this process, which is its rank 0.
+/// The job of which this process is rank 0.
 struct LaunchedJob {
     size: usize,
     launcher: &'static str,
@@ -48,17 +50,17 @@ pub(super) fn open(process: LaunchedProcess, limit: Duration) -> Result<(), Laun
     JOB.set(LaunchedJob { size, launcher, rendezvous }).map_err(taken)
 }
 
-/// The number of PEs, if this process is rank 0 of launched processes, each of which is the parent of one PE.
+/// If this process is rank 0 of launched processes: the number of PEs, which is that of the processes.
 pub fn settled_pes() -> Option<usize> {
     JOB.get().map(|job| job.size)
 }
 
-/// As rank 0, sends this process's exit code to the other processes, which exit with it too.
+/// Sends the exit code of this process, if it is rank 0, to the other processes, which exit with the same code.
 pub fn conclude(code: u8) {
     let Some(job) = JOB.get() else { return };
     let mut rendezvous = job.rendezvous.lock().unwrap_or_else(PoisonError::into_inner);
     if !rendezvous.given_up {
-        // A process that joins now gets the exit code at once, and missing ones are awaited for a short time only.
+        // A process that joins now gets the exit code at once. Missing processes are awaited only for a short time.
         rendezvous.limit = rendezvous.limit.min(LINGER);
         let _ = rendezvous.gather(None);
     }
@@ -69,7 +71,7 @@ pub fn conclude(code: u8) {
     }
 }
 
-/// The parents of this job's PEs, once all have joined; `None` if no launcher started this process.
+/// Waits until all parents of the job's PEs have joined, and returns them. `None` if no launcher started this process.
 pub(super) fn gather(pes: usize, signals: &Signals) -> Result<Option<MutexGuard<'static, Rendezvous>>, LaunchError> {
     let Some(job) = JOB.get() else { return Ok(None) };
     if pes != job.size {
@@ -91,26 +93,26 @@ pub(super) struct ParentLink {
 }
 
 impl ParentLink {
-    /// Sends it a frame.
+    /// Sends a frame to the parent.
     pub(super) fn send(&self, kind: Kind, body: &[u8], files: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {
         send_by(self.socket.as_fd(), kind, body, files, Instant::now() + SEND_LIMIT)
     }
 }
 
-/// Rank 0's end of the rendezvous.
+/// Rank 0's side of the rendezvous.
 pub(super) struct Rendezvous {
     process: LaunchedProcess,
     limit: Duration,
-    /// Until all have joined.
+    /// Accepts processes. `None` once all have joined.
     gate: Option<Gate>,
-    /// By rank, once all have joined; rank 0 is the parent of its PE itself.
+    /// The parents by rank, once all have joined. `None` for rank 0, since this process is the parent of PE 0.
     pub(super) parents: Vec<Option<ParentLink>>,
-    /// Number of refusals that are printed.
+    /// Number of refusals that have been printed.
     shown: usize,
     given_up: bool,
 }
 
-/// The key and the program that the job's processes agree on.
+/// The key and the program description, which must be equal in all processes of the job.
 pub(super) fn identity(process: &LaunchedProcess) -> (Key, String) {
     let key = Key::new(format!("{}\0{}", job_token(), process.job).as_bytes());
     (key, format!("aristos {} (protocol {VERSION})", env!("CARGO_PKG_VERSION")))
@@ -146,7 +148,7 @@ impl Rendezvous {
         Ok(Rendezvous { process, limit, gate: Some(gate), parents: Vec::new(), shown: 0, given_up: false })
     }
 
-    /// Waits until all have joined.
+    /// Waits until all processes have joined.
     fn gather(&mut self, signals: Option<&Signals>) -> Result<(), LaunchError> {
         let until = Instant::now() + self.limit;
         while let Some(gate) = &mut self.gate {

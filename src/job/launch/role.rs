@@ -1,4 +1,4 @@
-//! The role of this process among those that a launcher started.
+//! The role of this process among the processes that a launcher started.
 
 use std::time::Duration;
 
@@ -6,20 +6,20 @@ use super::environment::{BadEnvironment, LaunchedProcess, launched_process};
 use super::rank_parent::RankParent;
 use super::{LaunchError, rendezvous};
 
-/// How long processes wait for each other at the start, seconds.
+/// Environment variable with the time for which processes wait for each other at the start, seconds.
 const ENV_JOIN_LIMIT: &str = "ARISTOS_JOIN_LIMIT";
-/// libfabric's provider, as `fi_info` names it; empty as if not set.
+/// Environment variable with libfabric's provider, as named by `fi_info`. An empty value is the same as none.
 #[cfg(feature = "ofi")]
 const ENV_OFI_PROVIDER: &str = "ARISTOS_OFI_PROVIDER";
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
-/// The shorter limit if the launcher reports several hosts: it may count one host twice.
+/// The limit if the launcher reports several hosts. It is shorter, since the job can start only if the launcher has counted one host twice.
 const SEVERAL_HOSTS_LIMIT: Duration = Duration::from_secs(10);
 
 /// The role of a process.
 pub enum Role {
-    /// No launcher started it, or only this one; it starts PEs itself.
+    /// No launcher started this process, or only this one. It starts PEs itself.
     Alone,
-    /// Rank 0: it runs the command.
+    /// Rank 0, which runs the command.
     Supervisor,
     /// The parent of one PE: [`RankParent::serve`].
     RankParent(RankParent),
@@ -27,10 +27,10 @@ pub enum Role {
     Silent,
 }
 
-/// Finds this process's role, and as rank 0 opens the rendezvous socket. Call it once.
+/// Finds this process's role. Rank 0 also opens the rendezvous socket. Call it once.
 ///
 /// # Errors
-/// One line: the environment is invalid; the rendezvous socket is taken.
+/// Returns an error of one line if the environment is invalid, or if another job uses the rendezvous socket.
 pub fn enter() -> Result<Role, LaunchError> {
     let process = match this_process() {
         Ok(None) => return Ok(Role::Alone),
@@ -56,7 +56,7 @@ fn this_process() -> Result<Option<LaunchedProcess>, BadEnvironment> {
     launched_process(&|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()), parent)
 }
 
-/// The place of a launched process among the others, which may be on other hosts.
+/// The rank of a launched process, and the data for joining the other processes, which may be on other hosts.
 pub struct LaunchedPlace {
     /// Its rank.
     pub rank: usize,
@@ -64,18 +64,18 @@ pub struct LaunchedPlace {
     pub size: usize,
     /// Rank 0's address for TCP, as HOST:PORT, if the launcher provides one.
     pub address: Option<String>,
-    /// An identifier that all of them share.
+    /// An identifier that all processes share.
     pub job: String,
 }
 
-/// This process's place; `None` if no launcher started it, or only this one.
+/// Reads this process's place from the environment. `None` if no launcher started this process, or only this one.
 ///
 /// # Errors
 /// One line: the environment is invalid.
 pub fn launched_place() -> Result<Option<LaunchedPlace>, LaunchError> {
     let place = |process: LaunchedProcess| {
         let LaunchedProcess { launcher, rank, size, one_host, job, address } = process;
-        // MPICH's processes on one host share a parent, which differs from host to host.
+        // The job's identifier contains the parent, which MPICH's processes share only within a host.
         let job = if launcher == "MPICH" && !one_host { launcher.to_string() } else { job };
         LaunchedPlace { rank, size, address, job }
     };
@@ -85,7 +85,7 @@ pub fn launched_place() -> Result<Option<LaunchedPlace>, LaunchError> {
     }
 }
 
-/// Whether a launcher has started processes on several hosts, by its own report.
+/// Whether a launcher reports that it has started processes on several hosts.
 pub fn on_several_hosts() -> bool {
     this_process().is_ok_and(|process| process.is_some_and(|process| !process.one_host))
 }
@@ -93,7 +93,7 @@ pub fn on_several_hosts() -> bool {
 /// How long processes wait for each other at the start.
 ///
 /// # Errors
-/// One line: `ARISTOS_JOIN_LIMIT` is no time.
+/// Returns an error of one line if `ARISTOS_JOIN_LIMIT` is not a valid time.
 pub fn join_limit() -> Result<Duration, LaunchError> {
     let Some(value) = std::env::var_os(ENV_JOIN_LIMIT) else { return Ok(JOIN_LIMIT) };
     let seconds = value.to_str().and_then(|value| value.parse().ok()).filter(|s| (0.01..=1e6).contains(s));
@@ -104,7 +104,7 @@ pub fn join_limit() -> Result<Duration, LaunchError> {
 /// The libfabric provider that the user has chosen.
 ///
 /// # Errors
-/// One line: `ARISTOS_OFI_PROVIDER` is no name.
+/// Returns an error of one line if `ARISTOS_OFI_PROVIDER` is not a valid name.
 #[cfg(feature = "ofi")]
 pub fn ofi_provider() -> Result<Option<String>, LaunchError> {
     let value = std::env::var_os(ENV_OFI_PROVIDER).filter(|value| !value.is_empty());

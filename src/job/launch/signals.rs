@@ -1,4 +1,4 @@
-//! Signals that end a job, delivered to the supervisor's poll loop.
+//! Delivers signals that end a job to the supervisor's poll loop.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -10,10 +10,10 @@ use signal_hook::SigId;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
 use signal_hook::low_level::{pipe, unregister};
 
-/// Number of jobs running in this process, and whether signals take their default action because no job is running.
+/// Number of jobs running in this process, and the flag that makes signals take their default action while no job is running.
 ///
-/// signal-hook never gives a signal its default action back, so without this a Ctrl-C after the job's end, while the
-/// caller writes its results, would do nothing.
+/// signal-hook never restores a signal's default action. So without this flag Ctrl-C would have no effect after the job's end, while the
+/// caller writes its results.
 struct Handlers {
     jobs: usize,
     idle: Option<Arc<AtomicBool>>,
@@ -21,8 +21,8 @@ struct Handlers {
 
 static HANDLERS: Mutex<Handlers> = Mutex::new(Handlers { jobs: 0, idle: None });
 
-/// While it lives, SIGINT, SIGTERM and SIGHUP are caught (unless the process was started with them ignored, as by
-/// `nohup`), and they and SIGCHLD wake a poll.
+/// While this value exists, SIGINT, SIGTERM and SIGHUP are caught, unless the process was started with the signal ignored, as by `nohup`.
+/// Caught signals and SIGCHLD wake a poll.
 pub(super) struct Signals {
     pipe: UnixStream,
     caught: Arc<AtomicUsize>,
@@ -59,7 +59,7 @@ impl Signals {
         Ok(signals)
     }
 
-    /// The last ending signal caught.
+    /// The last caught signal that ends the job.
     pub(super) fn caught(&self) -> Option<i32> {
         match self.caught.load(Ordering::SeqCst) {
             0 => None,

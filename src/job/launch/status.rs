@@ -1,4 +1,4 @@
-//! The status page: every PE's phase and progress, in memory that outlives the PE.
+//! The status page: every PE's phase and progress, in shared memory, so that the supervisor can read them after the PE has ended.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -7,16 +7,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::shmem::{LostPe, Segment, Watch};
 
-/// One cache line per PE, so that PEs do not slow each other down.
+/// One cache line per PE avoids false sharing.
 const SLOT_BYTES: usize = 64;
 const PHASE: usize = 0;
 const DONE: usize = 8;
 const TOTAL: usize = 16;
 const BEAT: usize = 24;
-/// Written by the supervisor: 1 + the number of a PE that is lost.
+/// Written by the supervisor: 1 + the number of a lost PE, or 0.
 const LOST: usize = 32;
 
-/// A PE's own slot in the page, cheap to clone. All stores are relaxed and order no other memory access.
+/// A PE's own slot in the page; cheap to clone. All accesses are relaxed, so they order no other memory access.
 #[derive(Clone)]
 pub struct StatusPage {
     segment: Arc<Segment>,
@@ -24,7 +24,7 @@ pub struct StatusPage {
 }
 
 impl StatusPage {
-    /// Maps the page; this PE's slot must be inside.
+    /// Maps the page, which must contain this PE's slot.
     pub(super) fn from_fd(file: OwnedFd, pe: usize) -> io::Result<StatusPage> {
         let segment = Segment::from_fd(file).map_err(io::Error::other)?;
         if segment.heap_bytes() < (pe + 1) * SLOT_BYTES {
@@ -49,12 +49,12 @@ impl StatusPage {
         word(&self.segment, self.pe, PHASE).store(u64::from(code), Ordering::Relaxed);
     }
 
-    /// Counts a heartbeat, while neither the phase nor the progress changes.
+    /// Counts a heartbeat. Call it during work that changes neither the phase nor the progress.
     pub fn beat(&self) {
         word(&self.segment, self.pe, BEAT).fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The PE that was lost since the PEs last created a world, as the supervisor reports.
+    /// The PE that was lost since the PEs last created a world, if the supervisor has reported one.
     pub fn lost(&self) -> Option<usize> {
         (word(&self.segment, self.pe, LOST).load(Ordering::Relaxed) as usize).checked_sub(1)
     }
@@ -83,7 +83,7 @@ pub struct PeStatus<'a> {
     pub total: u64,
 }
 
-/// Every PE's status, as the supervisor sees it. A PE's words are read one by one, so `done` may be newer than `total`.
+/// The supervisor's view of every PE's status. A PE's words are read one by one, so `done` may be newer than `total`.
 pub struct StatusView<'a> {
     segment: Segment,
     n_pes: usize,
@@ -118,12 +118,12 @@ impl<'a> StatusView<'a> {
 }
 
 impl StatusView<'_> {
-    /// Reports a lost PE to `pe`; `None` clears the report.
+    /// Reports to `pe` that PE `lost` is lost. `None` clears the report.
     pub(super) fn tell_lost(&self, pe: usize, lost: Option<usize>) {
         word(&self.segment, pe, LOST).store(lost.map_or(0, |lost| lost as u64 + 1), Ordering::Relaxed);
     }
 
-    /// All words of `pe`, to be compared.
+    /// All words of `pe`. They change with every heartbeat.
     pub(super) fn words(&self, pe: usize) -> [u64; 4] {
         [PHASE, DONE, TOTAL, BEAT].map(|field| word(&self.segment, pe, field).load(Ordering::Relaxed))
     }

@@ -1,4 +1,4 @@
-//! The supervisor: starts the PEs, handles their frames, and ends them together.
+//! The supervisor: starts the PEs, handles their frames, and kills all of them when the job fails.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -23,18 +23,18 @@ use crate::stdio::one_line;
 
 /// Time between [`Event::Tick`]s.
 const TICK: Duration = Duration::from_millis(100);
-/// How long a failure report is held, so that the death or failure of another PE that may have caused it is seen.
+/// Time for which a failure report is held, so that the death or failure of another PE that caused it can be detected.
 const GRACE: Duration = Duration::from_millis(250);
-/// How soon a full socket is tried again.
+/// Time until a full socket is tried again.
 const RETRY: Duration = Duration::from_millis(5);
 /// Maximum time from a PE's `done` to its exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(20);
-/// How much later than a waiting PE the supervisor ends the job: the PE's report has more detail.
+/// The supervisor ends the job this much later than a waiting PE would, because the PE's report has more detail.
 const STALL_GRACE: Duration = Duration::from_secs(2);
-/// Maximum bytes read from one PE before the next is served.
+/// Maximum bytes read from one PE before the next PE's socket is read.
 const READ_BYTES: usize = 4 << 20;
 
-/// The processes of a job's PEs, to be started. [`Processes::new`] sets the defaults.
+/// Describes the processes of a job's PEs, which [`Processes::run`] starts. [`Processes::new`] sets the defaults.
 pub struct Processes<'a> {
     /// Number of PEs, 1 to [`MAX_PES`].
     pub pes: usize,
@@ -47,13 +47,13 @@ pub struct Processes<'a> {
     /// Names of the phases; the index is the code that PEs pass to `set_phase`. The first is the initial phase of a
     /// PE.
     pub phase_names: &'a [&'a str],
-    /// How long the whole job may take.
+    /// Maximum time of the whole job.
     pub time_limit: Option<Duration>,
-    /// How long a PE may take to connect, and how much later than the first it may send its segment.
+    /// Maximum time for which a PE may take to connect, and maximum time from the first PE's segment to the last.
     pub start_limit: Duration,
     /// The PEs that may be lost without the job's failure.
     pub failure_domains: FailureDomains,
-    /// How long a PE that is not done may have no heartbeat: longer than PEs wait for each other. `None`: without a limit.
+    /// Maximum time without a heartbeat of a PE that is not done; must exceed the time for which PEs wait for each other. `None`: no limit.
     pub stall_limit: Option<Duration>,
 }
 
@@ -78,7 +78,7 @@ pub enum Event<'e> {
 }
 
 impl<'a> Processes<'a> {
-    /// Without files and without a time limit, and with a minute for each PE to start.
+    /// No files, no time limit, and a minute for each PE to start.
     pub fn new(pes: usize, request: Vec<u8>, phase_names: &'a [&'a str]) -> Processes<'a> {
         Processes {
             pes,
@@ -93,21 +93,22 @@ impl<'a> Processes<'a> {
         }
     }
 
-    /// Derives limits from how long PEs wait for each other.
+    /// Derives the start and stall limits from the time for which PEs wait for each other.
     pub fn set_wait_limit(&mut self, wait_limit: Duration) {
         self.start_limit = self.start_limit.max(wait_limit);
         self.stall_limit = Some(wait_limit + STALL_GRACE);
     }
 
-    /// Starts the PEs and returns when all have ended, also in case of an error.
+    /// Starts the PEs, and returns when all of them have ended, even if the job fails.
     ///
-    /// As rank 0 of a launcher's processes ([`enter`](super::enter)) it first waits for the others; each of these is then the parent of a PE.
+    /// If this process is rank 0 of a launcher's processes ([`enter`](super::enter)), it first waits for the other processes. Each of them
+    /// is then the parent of a PE.
     ///
-    /// The calling thread must live until the return: PEs die with the thread that started them. While it
-    /// runs, SIGINT, SIGTERM and SIGHUP end the job instead of the process.
+    /// The calling thread must live until the function returns, because the kernel kills a PE when the thread that started it ends.
+    /// Meanwhile SIGINT, SIGTERM and SIGHUP end the job instead of the process.
     ///
     /// # Errors
-    /// The first cause of the job's failure; see the [module](super).
+    /// Returns the first cause of the job's failure; see the [module](super).
     pub fn run(self, on_event: impl FnMut(Event<'_>)) -> Result<(), LaunchError> {
         if !(1..=MAX_PES).contains(&self.pes) {
             return Err(LaunchError::Pes { pes: self.pes });
@@ -132,7 +133,8 @@ impl<'a> Processes<'a> {
 
         let oom_kills = oom_kills();
         let signals = Signals::catch().map_err(setup("catch signals"))?;
-        // The drop order matters, here and in the supervisor: a PE must be killed before it can see the end of its socket.
+        // The drop order matters, here and in the supervisor: the fleet must kill a PE before the PE's socket is closed, so that the PE
+        // does not report the closed socket.
         let mut links = Vec::with_capacity(self.pes);
         let mut fleet = Fleet::new(rendezvous::gather(self.pes, &signals)?);
         for pe in 0..self.pes {
@@ -171,20 +173,20 @@ impl<'a> Processes<'a> {
     }
 }
 
-/// Number of processes of this machine that the kernel has killed for lack of memory; `None` if it does not report it.
+/// Number of processes that the kernel has killed on this machine for lack of memory; `None` if the kernel does not report the number.
 fn oom_kills() -> Option<u64> {
     let text = fs::read_to_string("/proc/vmstat").ok()?;
     text.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
 }
 
-/// A file in memory with this content.
+/// Creates a file in memory with this content.
 fn memory_file(name: &str, content: &[u8]) -> io::Result<OwnedFd> {
     let file = fs::File::from(rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?);
     file.write_all_at(content, 0)?;
     Ok(file.into())
 }
 
-/// The supervisor's end of one PE.
+/// The supervisor's connection to one PE, and the PE's state.
 #[derive(Default)]
 struct PeLink {
     /// `None` after the end of the stream.
@@ -192,7 +194,7 @@ struct PeLink {
     inbox: Inbox,
     outbox: Outbox,
     connected: bool,
-    /// The process id that it has reported.
+    /// The process id that the PE has reported.
     pid: Option<u32>,
     segment: Option<(OwnedFd, u64)>,
     done: bool,
@@ -210,15 +212,15 @@ struct Supervisor<'a, F> {
     stall_limit: Option<Duration>,
     heartbeats: Heartbeats,
     survivors: Survivors,
-    /// At the start.
+    /// Number of out-of-memory kills at the start.
     oom_kills: Option<u64>,
-    /// When the first segment of an exchange arrived.
+    /// Time at which the first segment of an exchange arrived.
     first_segment: Option<Instant>,
-    /// When the last PE was done.
+    /// Time at which the last PE was done.
     all_done: Option<Instant>,
     /// The failure reports: the reporter, the PE that it waited for, and the error.
     failures: Vec<(usize, Option<usize>, LaunchError)>,
-    /// When the first of them arrived.
+    /// Time at which the first failure report arrived.
     failed_at: Option<Instant>,
     scratch: Vec<u8>,
 }
@@ -247,7 +249,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
                 return Err(self.first_cause());
             }
             if self.fleet.ended() {
-                // All done: judge_ended has returned an error for any other end.
+                // All PEs are done, since judge_ended returns an error for any other end.
                 return Ok(());
             }
             if self.failed_at.is_none() {
@@ -260,7 +262,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         }
     }
 
-    /// Sends queued frames, as far as the sockets have room. An error means that the PE has ended, which judge_ended sees.
+    /// Sends queued frames as far as the sockets have room. An error means that the PE has ended; judge_ended handles that.
     fn flush(&mut self) {
         for link in &mut self.links {
             if let Some(socket) = &link.socket
@@ -283,7 +285,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         fds.extend(self.fleet.sockets().map(|socket| PollFd::new(socket, PollFlags::IN)));
         fds.extend(self.links.iter().filter_map(|link| Some(PollFd::new(link.socket.as_ref()?, PollFlags::IN))));
         let timeout = Timespec { tv_sec: 0, tv_nsec: limit.as_nanos().min(999_999_999) as _ };
-        // EINTR is a signal, which the loop handles.
+        // EINTR means that a signal arrived; the loop handles it.
         let _ = poll(&mut fds, Some(&timeout));
     }
 
@@ -297,7 +299,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             match link.inbox.fill(socket.as_fd(), &mut self.scratch, RecvFlags::DONTWAIT) {
                 Ok(n @ 1..) => taken += n,
                 Err(Errno::AGAIN) => return Ok(()),
-                // An error ends the stream as 0 does (CONNRESET: the PE left bytes unread).
+                // An error ends the stream, as 0 bytes do. CONNRESET means that the PE ended without reading all bytes.
                 Ok(0) | Err(_) => link.socket = None,
             }
             while let Some(frame) = self.links[pe].inbox.next().map_err(protocol)? {
@@ -351,9 +353,8 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// The first failure report that no other report explains: of a PE that failed by itself, or that waited for
-    /// a PE without a report. (A stopped PE sends no report; the PEs that wait for it do, and then the PEs that
-    /// wait for these.)
+    /// The first failure report that no other report explains: that of a PE that failed by itself, or that waited for a PE without a
+    /// report. (A stopped PE sends no report. The PEs that wait for it send one, and then so do the PEs that wait for those.)
     fn first_cause(&mut self) -> LaunchError {
         let reported = |pe: usize| self.failures.iter().any(|(reporter, ..)| *reporter == pe);
         let cause = self.failures.iter().position(|(_, peer, _)| !peer.is_some_and(reported));
@@ -384,8 +385,8 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Checks how processes that have just ended did so. If several failed, one killed by a signal is named, because it has caused the
-    /// others' failures.
+    /// Checks the exit statuses of processes that have newly ended. If several failed, one that was killed by a signal is reported, because
+    /// it has caused the failures of the others.
     fn judge_ended(&mut self) -> Result<(), LaunchError> {
         let mut ended = self.fleet.reap();
         ended.sort_by_key(|(_, status)| status.signal().is_none());
@@ -406,10 +407,10 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Kills the PEs that are lost with this one, and notifies the others.
+    /// Kills the PEs that are lost together with this PE, and notifies the others.
     ///
     /// # Errors
-    /// The cause, if the others cannot continue.
+    /// Returns the cause if the others cannot continue.
     fn lose(&mut self, pe: usize, cause: LaunchError) -> Result<(), LaunchError> {
         if self.failed_at.is_some() {
             return Err(cause);
@@ -433,8 +434,8 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Records PEs that were lost with their parents as failures. The report is held like any other: if the launcher is ending all of the job's
-    /// processes, its signal reaches this process next.
+    /// Records PEs that were lost with their parents as failures. These reports are held like others, because the launcher may be ending
+    /// all processes of the job, and its signal to this process may arrive later.
     fn note_lost(&mut self, lost: &[usize]) -> Result<(), LaunchError> {
         for &pe in lost {
             self.read(pe, usize::MAX)?; // frames sent before it ended
@@ -454,7 +455,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             let (links, status, fleet, survivors) = (&self.links, &self.status, &self.fleet, &self.survivors);
             let watched = |pe: usize| {
                 let link: &PeLink = &links[pe];
-                // A PE that has sent its segment, or has stopped, waits for the others.
+                // A PE that has sent its segment or has stopped is waiting for others, so it needs no heartbeat.
                 let waiting = link.segment.is_some() || survivors.has_stopped(pe);
                 let working = !link.done && !waiting && !survivors.is_lost(pe);
                 let process = fleet.child(pe).map(Process::Child).or(link.pid.map(Process::Reported));
@@ -492,7 +493,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         self.status.pe(pe).phase.to_string()
     }
 
-    /// "PE 0 in phase dispatch, PE 1 done"; the first 16.
+    /// Describes the state of the first 16 PEs: "PE 0 in phase dispatch, PE 1 done".
     fn states(&self) -> String {
         const SHOWN: usize = 16;
         let state = |(pe, link): (usize, &PeLink)| match link.done {

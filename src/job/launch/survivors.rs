@@ -1,9 +1,10 @@
-//! Continuing without lost PEs: which PEs remain, and from which step.
+//! Continuing without lost PEs: decides which PEs remain, and from which step they continue.
 //!
-//! PEs that depend on each other (an expert-parallel group) are lost together. The others notice at their next wait, stop, and report
-//! their step; once all have, the supervisor sends the step to continue from, and they create a new world. A step is final once every PE has
-//! its results, so the stopped PEs are within one step of each other. If one PE holds a step final, all others have the results of all groups, and
-//! the step is final for them too; otherwise no PE has used the results, and the step is repeated without the lost PEs.
+//! PEs that depend on each other (an expert-parallel group) are lost together. The other PEs detect the loss at their next wait, stop, and
+//! report their step. After all of them have stopped, the supervisor sends the step from which to continue, and the PEs create a new world.
+//! A step is final once every PE has the step's results, so the stopped PEs are within one step of each other. If a step is final for one
+//! PE, all other PEs have the results of all groups, so the step is final for them too. Otherwise no PE has used the results, and the step
+//! is repeated without the lost PEs.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +13,7 @@ use super::LaunchError;
 /// The groups of PEs that fail together.
 #[derive(Clone, Debug, Default)]
 pub struct FailureDomains {
-    /// PEs that are lost together. Without groups the loss of a PE is the job's failure.
+    /// PEs that are lost together. Without groups the job fails if a PE is lost.
     pub groups: Vec<Vec<usize>>,
     /// Number of steps of the job.
     pub steps: u64,
@@ -23,7 +24,7 @@ pub struct FailureDomains {
 pub struct GoOn {
     /// All PEs lost so far.
     pub lost: Vec<usize>,
-    /// The first step without them.
+    /// The first step without the lost PEs.
     pub from: u64,
 }
 
@@ -32,7 +33,7 @@ pub struct GoOn {
 pub(super) struct Stopped {
     /// Number of final steps.
     pub(super) settled: u64,
-    /// Number of steps with results: `settled`, or one more.
+    /// Number of steps whose results the PE has: `settled` or one more.
     pub(super) complete: u64,
 }
 
@@ -55,11 +56,11 @@ pub(super) struct Survivors {
     job: FailureDomains,
     lost: Vec<bool>,
     stopped: Vec<Option<Stopped>>,
-    /// Whether all steps are final for a PE: from then on the results of every PE are needed.
+    /// Whether all steps are final for some PE. From then on the results of every PE are needed.
     finished: bool,
-    /// Whether the PEs are still creating a world, in which they could notice a loss.
+    /// Whether the PEs are still creating a world. Before that they cannot detect a loss.
     meeting: bool,
-    /// Why the PEs stop.
+    /// The loss because of which the PEs stop, if any.
     cause: Option<LaunchError>,
 }
 
@@ -88,7 +89,7 @@ impl Survivors {
         self.meeting = false;
     }
 
-    /// Records the loss of a PE; returns all PEs that are lost with it.
+    /// Records the loss of a PE. Returns all PEs that are lost together with it.
     ///
     /// # Errors
     /// The cause, if the others cannot continue.
@@ -109,7 +110,7 @@ impl Survivors {
         Ok(group.clone())
     }
 
-    /// Records where a PE has stopped; an error says why the message is invalid.
+    /// Records the step at which a PE has stopped. The error explains why a message is invalid.
     pub(super) fn stop(&mut self, pe: usize, body: &[u8]) -> Result<(), String> {
         match Stopped::from_bytes(body) {
             Some(at) if self.cause.is_some() && at.complete.wrapping_sub(at.settled) <= 1 => {
@@ -125,10 +126,10 @@ impl Survivors {
         self.finished = true;
     }
 
-    /// Once all remaining PEs have stopped: returns how they continue, and the cause of the loss.
+    /// After all remaining PEs have stopped, returns how they continue, and the cause of the loss.
     ///
     /// # Errors
-    /// The cause, if the PEs cannot continue.
+    /// Returns the cause if the PEs cannot continue.
     pub(super) fn decide(&mut self) -> Result<Option<(GoOn, LaunchError)>, LaunchError> {
         if self.cause.is_none() {
             return Ok(None);
@@ -141,7 +142,7 @@ impl Survivors {
         let Some(cause) = self.cause.take() else { return Ok(None) };
         let all = all.unwrap_or_default();
         let from = all.iter().map(|at| at.settled).max().unwrap_or(0);
-        // If all steps are done, only results of the lost PEs are missing, which no other PE has.
+        // If all steps are done, the job lacks only results of the lost PEs, which no other PE can provide.
         if self.finished || from >= self.job.steps || all.iter().any(|at| at.complete < from) {
             return Err(cause);
         }
@@ -164,7 +165,7 @@ mod tests {
         Stopped { settled, complete }.to_bytes()
     }
 
-    /// Three groups of two PEs, at work on ten steps.
+    /// Three groups of two PEs that have created a world, for ten steps.
     fn at_work() -> Survivors {
         let groups = vec![vec![0, 1], vec![2, 3], vec![4, 5]];
         let mut survivors = Survivors::new(6, FailureDomains { groups, steps: 10 });
@@ -197,7 +198,7 @@ mod tests {
         survivors.stop(4, &stopped(6, 7)).unwrap();
         survivors.stop(5, &stopped(6, 7)).unwrap();
         assert_eq!(survivors.decide().unwrap().unwrap().0, GoOn { lost: vec![0, 1, 2, 3], from: 6 });
-        // In the new world, the last group.
+        // Losing the last group fails the job.
         survivors.met();
         assert!(survivors.lose(5, died(5)).unwrap_err().to_string().starts_with("PE 5"));
     }
@@ -205,7 +206,7 @@ mod tests {
     #[test]
     fn what_cannot_go_on_fails_with_its_cause() {
         let cause = |error: LaunchError| error.to_string();
-        // Three failures: no groups; no world yet; all steps final.
+        // The job fails in three cases: without groups, before the PEs have created a world, and after all steps are final.
         let mut survivors = Survivors::new(2, FailureDomains::default());
         survivors.met();
         assert!(cause(survivors.lose(1, died(1)).unwrap_err()).starts_with("PE 1"));
@@ -214,7 +215,7 @@ mod tests {
         survivors.met();
         survivors.finish();
         assert!(cause(survivors.lose(1, died(1)).unwrap_err()).starts_with("PE 1"));
-        // Two failures after a loss: a PE reports that all steps are final; the stopped PEs have done all steps.
+        // The job fails after a loss in two cases: a PE reports that all steps are final, or the stopped PEs have done all steps.
         let mut survivors = at_work();
         survivors.lose(1, died(1)).unwrap();
         survivors.finish();

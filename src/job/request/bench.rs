@@ -1,4 +1,4 @@
-//! Benchmarks.
+//! Requests of benchmarks.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use crate::moe::device::{GemmPath, Tile};
 use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{Dtype, Options};
 
-/// The layer against the bare GEMMs of its experts.
+/// Compares the layer with the GEMMs of its experts alone.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MoeBench {
     /// Number of PEs.
@@ -32,13 +32,13 @@ pub struct MoeBench {
     #[cfg(feature = "device")]
     #[serde(default)]
     pub symmetric: SymmetricBy,
-    /// The matrix products on a device; `None`: chosen by the device.
+    /// The GEMM path on a device; `None`: chosen for the device.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,
-    /// Their tiles; `None`: chosen by the layer's shape.
+    /// The tiles of the GEMMs; `None`: chosen for the layer's shape.
     #[cfg(feature = "device")]
     pub tile: Option<Tile>,
-    /// Whether lanes store 16-bit results and copy operands instead of Hopper's tensor memory accelerator.
+    /// Whether threads store 16-bit results and copy operands themselves, instead of Hopper's tensor memory accelerator.
     #[cfg(feature = "device")]
     #[serde(default)]
     pub lane_stores: bool,
@@ -56,9 +56,9 @@ pub struct MoeBench {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Op {
-    /// A put, and quiet.
+    /// A put, then quiet.
     Put,
-    /// A non-blocking put and quiet; the time until the call returns is reported separately.
+    /// A non-blocking put, then quiet. The time until the put returns is reported separately.
     PutNbi,
     /// A get.
     Get,
@@ -71,7 +71,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Its name, also in files.
+    /// The name, as used in files too.
     pub fn name(self) -> &'static str {
         match self {
             Op::Put => "put",
@@ -83,7 +83,7 @@ impl Op {
         }
     }
 
-    /// Its scopes on a device.
+    /// The scopes in which it exists on a device.
     pub fn scopes(self) -> &'static [Scope] {
         match self {
             Op::Put | Op::Get | Op::PutSignal => &Scope::ALL,
@@ -112,7 +112,7 @@ impl Scope {
     /// All scopes.
     pub const ALL: [Scope; 4] = [Scope::Thread, Scope::Warp, Scope::Block, Scope::Stream];
 
-    /// Its name, also in files.
+    /// The name, as used in files too.
     pub fn name(self) -> &'static str {
         match self {
             Scope::Thread => "thread",
@@ -123,15 +123,15 @@ impl Scope {
     }
 }
 
-/// One-sided operations between two PEs.
+/// Measures operations between two PEs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct P2pBench {
     /// Operations.
     pub ops: Vec<Op>,
     /// Scopes on a device; each operation is measured in those that it supports.
     pub scopes: Vec<Scope>,
-    /// Whether the user chose the operations, and the scopes. A chosen one that cannot be measured is an error; of the defaults it is
-    /// omitted.
+    /// Whether the user chose the operations, and whether the user chose the scopes. A chosen value that cannot be measured is an error. A
+    /// default value that cannot be measured is omitted.
     pub asked: (bool, bool),
     /// Sizes, bytes, ascending.
     pub sizes: Vec<usize>,
@@ -145,11 +145,11 @@ pub struct P2pBench {
     pub warmup: usize,
     /// Whether NVSHMEM's operations between devices are measured.
     pub on_device: bool,
-    /// How long a PE waits for another.
+    /// Maximum time for which a PE waits for another.
     pub wait_limit: Duration,
 }
 
-/// The synchronisation of a step.
+/// How the PEs synchronise in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StragglerMode {
@@ -157,12 +157,12 @@ pub enum StragglerMode {
     Bulk,
     /// Signals only: a PE continues once it has received its own data.
     OneSided,
-    /// `MPI_Alltoallv`, the baseline, if the transport has it.
+    /// `MPI_Alltoallv`, the baseline, if the transport supports it.
     Alltoallv,
 }
 
 impl StragglerMode {
-    /// Its name, also in files.
+    /// The name, as used in files too.
     pub fn name(self) -> &'static str {
         match self {
             StragglerMode::Bulk => "bulk",
@@ -176,11 +176,11 @@ impl StragglerMode {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Inject {
-    /// A PE's compute time is multiplied.
+    /// A PE's compute time is multiplied by a factor.
     SlowPe {
         /// The PE.
         pe: usize,
-        /// At least 1.
+        /// The factor, at least 1.
         factor: f64,
     },
     /// Messages from one PE to another are delayed.
@@ -192,14 +192,14 @@ pub enum Inject {
         /// Microseconds.
         us: f64,
     },
-    /// Every PE's compute time is extended by a random time up to this.
+    /// Every PE's compute time is extended by a random time.
     Jitter {
         /// Microseconds.
         us: f64,
     },
 }
 
-/// All-to-all steps, and the PEs that delay them.
+/// Measures all-to-all steps, and how much single PEs delay them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct StragglerBench {
     /// Number of PEs.
@@ -212,24 +212,24 @@ pub struct StragglerBench {
     pub bytes: usize,
     /// Mean compute time of a PE in a step, microseconds.
     pub compute_us: f64,
-    /// Compute time of the most loaded PE of a step over the mean, 1 to the number of PEs; the seed chooses that PE anew
-    /// for each step.
+    /// Compute time of the most loaded PE of a step relative to the mean, from 1 to the number of PEs. A random PE is the most loaded one
+    /// in each step.
     pub imbalance: f64,
     /// Modes, measured one after the other.
     pub modes: Vec<StragglerMode>,
-    /// Noise.
+    /// Injected noise.
     pub inject: Vec<Inject>,
-    /// The seed of imbalance and jitter.
+    /// The seed for imbalance and jitter.
     pub seed: u64,
-    /// How long a PE waits for another.
+    /// Maximum time for which a PE waits for another.
     pub wait_limit: Duration,
 }
 
 impl StragglerBench {
-    /// Checks the numbers.
+    /// Checks that the numbers are in their ranges.
     ///
     /// # Errors
-    /// The first field that is out of range.
+    /// Returns an error that names the first field that is out of range.
     pub fn validate(&self) -> Result<(), FieldError> {
         const MOST: usize = 1 << 20;
         let n = self.pes;

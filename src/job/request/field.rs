@@ -1,9 +1,9 @@
-//! The error of a request's field.
+//! The error of an invalid field of a request.
 
 use std::fmt;
 
-/// An invalid field of a request: one line. Fields are named in backticks, here and in `expected`, so that the command can name
-/// its flags instead.
+/// An invalid field of a request. Displays as one line. Field names are in backticks, also in `expected`, so that the command line can
+/// replace them by its flags.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FieldError {
     /// The field.

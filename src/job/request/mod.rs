@@ -1,7 +1,7 @@
-//! Requests: the work of a job's PEs, and its encoding.
+//! Requests: a job's work for its PEs, and its encoding.
 //!
-//! A command converts its flags to a [`Request`]. The supervisor sends it as JSON to every PE, which thus never parses a flag. Over TCP and
-//! MPI, without a supervisor, every process makes the same request of the same command line.
+//! A command converts its flags to a [`Request`]. The supervisor sends the request as JSON to every PE, so PEs need not parse flags. Over
+//! TCP and MPI, without a supervisor, every process makes the same request from the same command line.
 
 mod bench;
 mod field;
@@ -21,15 +21,15 @@ use super::launch::VERSION;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Request {
-    /// Steps of a layer.
+    /// Runs steps of a layer.
     Run(Box<RunRequest>),
-    /// The layer against the bare GEMMs of its experts.
+    /// Compares a layer with the GEMMs of its experts alone.
     BenchMoe(Box<MoeBench>),
-    /// One-sided operations between two PEs.
+    /// Measures operations between two PEs.
     BenchP2p(P2pBench),
-    /// All-to-all steps, and the PEs that delay them.
+    /// Measures all-to-all steps, and how much single PEs delay them.
     BenchStraggler(StragglerBench),
-    /// Links, speeds and memories.
+    /// Measures links, speeds and memory.
     Probe(ProbeRequest),
 }
 
@@ -41,7 +41,7 @@ struct Envelope<'r> {
     request: &'r Request,
 }
 
-/// The part that every version can read.
+/// The part of an envelope that every version can read.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Head {
@@ -58,7 +58,7 @@ struct Body {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RequestError {
-    /// Another version made it.
+    /// Another version of the program made the request.
     #[error(
         "the request is of aristos {program} (protocol {version}), this PE is aristos {} (protocol {VERSION}): all must be the same",
         env!("CARGO_PKG_VERSION")
@@ -78,7 +78,7 @@ impl Request {
     /// Encodes the request.
     ///
     /// # Errors
-    /// A value that JSON cannot represent.
+    /// Returns an error if JSON cannot represent a value.
     pub fn to_bytes(&self) -> Result<Vec<u8>, RequestError> {
         let envelope = Envelope { version: VERSION, program: env!("CARGO_PKG_VERSION"), request: self };
         Ok(serde_json::to_vec(&envelope)?)
@@ -87,7 +87,7 @@ impl Request {
     /// Decodes the bytes of [`Request::to_bytes`].
     ///
     /// # Errors
-    /// One line: the request is another version's, or invalid.
+    /// Returns an error of one line if another version made the request, or if it is invalid.
     pub fn from_bytes(bytes: &[u8]) -> Result<Request, RequestError> {
         let Head { version, program } = serde_json::from_slice(bytes)?;
         if (version, &*program) != (VERSION, env!("CARGO_PKG_VERSION")) {
@@ -97,7 +97,7 @@ impl Request {
     }
 }
 
-/// Paths as bytes: they need not be UTF-8.
+/// Serialises paths as bytes, because they need not be UTF-8.
 mod path_bytes {
     use std::ffi::OsString;
     use std::path::{Path, PathBuf};
@@ -113,7 +113,7 @@ mod path_bytes {
     }
 }
 
-/// As [`path_bytes`], for an optional path.
+/// Like [`path_bytes`], for an optional path.
 mod optional_path_bytes {
     use std::ffi::OsString;
     use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Links, speeds and memories of PEs.
+//! The request to measure links, speeds and memory of PEs.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,31 +8,31 @@ use crate::moe::device::GemmPath;
 use crate::moe::{Activation, Dtype, MlpConfig};
 use crate::probe::ProbeOptions;
 
-/// The expert that a cluster is probed for.
+/// The expert for which a cluster is probed: its GEMMs are measured, and memory is counted in such experts.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ProbedExpert {
     /// Hidden width.
     pub hidden: usize,
     /// Width inside the expert.
     pub intermediate: usize,
-    /// Three matrices instead of two.
+    /// Whether the expert is gated, with three matrices instead of two.
     pub gated: bool,
     /// Element type: f32 or bf16 on the CPU, bf16 or f16 on a device.
     pub dtype: Dtype,
-    /// Whether it is trained, and thus has a gradient.
+    /// Whether the expert is trained, and thus has gradients.
     pub training: bool,
 }
 
 impl ProbedExpert {
-    /// Its MLP.
+    /// The configuration of the expert's MLP.
     pub fn mlp(&self) -> MlpConfig {
         MlpConfig { gated: self.gated, ..MlpConfig::gated(self.intermediate, Activation::Silu) }
     }
 
-    /// Checks that `device` supports it.
+    /// Checks that `device` supports the expert.
     ///
     /// # Errors
-    /// The invalid field.
+    /// Returns an error that names the invalid field.
     pub fn check(&self, device: DeviceKind) -> Result<(), FieldError> {
         const MOST: usize = 1 << 20;
         let on_device = device != DeviceKind::Cpu;
@@ -60,14 +60,14 @@ pub struct ProbeRequest {
     pub pes: usize,
     /// Whether CPUs or devices are probed.
     pub device: DeviceKind,
-    /// The matrix products on a device; `None`: chosen by the device.
+    /// The GEMM path on a device; `None`: chosen for the device.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,
     /// The expert.
     pub expert: ProbedExpert,
-    /// How to measure.
+    /// The options of the measurements.
     pub options: ProbeOptions,
-    /// Memory for experts, MB (10^6 bytes): by PE or one number for all; if empty, the machine's memory.
+    /// Memory for experts, MB (10^6 bytes): a number for each PE, or one for all PEs. If empty, the machine's memory is used.
     pub memory_mb: Vec<f64>,
     /// The source of these numbers, for the cluster file.
     pub memory_source: String,

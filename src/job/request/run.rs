@@ -1,4 +1,4 @@
-//! Steps of a layer.
+//! The request to run steps of a layer.
 
 use std::path::PathBuf;
 
@@ -19,7 +19,7 @@ use crate::plan::{Plan, Replication};
 pub enum Work {
     /// A layer of a Hugging Face checkpoint.
     Checkpoint {
-        /// Its directory.
+        /// The directory of the checkpoint.
         #[serde(with = "path_bytes")]
         model: PathBuf,
         /// The layer's number.
@@ -49,7 +49,7 @@ impl Work {
     }
 }
 
-/// The device that the layer runs on.
+/// The kind of device on which the layer runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceKind {
@@ -57,7 +57,7 @@ pub enum DeviceKind {
     Cpu,
     /// A CUDA device for each PE.
     Cuda,
-    /// The kernels for CUDA devices, on the CPU.
+    /// An emulated device, which runs the kernels for CUDA devices on the CPU.
     Emulated,
 }
 
@@ -65,16 +65,16 @@ pub enum DeviceKind {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PlanSource {
-    /// A new plan for the PEs, which are probed.
+    /// A new plan, made for the probed PEs.
     Auto {
-        /// Memory for experts, MB (10^6 bytes): by PE, or one number for all; if empty, the machine's memory.
+        /// Memory for experts, MB (10^6 bytes): a number for each PE, or one for all PEs. If empty, the machine's memory is used.
         memory_mb: Vec<f64>,
         /// Number of expert replicas that the plan may have.
         replicas: Option<Replication>,
     },
-    /// A file of `aristos plan`.
+    /// A file written by `aristos plan`.
     File(#[serde(with = "path_bytes")] PathBuf),
-    /// The plan itself, as the supervisor has made or read it.
+    /// The plan itself, which the supervisor has made or read.
     Made(Box<Plan>),
 }
 
@@ -100,19 +100,19 @@ pub enum NonFinitePolicy {
     Warn,
 }
 
-/// The unit that receives a row once, for all of its experts there.
+/// The unit, PE or host, to which a row is sent once for all its experts in this unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RowsPer {
-    /// Each PE with experts of the row.
+    /// A row is sent once to each PE that has experts of the row.
     #[default]
     Pe,
-    /// Each other host: a relay PE there forwards the row, and sums the results.
+    /// A row is sent once to each other host. A relay PE on that host forwards the row, and sums the results.
     Host,
 }
 
 impl RowsPer {
-    /// Its name.
+    /// The name, as in the request's field.
     pub fn name(self) -> &'static str {
         match self {
             RowsPer::Pe => "pe",
@@ -128,7 +128,7 @@ pub struct Replanning {
     pub every: usize,
     /// Number of expert replicas that the new plan may have.
     pub replicas: Replication,
-    /// The cluster of the first plan, as JSON, once it has been probed.
+    /// The cluster for which the first plan was made, as JSON; empty before the probe.
     pub cluster: String,
 }
 
@@ -139,15 +139,15 @@ pub struct RunRequest {
     pub work: Work,
     /// Number of PEs.
     pub pes: usize,
-    /// The source of EP groups and placement; `None`: one group with even shares.
+    /// The source of EP groups and placement; `None`: one group, with the experts distributed evenly.
     pub plan: Option<PlanSource>,
     /// The effect of the loss of a PE.
     pub on_failure: OnFailure,
-    /// For a synthetic layer: number of steps after which other experts become hot.
+    /// Number of steps after which other experts become hot; for synthetic layers only.
     pub hot_shift_every: Option<usize>,
     /// Replanning, if enabled.
     pub replan: Option<Replanning>,
-    /// A cluster file: PEs are throttled to the speeds of its devices and links.
+    /// A cluster file to whose speeds PEs and links are slowed down.
     #[serde(with = "optional_path_bytes")]
     pub inject: Option<PathBuf>,
     /// The device.
@@ -156,13 +156,13 @@ pub struct RunRequest {
     #[cfg(feature = "device")]
     #[serde(default)]
     pub symmetric: SymmetricBy,
-    /// The matrix products on a device; `None`: chosen by the device.
+    /// The GEMM path on a device; `None`: chosen for the device.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,
-    /// Their tiles; `None`: chosen by the layer's shape.
+    /// The tiles of the GEMMs; `None`: chosen for the layer's shape.
     #[cfg(feature = "device")]
     pub tile: Option<Tile>,
-    /// Whether lanes store 16-bit results and copy operands instead of Hopper's tensor memory accelerator.
+    /// Whether threads store 16-bit results and copy operands themselves, instead of Hopper's tensor memory accelerator.
     #[cfg(feature = "device")]
     #[serde(default)]
     pub lane_stores: bool,
@@ -171,7 +171,7 @@ pub struct RunRequest {
     pub graph: bool,
     /// Element type.
     pub dtype: Dtype,
-    /// The unit that receives a row once.
+    /// Whether a row is sent once per PE or once per host.
     #[serde(default)]
     pub rows_per: RowsPer,
     /// Measured steps.
@@ -181,27 +181,27 @@ pub struct RunRequest {
     /// The reaction to a value that is not finite.
     #[serde(default)]
     pub non_finite: NonFinitePolicy,
-    /// How the layer runs.
+    /// The options of the layer.
     pub options: Options,
-    /// Coefficients of the load-balancing and the z-loss, overriding the layer's.
+    /// Coefficients of the load-balancing loss and of the z-loss, which override the layer's.
     pub losses: (f32, f32),
     /// See [`LayerConfig::capacity_factor`](crate::moe::LayerConfig::capacity_factor).
     pub capacity_factor: Option<f64>,
     /// The file of the results.
     #[serde(with = "optional_path_bytes")]
     pub output: Option<PathBuf>,
-    /// The file of the final weights, in the layout of their checkpoint.
+    /// The file of the final weights, in the layout of the checkpoint.
     #[serde(with = "optional_path_bytes")]
     pub save_weights: Option<PathBuf>,
-    /// A file of the tokens' experts, which replaces the router's choice.
+    /// A routing file, whose experts replace the router's choice.
     #[serde(with = "optional_path_bytes")]
     pub routing: Option<PathBuf>,
-    /// The file of the experts of all steps' tokens.
+    /// The file to which the chosen experts of all steps are written.
     #[serde(with = "optional_path_bytes")]
     pub save_routing: Option<PathBuf>,
     /// Whether the results are checked against the float64 reference.
     pub check: bool,
-    /// The file of the timeline.
+    /// The file to which the timeline is written.
     #[serde(with = "optional_path_bytes")]
     pub trace: Option<PathBuf>,
     /// Whether the report is printed as JSON.

@@ -1,4 +1,4 @@
-//! Drops pairs beyond the capacity, from the counts of all PEs before dispatch.
+//! Drops (token, expert) pairs beyond the experts' capacity. For this the PEs exchange their counts before dispatch.
 
 use super::kernels::Element;
 use super::layer::Layer;
@@ -9,8 +9,8 @@ use crate::moe::spec::metrics::Phase;
 use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
 
 impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
-    /// With a capacity factor: drops the pairs beyond each expert's capacity, in the order of global token indices. PEs
-    /// exchange counts before dispatch, because each must know the counts of the PEs before it.
+    /// With a capacity factor: drops the pairs beyond each expert's capacity, in the order of global token indices. PEs exchange counts
+    /// before dispatch, because each PE needs the counts of the PEs before it.
     pub(super) fn apply_capacity(&mut self, routing: &mut Routing) -> Result<(), MoeError> {
         if self.spec.config.capacity_factor.is_none() {
             return Ok(());
@@ -31,7 +31,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(())
     }
 
-    /// The counts of all PEs, by PE.
+    /// Exchanges the counts of pairs per expert with the other PEs of the group. Returns the counts of all PEs, by PE.
     fn exchange_counts(&mut self, own: Vec<u32>) -> Result<Vec<Vec<u32>>, MoeError> {
         let (me, n, e) = (self.pe().my_pe(), self.pe().n_pes(), own.len());
         for pe in (0..n).filter(|&pe| pe != me) {

@@ -1,5 +1,5 @@
-//! Tiled MLP over a batch of rows: forward, input gradients, weight gradients. Used for routed experts, whose row
-//! weights are routing weights, and for the shared expert, whose row weights are its gate.
+//! Tiled MLP over a batch of rows: forward, input gradients and weight gradients. A row's weight is the routing weight for a routed expert,
+//! and the gate's value for the shared expert.
 
 use std::mem::take;
 use std::ops::Range;
@@ -29,7 +29,7 @@ impl<E: Element> Mlp<E> {
     ///
     /// # Errors
     ///
-    /// Those of `load`.
+    /// Returns the errors of `load`.
     pub fn load<Error>(
         config: MlpConfig,
         hidden: usize,
@@ -51,8 +51,8 @@ impl<E: Element> Mlp<E> {
         Ok(Mlp { config, hidden, gate, up, down, bias, weigh_input: false })
     }
 
-    /// Makes an MLP that reads the caller's matrices in place: gate (if gated), up and down, each `[out, in]`. `bias`
-    /// is in the same order, empty for a projection without one.
+    /// Makes an MLP that reads the caller's matrices in place: gate (if gated), up and down, each `[out, in]`. `bias` has the biases in the
+    /// same order; a projection without a bias has an empty one.
     ///
     /// # Errors
     ///
@@ -138,8 +138,8 @@ impl<E: Element> Mlp<E> {
         Some(&mut self.bias[proj_index(proj)][..]).filter(|bias| !bias.is_empty())
     }
 
-    /// Runs only the GEMMs of a forward pass over `batch`, then those of a backward pass if `backward`. The benchmarks
-    /// use it as the reference for the layer's speed.
+    /// Runs only the GEMMs of a forward pass over `batch`, then, if `backward`, those of a backward pass. Benchmarks compare the layer's
+    /// speed with this.
     pub fn run_gemms_only(
         &self,
         batch: &mut Batch<E>,
@@ -192,7 +192,7 @@ impl Scratch {
     }
 }
 
-/// The rows of one MLP in a step: results of forward, and inputs of backward.
+/// The rows of one MLP in a step, with the results of forward that backward needs.
 ///
 /// Shapes: `[rows, hidden]` for `x`, `g`, `out`; `[rows, intermediate]` for `gate` to `hw`; `[rows]` for weights. Buffers never shrink,
 /// so they may be longer; elements behind `rows` are stale.
@@ -275,7 +275,7 @@ impl<E: Element> Batch<E> {
         batch
     }
 
-    /// Splits the batch's buffers into `tiles`, which ascend, for a forward (`is_forward`) or backward pass through
+    /// Splits the batch's buffers into the row ranges `tiles`, which must ascend, for a forward (`is_forward`) or a backward pass through
     /// `mlp`.
     pub fn tiles(&mut self, mlp: &Mlp<E>, tiles: &[Range<usize>], is_forward: bool) -> Vec<BatchTile<'_, E>> {
         let (h, i) = (mlp.hidden, mlp.config.intermediate);
@@ -342,7 +342,7 @@ impl<E: Element> Batch<E> {
     }
 }
 
-/// Views of one tile's rows in a [`Batch`], under the same field names; empty for buffers that the pass does not use.
+/// One tile's rows of the [`Batch`] buffers with the same names. Empty for buffers that the pass does not use.
 pub struct BatchTile<'b, E> {
     rows: usize,
     weight: &'b [f32],
@@ -394,7 +394,7 @@ impl<E: Element> BatchTile<'_, E> {
         let q = &mut scratch.inner[0][..m * i];
         let BatchTile { weight: input_weight, x, out, g, d_weight, gate, up, h: act, d_gate, d_up, hw, .. } = self;
         E::gemm_nn(&mut scratch.workspace, m, g, &mlp.down, q, false);
-        // With weights on the inputs, outputs have weight 1.
+        // If weights multiply the inputs, outputs have weight 1.
         let ones = if mlp.weigh_input { vec![1.0; m] } else { Vec::new() };
         let weight = if mlp.weigh_input { &ones[..] } else { input_weight };
         let activation = mlp.config.activation;
@@ -440,7 +440,7 @@ impl<E: Element> BatchTile<'_, E> {
     }
 }
 
-/// Splits `values`, rows of `width`, into the rows of `tiles`; an empty slice for a tile past the end.
+/// Splits `values`, which are rows of `width` elements, into the row ranges `tiles`. A tile past the end gets an empty slice.
 fn split_tiles<'v, V>(values: &'v mut [V], width: usize, tiles: &[Range<usize>]) -> Vec<&'v mut [V]> {
     let (mut rest, mut at) = (values, 0);
     let one = |tile: &Range<usize>| {
@@ -453,8 +453,7 @@ fn split_tiles<'v, V>(values: &'v mut [V], width: usize, tiles: &[Range<usize>])
     tiles.iter().map(one).map(Option::unwrap_or_default).collect()
 }
 
-/// Runs `each` on all items, on this thread and on one more thread for each further scratch. Threads that cannot be
-/// started are left out.
+/// Runs `each` on all items, on this thread and on one more thread for each further element of `scratch`.
 pub fn par_for_each<W: Send>(scratch: &mut [Scratch], work: Vec<W>, each: impl Fn(&mut Scratch, W) + Sync) {
     let pieces = work.len();
     let queue = Mutex::new(work.into_iter());
@@ -467,7 +466,7 @@ pub fn par_for_each<W: Send>(scratch: &mut [Scratch], work: Vec<W>, each: impl F
     let Some((own, others)) = scratch.split_first_mut() else { return };
     thread::scope(|scope| {
         for scratch in others.iter_mut().take(pieces.saturating_sub(1)) {
-            // If a thread cannot be started, the others take its share.
+            // If a thread cannot be started, the other threads run its items.
             let _ = thread::Builder::new().spawn_scoped(scope, move || run_items(scratch));
         }
         run_items(own);

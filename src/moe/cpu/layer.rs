@@ -13,10 +13,10 @@ use crate::moe::spec::metrics::{NoObserver, Observer, Phase, Recorder};
 use crate::moe::spec::{ConfigError, Gradients, LayerSpec, Layout, MoeError, WeightSource};
 use crate::shmem::{AsShmem, Shmem};
 
-/// One PE's part of a MoE layer on the CPU, with elements `E`. `S` holds the PE's shmem handle.
+/// One PE's part of an MoE layer on the CPU, with elements of type `E`. `S` contains the PE's shmem handle.
 ///
-/// Used through [`MoeLayer`](crate::moe::MoeLayer). `X` is the exchange with other EP groups. A layer is `Send` if `S`
-/// is, so another thread than the one that made it may use it.
+/// Used through [`MoeLayer`](crate::moe::MoeLayer). `X` is the exchange with other EP groups. A layer is `Send` if `S` is, so it may be
+/// moved to another thread.
 ///
 /// ```
 /// use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
@@ -43,20 +43,21 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) memory: LayerMemory,
     pub(super) weights: Weights<E>,
     pub(super) gradients: Option<LayerGradients>,
-    /// One per thread.
+    /// One element per thread.
     pub(super) scratch: Vec<Scratch>,
     pub(super) recorder: Recorder,
-    /// Unique in this process; a [`Saved`] stores the id of its layer.
+    /// Unique in this process. A [`Saved`] stores the id of its layer.
     pub(super) id: u64,
     pub(super) passes: u64,
     pub(super) forwards: u64,
     pub(super) credits_used: Vec<u64>,
     pub(super) stream_credits: Vec<u64>,
     pub(super) pool: Vec<Saved<E>>,
-    /// By local expert: buffers that a batch needs only during a pass, shared by all passes.
+    /// By local expert: buffers that a batch needs only during a pass. All passes use the same buffers.
     pub(super) pass_memory: Vec<Batch<E>>,
     pub(super) exchange: Option<X>,
-    /// Bytes put (all, over the network) since the last outcome, including gradient sums.
+    /// Bytes put since the last [`PassOutcome`](crate::moe::metrics::PassOutcome), including gradient sums: all bytes, and those over a
+    /// network.
     pub(super) pass_bytes: [u64; 2],
     /// Experts of the next passes' tokens that replace the router's choices, `[tokens, top_k]`.
     pub(super) choices: Option<Vec<u32>>,
@@ -99,16 +100,16 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         LayerBuilder { observer: Box::new(observer), ..self }
     }
 
-    /// Connects the layer to those of the other EP groups that hold the same experts; `spec` is the spec of one group.
-    /// Weight gradients are then summed over all groups, and losses and capacity cover the tokens of all groups.
-    /// Training with replicas needs an exchange even in a single group.
+    /// Connects the layer to the layers of other EP groups that hold the same experts. `spec` is then the spec of one group. Weight
+    /// gradients are summed over all groups, and losses and capacity cover the tokens of all groups. Training with replicas needs an
+    /// exchange even in a single group.
     pub fn exchange<Y: Exchange>(self, exchange: Y) -> LayerBuilder<S, E, Y> {
         let LayerBuilder { spec, observer, types, .. } = self;
         LayerBuilder { spec, observer, exchange: Some(exchange), types }
     }
 
-    /// Loads the weights that this PE owns or shares from `source`, and allocates symmetric memory in the heap of
-    /// `shmem` (collective): [`LayerSpec::heap_bytes`].
+    /// Loads the weights that this PE holds from `source`, and allocates [`LayerSpec::heap_bytes`] of symmetric memory in the heap of
+    /// `shmem` (collective).
     ///
     /// # Errors
     ///
@@ -118,13 +119,13 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         self.build_with(shmem, |spec, me| Weights::load(source, spec, me))
     }
 
-    /// Like [`build`](Self::build), for a layer without weights of its own: the caller routes, passes the experts to
-    /// each pass ([`Layer::experts_borrowed`]) and receives their gradients. One such layer can serve all layers of a
-    /// model that have the same configuration.
+    /// Like [`build`](Self::build), for a layer without weights of its own. The caller routes tokens, passes the experts to each pass
+    /// ([`Layer::experts_borrowed`]), and receives the experts' gradients. One such layer can serve all layers of a model that have the
+    /// same configuration.
     ///
     /// # Errors
     ///
-    /// Those of `build`, and an error if `spec` has a router or a shared expert.
+    /// Returns the errors of `build`, and an error if `spec` has a router or a shared expert.
     pub fn build_without_weights(self, shmem: S) -> Result<Layer<S, E, X>, MoeError> {
         let config = &self.spec.config;
         if !config.replicated_weights().is_empty() || !config.router.external {
@@ -219,7 +220,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(self.shmem)
     }
 
-    /// A barrier of the group. `what` completes the message of a timeout.
+    /// Waits for all PEs of the group. `what` completes the error message of a timeout.
     pub(super) fn group_barrier(&self, what: &'static str) -> Result<(), MoeError> {
         let shmem = self.pe();
         shmem
@@ -232,13 +233,13 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         self.all_bytes_put()[0]
     }
 
-    /// Like [`bytes_put`](Self::bytes_put), and the bytes of them that went over a network.
+    /// Like [`bytes_put`](Self::bytes_put); also returns how many of these bytes were sent over a network.
     pub(super) fn all_bytes_put(&self) -> [u64; 2] {
         let [all, network] = self.exchange.as_ref().map_or([0; 2], Exchange::bytes_put);
         [all + self.pe().bytes_put(), network + self.pe().network_bytes_put()]
     }
 
-    /// Adds the bytes put since `before` to the pass.
+    /// Adds the bytes put since `before` to `pass_bytes`.
     pub(super) fn count_bytes_since(&mut self, before: [u64; 2]) {
         let now = self.all_bytes_put();
         self.pass_bytes = [0, 1].map(|kind| self.pass_bytes[kind] + now[kind] - before[kind]);

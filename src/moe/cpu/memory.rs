@@ -3,7 +3,7 @@
 use crate::moe::spec::Layout;
 use crate::shmem::{Shmem, ShmemError, Sym, Transport};
 
-/// The layer's symmetric objects. Peers are indexed by PE number, skipping the PE that owns the memory.
+/// The layer's symmetric objects. A PE's peers are indexed by PE number, without the PE itself.
 pub struct LayerMemory {
     pub layout: Layout,
     windows: Sym<u8>,
@@ -78,16 +78,16 @@ impl LayerMemory {
         self.headers.slice(slot * words..(slot + 1) * words)
     }
 
-    /// Buffer at `at` for the capacity counts from `from`. It needs no double buffer: `from` sends the next counts only
-    /// after it has the header that `at` sends after reading these.
+    /// Buffer at `at` for the capacity counts from `from`. One buffer is enough: `at` sends its header after it has read these counts, and
+    /// `from` sends its next counts only after it has received this header.
     pub fn capacity_counts(&self, from: usize, at: usize) -> Sym<u32> {
         let slot = Self::index(from, at);
         let words = self.layout.capacity_words;
         self.capacity.slice(slot * words..(slot + 1) * words)
     }
 
-    /// Buffer for `elements` elements of an expert that moves to this PE, and the signal with the number of the last
-    /// piece that has arrived.
+    /// Buffer for `elements` elements of an expert that moves to this PE, and the signal that holds the number of the last piece that has
+    /// arrived.
     pub fn moved(&self, elements: usize) -> (Sym<f32>, Sym<u64>) {
         (self.moved.slice(0..elements), self.moved_signal)
     }
@@ -96,9 +96,8 @@ impl LayerMemory {
         self.signals.at(group * self.layout.peers + Self::index(from, at) * of + index)
     }
 
-    /// At `at`: number of the last forward pass, among those of the parity of `forward`, whose header from `from` has
-    /// arrived. A single word for both parities could decrease, if the header of a PE that runs ahead overtakes its
-    /// previous one.
+    /// At `at`: number of the last forward pass, among those of the parity of `forward`, whose header from `from` has arrived. With a
+    /// single word for both parities, the value could decrease if a PE's header arrives before its previous header.
     pub fn header_signal(&self, from: usize, at: usize, forward: u64) -> Sym<u64> {
         self.word(0, from, at, (forward % 2) as usize, 2)
     }
@@ -108,7 +107,7 @@ impl LayerMemory {
         self.word(2, from, at, 0, 1)
     }
 
-    /// At `at`: number of slots of `at`'s window at `from` that have been freed for reuse, over all passes.
+    /// At `at`: number of window slots for chunks of `at` that `from` has freed for reuse, over all passes.
     pub fn credit_signal(&self, from: usize, at: usize) -> Sym<u64> {
         self.word(3, from, at, 0, 1)
     }
@@ -135,12 +134,12 @@ impl LayerMemory {
         self.stream_word(served, sibling, 0)
     }
 
-    /// At a relay: number of the pass whose partial results for chunk `chunk` of this stream have arrived.
+    /// At a relay: number of the last pass for which the partial results of chunk `chunk` of this stream have arrived.
     pub fn stream_result(&self, served: usize, sibling: usize, chunk: usize) -> Sym<u64> {
         self.stream_word(served, sibling, 1 + chunk)
     }
 
-    /// At `at`: number of the pass whose results for `at`'s chunk `chunk` have arrived from `from`.
+    /// At `at`: number of the last pass for which the results of `at`'s chunk `chunk` have arrived from `from`.
     pub fn result_signal(&self, from: usize, at: usize, chunk: usize) -> Sym<u64> {
         self.word(4 + self.layout.window_chunks, from, at, chunk, self.layout.max_chunks)
     }

@@ -1,7 +1,7 @@
-//! Moves experts between PEs, between passes: their weights and the caller's per-expert state, one-sided.
+//! Moves experts between PEs, between two passes: their weights and the caller's per-expert state, by one-sided puts.
 //!
-//! Every PE knows the old and the new placement, and derives the transfers from them. A PE receives one piece at a time
-//! in a reserved buffer; a barrier of the group after each piece frees the buffer.
+//! Every PE has the old and the new placement, and derives the transfers from them. A PE receives one piece at a time in a reserved buffer.
+//! After each piece, a barrier of the group makes the buffer free again.
 
 use std::collections::BTreeMap;
 
@@ -109,7 +109,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(())
     }
 
-    /// An expert's weights, followed by the caller's state of it.
+    /// An expert's weights, followed by the caller's state of this expert.
     fn pack(&self, expert: usize, weights: usize, state: &mut dyn ExpertState) -> Result<Vec<f32>, MoeError> {
         let mut values = vec![0.0; weights + state.len()];
         for (id, part) in self.spec.config.expert_parts(expert) {
@@ -155,7 +155,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             gradients.all = Gradients::zeros(config, placement, me);
             gradients.last = None;
         }
-        // Invalidates the forward passes before the move.
+        // A new id makes the results of forward passes before the move invalid.
         self.id = new_id();
         Ok(())
     }

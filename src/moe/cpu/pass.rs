@@ -1,4 +1,4 @@
-//! [`MoeLayer`] on a CPU: the passes around the engine, weights and gradients.
+//! [`MoeLayer`] on a CPU: runs the engine's passes, and the router, losses, shared expert and gradients around them.
 
 use std::borrow::Cow;
 
@@ -16,7 +16,7 @@ use crate::moe::spec::{
 };
 use crate::shmem::AsShmem;
 
-/// The backward call that a [`Saved`] is for, by whether the layer or the caller routed the tokens.
+/// Name of the backward call for a [`Saved`], for errors: if the layer routed the tokens, and if the caller did.
 const OWN_ROUTER: &str = "run backward";
 const EXTERNAL: &str = "run the backward of experts";
 
@@ -102,7 +102,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     fn finish(&mut self, saved: &Saved<E>) -> Result<PassOutcome, MoeError> {
         let (times_ns, mut traffic) = self.recorder.take();
         let mut phases_s = times_ns.map(|ns| ns as f64 * 1e-9);
-        // Time between passes belongs to no pass.
+        // Time between passes is not counted.
         phases_s[Phase::Idle.code()] = 0.0;
         phases_s[Phase::Move.code()] = 0.0;
         // Bytes put outside of the layer protocol are gradient sums.
@@ -216,12 +216,12 @@ pub struct BorrowedGradients<'a> {
 }
 
 impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
-    /// Like [`MoeLayer::experts`], with the caller's `experts`: those of this PE, in the order of its placement. The
-    /// layer keeps no reference to them.
+    /// Like [`MoeLayer::experts`], with the caller's weights `experts` for the experts of this PE, in the order of its placement. The layer
+    /// keeps no reference to them.
     ///
     /// # Errors
     ///
-    /// Those of `experts`, and an error if number or shape of `experts` differs from the layer's.
+    /// Returns the errors of `experts`, and an error if the number or the shape of `experts` differs from the layer's.
     pub fn experts_borrowed(
         &mut self,
         experts: &[Mlp<E>],
@@ -238,12 +238,12 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         self.forward_pass(experts, x, Some(routing), output)
     }
 
-    /// Backward of [`Layer::experts_borrowed`], with the same experts. `gradients.experts` is called once per expert,
-    /// as soon as all rows of the expert are done; the layer stores no gradients.
+    /// Backward of [`Layer::experts_borrowed`], with the same experts. `gradients.experts` is called once per expert, as soon as all rows
+    /// of the expert have been computed. The layer stores no gradients.
     ///
     /// # Errors
     ///
-    /// Those of [`MoeLayer::experts_backward`], and an error if number or shape of `experts` differs from the layer's.
+    /// Returns the errors of [`MoeLayer::experts_backward`], and an error if the number or the shape of `experts` differs from the layer's.
     pub fn experts_borrowed_backward(
         &mut self,
         experts: &[Mlp<E>],
@@ -319,7 +319,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if config.has_losses() {
             saved.loads[me] = match saved.external {
                 false => saved.routing.load(config),
-                // The header always has words for losses, which concern only the layer's own router.
+                // The header always has words for losses, even though only the layer's own router has losses.
                 true => Load { tokens: tokens as u64, ..Load::zeros(config.n_experts) },
             };
         }
@@ -381,8 +381,8 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         router::route(&self.spec.config, self.weights.router_bias.as_deref(), logits, self.choices.as_deref())
     }
 
-    /// Returns an error unless `saved` can have its backward. `what` names the call; `external` is whether the call is for passes that
-    /// the caller routed.
+    /// Returns an error if `saved` cannot be used for a backward pass. `what` is the name of the call. `external` is whether the call is
+    /// for forward passes that the caller routed.
     fn check_saved(&self, saved: &Saved<E>, what: &'static str, external: bool) -> Result<(), MoeError> {
         let why = if saved.layer != self.id {
             "the forward pass was another layer's"
@@ -572,7 +572,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(())
     }
 
-    /// The relays, if rows cross to another host once.
+    /// The relays, if rows are sent to another host only once.
     fn relay_map(&self) -> Option<RelayMap> {
         let LayerSpec { options, placement, .. } = &self.spec;
         options.hosts.relays().then(|| RelayMap::new(&options.hosts, placement, self.pe().my_pe()))
@@ -602,7 +602,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     }
 }
 
-/// The choices that are identity experts, as (token, weight, index into [`Routing::chosen`]).
+/// The choices of identity experts, as (token, weight, index in [`Routing::chosen`]).
 fn identities<'r>(routing: &'r Routing, config: &LayerConfig) -> impl Iterator<Item = (usize, f32, usize)> + 'r {
     let (first, end, top_k) = (config.n_experts, config.choices(), config.router.top_k);
     let choices = routing.chosen.iter().enumerate().filter(move |(_, c)| (first..end).contains(&(**c as usize)));

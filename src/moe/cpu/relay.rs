@@ -1,11 +1,11 @@
-//! Rows that cross to another host once, for all of its PEs; see `docs/protocol.md`, "A row once per host".
+//! Rows that are sent to another host once for all of its PEs; see `docs/protocol.md`, "A row once per host".
 
 use std::ops::Range;
 
 use super::router::{RouteSlot, Routes};
 use crate::moe::spec::{Hosts, Placement};
 
-/// The rows of this PE that one PE finally receives, directly or through a relay.
+/// Counts of this PE's rows for one target PE, which receives them directly or through a relay.
 #[derive(Clone, Debug, Default)]
 pub struct Announced {
     pub rows: usize,
@@ -14,24 +14,24 @@ pub struct Announced {
     pub counts: Vec<u32>,
 }
 
-/// Which PE relays whose rows to whom, from one PE's point of view.
+/// The relays that one PE uses, and the sources for which this PE is a relay.
 pub struct RelayMap {
     me: usize,
-    /// By target: the PE that receives this PE's rows for it first.
+    /// By target: the PE to which this PE sends the rows for the target, either its relay or the target itself.
     pub relay: Vec<usize>,
     /// By source: set if another PE of this host relays the source's rows to this PE, as (relay, index of the source
     /// among the relay's sources, index of this PE among the relay's siblings).
     pub via: Vec<Option<(usize, usize, usize)>>,
-    /// By source: its index among the sources for which this PE is the relay, if other PEs of this host get rows from
-    /// it.
+    /// By source: if this PE is the source's relay, the index of the source among those for which this PE is the relay. `None` for all
+    /// sources if this host has no other PE.
     pub served: Vec<Option<usize>>,
     pub members: Vec<usize>,
-    /// Experts of this host are numbered by PE. Member `i` has `firsts[i]..firsts[i + 1]`.
+    /// The experts of this host are numbered consecutively. Member `i` has experts `first_experts[i]..first_experts[i + 1]`.
     pub first_experts: Vec<u32>,
 }
 
 impl RelayMap {
-    /// The point of view of PE `me`.
+    /// The relay map of PE `me`.
     pub fn new(hosts: &Hosts, placement: &Placement, me: usize) -> RelayMap {
         let n = hosts.n_pes();
         let members: Vec<usize> = hosts.members(me).collect();
@@ -74,8 +74,8 @@ impl RelayMap {
         sibling(&self.members, self.me, pe)
     }
 
-    /// Merges the routes to the PEs of each other host at the relay's index, with every row once and experts numbered
-    /// as on that host. Returns the rows that each PE finally receives.
+    /// Merges the routes to the PEs of each other host, at the index of their relay. Each row then occurs once, and experts have the
+    /// numbers of that host. Returns the counts of the rows that each PE will receive.
     pub fn merge(&self, routes: &mut [Routes], placement: &Placement) -> Vec<Announced> {
         let announced = routes.iter().enumerate().map(|(pe, routes)| Announced {
             rows: routes.tokens.len(),
@@ -101,7 +101,7 @@ fn sibling(members: &[usize], relay: usize, pe: usize) -> usize {
     members.iter().filter(|member| **member != relay).position(|member| *member == pe).unwrap_or(0)
 }
 
-/// Numbers the experts of `pes` consecutively; `pes[i]` has `firsts[i]..firsts[i + 1]`.
+/// Numbers the experts of `pes` consecutively: `pes[i]` has experts `first_experts[i]..first_experts[i + 1]`.
 fn first_experts(pes: &[usize], placement: &Placement) -> Vec<u32> {
     let mut first = 0;
     let mut first_experts = vec![0];
@@ -137,10 +137,11 @@ fn merged(of: &[Routes], first_experts: &[u32]) -> Routes {
     all
 }
 
-/// Slots of one source's rows on all PEs of this host, as their relay stores them.
+/// Slots of one source's rows on all PEs of this host, stored by the relay.
 #[derive(Debug, Default)]
 pub struct RelayedSlots {
-    /// Row `j` has `slots[slot_start[j]..slot_start[j + 1]]`: (expert's number on this host, weight), ascending.
+    /// Row `j` has the slots `slots[slot_start[j]..slot_start[j + 1]]`, each as (the expert's number on this host, weight), in ascending
+    /// order.
     pub slot_start: Vec<u32>,
     pub slots: Vec<(u32, f32)>,
 }
@@ -158,26 +159,25 @@ impl RelayedSlots {
     }
 }
 
-/// Rows of one source that are relayed to one other PE of this host.
+/// Rows of one source that the relay forwards to one other PE of this host.
 #[derive(Debug, Default)]
 pub struct Stream {
     /// Number of rows according to the header.
     pub announced: usize,
-    /// Rows in the order in which they are forwarded: by the PE's first expert, then by number; a prefix until all rows
-    /// have arrived.
+    /// Rows in the order in which they are forwarded: by their first expert on that PE, then by number. Until all rows have arrived, only a
+    /// prefix of this order.
     pub rows: Vec<u32>,
     /// `rows` covers the rows whose first expert is below this one.
     until: u32,
-    /// Rows in the order of their results: by the PE's last expert. Empty until all rows have arrived.
+    /// Rows in the order in which their results return: by their last expert on that PE. Empty until all rows have arrived.
     pub returns: Vec<u32>,
-    /// By row of the source: its index in `returns`, or `NONE` if the PE has no slot of the row. Empty until all rows
-    /// have arrived.
+    /// By row of the source: the row's index in `returns`, or `NONE` if the row has no slot on that PE. Empty until all rows have arrived.
     pub position: Vec<u32>,
-    /// `slots_before[i]`: slots of the first `i` rows of `returns`.
+    /// `slots_before[i]` is the number of slots of the first `i` rows in `returns`.
     pub slots_before: Vec<u32>,
 }
 
-/// The row has no slot at the PE.
+/// Position of a row without a slot on the PE.
 pub const NONE: u32 = u32::MAX;
 
 impl Stream {
@@ -185,8 +185,9 @@ impl Stream {
         Stream { announced, ..Stream::default() }
     }
 
-    /// Called once the first `arrived` rows of the source have arrived, if no later row has an expert below `until`:
-    /// appends the rows whose position is final. `u32::MAX` marks the end; it also fills `returns`.
+    /// Call it when the first `arrived` rows of the source have arrived; later rows must have no expert below `until`. Appends the rows
+    /// whose position is final. An `until` of `u32::MAX` means that all rows have arrived; `returns` and the fields after it are then
+    /// filled too.
     pub fn extend(&mut self, relayed: &RelayedSlots, experts: Range<u32>, arrived: usize, until: u32) {
         if until == self.until {
             return;

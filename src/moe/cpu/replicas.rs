@@ -1,8 +1,8 @@
-//! Expert-parallel (EP) groups: each group holds all experts and has its own tokens; together they form one layer.
+//! Expert-parallel (EP) groups. Each group holds all experts and has its own tokens; all groups together are one layer.
 //!
-//! Dispatch stays within a group. Gradients of an expert are summed over all PEs that hold it, in any group, one-sided
-//! and overlapped with backward ([`Replicas`]); gradients of the router and the shared expert are summed over all PEs.
-//! Placements may differ from group to group.
+//! Dispatch stays within a group. Gradients of an expert are summed over all PEs that hold the expert, in all groups, by one-sided puts
+//! that overlap with backward ([`Replicas`]). Gradients of the router and of the shared expert are summed over all PEs. Placements may
+//! differ from group to group.
 
 use std::time::Instant;
 
@@ -15,9 +15,10 @@ use crate::shmem::{AsShmem, Cmp, Shmem, ShmemError, SignalOp, Sym, Wait, WaitTim
 pub trait Exchange {
     /// Starts a backward pass.
     fn begin(&mut self);
-    /// Sends the gradients of local expert `local`, which are complete.
+    /// Sends the complete gradients of local expert `local`.
     fn ready(&mut self, local: usize, grads: &MlpGradients);
-    /// Processes arrived contributions and sums; `grads` are the gradients of the local experts. Returns false if none had arrived.
+    /// Processes contributions and sums that have arrived. `grads` are the gradients of the local experts. Returns false if it had nothing
+    /// to process.
     fn poll(&mut self, grads: &mut [MlpGradients]) -> bool;
     /// Waits until `grads` are the sums over all replicas.
     ///
@@ -33,7 +34,7 @@ pub trait Exchange {
     fn counts(&self, own: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
     /// Switches to the placement of `groups` (collective over all PEs).
     fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError>;
-    /// Bytes put to other PEs since the start, and those of them that went over a network.
+    /// Bytes put to other PEs since the start, and how many of them were sent over a network.
     fn bytes_put(&self) -> [u64; 2];
 }
 
@@ -84,24 +85,24 @@ impl Exchange for OneGroup {
 struct SumState {
     ready: bool,
     summed: bool,
-    /// By other holder: whether its sum has been copied.
+    /// By other holder: whether the holder's sum has been copied.
     received: Vec<bool>,
 }
 
-/// Sums expert gradients over replicas; one PE's part.
+/// One PE's part in summing expert gradients over replicas.
 ///
-/// The gradients of an expert with K holders (its matrices and biases, one after another) are split into K parts.
-/// Holder j sums part j: the others put their contribution into separate slots of its memory; it adds them in the order
-/// of holders and puts the sum to all. (Reduce-scatter and all-gather: each PE sends and receives 2 (K - 1) / K of the
-/// gradients.) Signals hold the number of the backward pass. A slot is overwritten in the next pass, after its reader
-/// is done: a contribution is read before its sum is sent, and the sender waits for that sum before its next
-/// contribution; a sum is read before its receiver sends the next contribution, which the next sum needs.
+/// The gradients of an expert with K holders (its matrices and biases, one after another) are split into K parts. Holder j sums part j: the
+/// other holders put their contributions to separate slots of its memory, and it adds them in the order of holders and puts the sum to all.
+/// (Reduce-scatter and all-gather: each PE sends and receives 2 (K - 1) / K of the gradients.) Signals hold the number of the backward
+/// pass. A slot is overwritten only in the next pass, when its content has been read. For a contribution: it is read before its sum is
+/// sent, and the sender waits for that sum before it sends its next contribution. For a sum: it is read before its receiver sends the next
+/// contribution, without which there is no next sum.
 pub struct Replicas<W> {
     world: W,
     experts: Vec<ReplicatedExpert>,
     /// Elements of one expert's gradients.
     len: usize,
-    /// By local expert, K - 1 slots each: contributions to this PE's part, and the sums of the other parts.
+    /// K - 1 slots for each local expert: contributions to this PE's part, and the sums of the other parts.
     contributions: Sym<f32>,
     sums: Sym<f32>,
     /// By local expert and slot: the last pass whose contribution or sum has arrived.
@@ -114,11 +115,11 @@ pub struct Replicas<W> {
 
 /// A local expert and its replicas.
 struct ReplicatedExpert {
-    /// The PEs that hold it, including this one, in the order of groups.
+    /// The PEs that hold the expert, including this one, in the order of groups.
     holders: Vec<usize>,
     /// This PE's index in `holders`.
     me: usize,
-    /// By holder: its first slot for this expert.
+    /// By holder: the position of its slots for this expert.
     slot_offsets: Vec<SlotOffset>,
 }
 
@@ -145,8 +146,7 @@ enum MessageKind {
 }
 
 impl<W: AsShmem> Replicas<W> {
-    /// Allocates the exchange of this PE of `world` (collective). The heap memory must be zero, as it is before the
-    /// first free.
+    /// Allocates the exchange of this PE of `world` (collective). The heap's memory must be zero, as it is until memory is freed.
     ///
     /// # Errors
     ///
@@ -194,7 +194,7 @@ impl<W: AsShmem> Replicas<W> {
         self.len * part / k..self.len * (part + 1) / k
     }
 
-    /// Slot and signal, at holder `at` of local expert `local`, of messages from holder `from`.
+    /// The slot and the signal at holder `at` for messages from holder `from`. Both are holders of local expert `local`.
     fn slot(&self, kind: MessageKind, local: usize, from: usize, at: usize) -> (Sym<f32>, Sym<u64>) {
         let ReplicatedExpert { holders, slot_offsets, .. } = &self.experts[local];
         let others = holders.len() - 1;
@@ -216,7 +216,7 @@ impl<W: AsShmem> Replicas<W> {
         self.shmem().put_signal(slot, data, signal, self.pass, SignalOp::Set, holders[to]);
     }
 
-    /// Waits that would let expert `local` make progress, each with the PE it depends on.
+    /// The waits whose completion lets the sum of expert `local` make progress, each with the PE that signals.
     fn pending_waits(&self, local: usize) -> impl Iterator<Item = (Wait, usize)> + '_ {
         let (state, expert) = (&self.state[local], &self.experts[local]);
         expert.others().enumerate().filter_map(move |(i, from)| {
@@ -234,7 +234,7 @@ impl<W: AsShmem> Replicas<W> {
         MoeError::wait(self.shmem(), timeout.index, what, Phase::AllReduce, timeout)
     }
 
-    /// Once all contributions have arrived: sums this PE's part of expert `local`, sends the sum and returns true.
+    /// If all contributions have arrived: sums this PE's part of expert `local`, sends the sum, and returns true.
     fn reduce(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
         let arrived = |wait: (Wait, usize)| self.shmem().test(wait.0);
         if !self.state[local].ready || self.state[local].summed || !self.pending_waits(local).all(arrived) {
@@ -265,7 +265,7 @@ impl<W: AsShmem> Replicas<W> {
         true
     }
 
-    /// Copies the sums of expert `local` that have arrived. Returns false if there were none.
+    /// Copies the sums of expert `local` that have arrived. Returns false if no sum had arrived.
     fn receive_sums(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
         let mut any = false;
         if !self.state[local].summed {
@@ -380,8 +380,8 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         }
         self.state = vec![SumState::default(); experts.len()];
         self.experts = experts;
-        // Slots now belong to other experts, so all PEs synchronise first. Signal words keep their pass numbers, which
-        // only increase.
+        // Slots now belong to other experts, so all PEs must synchronise before they use them. Signal words need not be cleared, because
+        // pass numbers only increase.
         let shmem = self.shmem();
         let error = |timeout: WaitTimeout| {
             MoeError::wait(shmem, timeout.index, "that its experts have moved", Phase::Move, timeout)
@@ -402,7 +402,7 @@ pub fn replica_bytes(config: &LayerConfig, groups: &Groups, slots: Option<usize>
     2 * (element * size_of::<f32>()).next_multiple_of(64) + (word * size_of::<u64>()).next_multiple_of(64)
 }
 
-/// The experts of PE `me` with their slots, and the end of the slots on the PE that has most of them.
+/// The experts of PE `me` with the positions of their slots, and the memory for slots of the PE that needs most.
 fn replicated_experts(me: usize, len: usize, groups: &Groups) -> (Vec<ReplicatedExpert>, SlotOffset) {
     let all = groups.holders();
     let (slot_offsets, size) = slot_offsets(len, groups, &all);
@@ -416,20 +416,20 @@ fn replicated_experts(me: usize, len: usize, groups: &Groups) -> (Vec<Replicated
     (groups.experts(me).iter().map(of).collect(), size)
 }
 
-/// Slots for these groups, or with `slots`, for any placement of that many experts per PE: K holders have K - 1 slots
-/// each of a K-th, rounded up.
+/// The memory for the slots of these groups, or, with `slots`, of any placement with at most that many experts per PE. Each of K holders
+/// has K - 1 slots of 1/K of the gradients, rounded up.
 fn size_for(len: usize, now: SlotOffset, groups: &Groups, slots: Option<usize>) -> SlotOffset {
     let Some(slots) = slots else { return now };
     let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
     SlotOffset { element: slots * (len + pes), word: 2 * slots * (pes - 1) }
 }
 
-/// Elements of the largest of the `holders` parts of a gradient.
+/// Number of elements in the largest part, if gradients are split into `holders` parts.
 fn part_len(len: usize, holders: usize) -> usize {
     len.div_ceil(holders)
 }
 
-/// By PE and local expert, the first slot; and the end of the slots on the PE that has most of them.
+/// The position of the slots of each local expert, by PE; and the memory for slots of the PE that needs most.
 fn slot_offsets(len: usize, groups: &Groups, holders: &[Vec<usize>]) -> (Vec<Vec<SlotOffset>>, SlotOffset) {
     let mut largest = SlotOffset::default();
     let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
@@ -449,7 +449,7 @@ fn slot_offsets(len: usize, groups: &Groups, holders: &[Vec<usize>]) -> (Vec<Vec
     (slot_offsets, largest)
 }
 
-/// Copies the gradients' elements from `start` on, numbered through matrices and then biases, to `to`.
+/// Copies the gradients' elements from number `start` on to `to`. Elements are numbered through the matrices, then through the biases.
 fn copy_out(grads: &MlpGradients, mut start: usize, mut to: &mut [f32]) {
     for values in grads.matrix.iter().chain(&grads.bias) {
         let part = values.get(start..).unwrap_or_default();

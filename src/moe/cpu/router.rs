@@ -1,7 +1,7 @@
 //! The router: scores, selection, routing weights, auxiliary losses, and their backward.
 //!
-//! All computations are in f32, whatever the layer's element type: the router is a small share of the work, and rounding here would
-//! change the choice of experts.
+//! All computations are in f32, regardless of the layer's element type, because rounding here would change the choice of experts, and the
+//! router is only a small share of the work.
 
 use crate::moe::spec::{
     GroupLimit, GroupScore, LayerConfig, Load, MoeError, NO_EXPERT, Norm, Placement, Scoring, SparseMixer,
@@ -12,14 +12,14 @@ use crate::moe::spec::{
 pub struct Routing {
     /// Number of tokens.
     pub tokens: usize,
-    /// The chosen experts, `[tokens, top_k]`. Ascending within a token if the layer's router chose them; in the
-    /// caller's order, with [`NO_EXPERT`] possible, if the caller did.
+    /// The chosen experts, `[tokens, top_k]`. If the layer's router chose them, they ascend within a token. If the caller chose them, they
+    /// are in the caller's order, and may be [`NO_EXPERT`].
     pub chosen: Vec<u32>,
     /// Routing weights, `[tokens, top_k]`.
     pub weights: Vec<f32>,
     /// Whether each choice is within capacity, `[tokens, top_k]`; empty without a capacity factor.
     pub kept: Vec<bool>,
-    /// After bias and softcap, `[tokens, choices]`.
+    /// Logits after bias and softcap, `[tokens, choices]`.
     logits: Vec<f32>,
     /// Scores of the logits, `[tokens, choices]`.
     scores: Vec<f32>,
@@ -27,8 +27,8 @@ pub struct Routing {
     lse: Vec<f32>,
 }
 
-/// Computes scores, choices and routing weights from logits `[tokens, choices]`. `given`, `[tokens, top_k]`, replaces
-/// the choice of the best experts; their weights still follow from the scores.
+/// Computes scores, choices and routing weights from logits `[tokens, choices]`. If `given`, `[tokens, top_k]`, is set, these experts are
+/// chosen instead of the best ones. Their weights are still computed from the scores.
 pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>, given: Option<&[u32]>) -> Routing {
     let (e, k) = (config.choices(), config.router.top_k);
     let cap = config.router.softcap;
@@ -100,7 +100,7 @@ pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>, g
 /// Below every score in the total order of f32, so that a chosen or masked expert is not chosen again.
 const EXCLUDED: f32 = f32::from_bits(u32::MAX);
 
-/// Index of the largest element in the total order (defined for NaN), ties to the smaller index.
+/// Index of the largest element in the total order, which includes NaN. Of equal elements, the one with the smaller index.
 fn argmax(x: &[f32]) -> usize {
     (1..x.len()).fold(0, |best, i| if x[i].total_cmp(&x[best]).is_gt() { i } else { best })
 }
@@ -131,7 +131,7 @@ fn mask_groups(selection: &mut [f32], limit: GroupLimit, score: GroupScore, scor
 /// The divisor of renormalised weights.
 fn normaliser(norm: Norm, chosen_scores: &[f32]) -> f32 {
     let divisor = order_norm(norm, chosen_scores) + norm.epsilon;
-    // Not `max`, which would discard a NaN.
+    // `max` would discard a NaN.
     if divisor < norm.floor { norm.floor } else { divisor }
 }
 
@@ -160,8 +160,7 @@ fn softplus(x: f32) -> f32 {
     x.max(0.0) + (-x.abs()).exp().ln_1p()
 }
 
-/// One of the two choices of [`SparseMixer`]: the expert, its weight, and the softmax over all experts that the weight
-/// is from.
+/// One of the two choices of [`SparseMixer`]: the expert, its weight, and the softmax over all experts from which the weight is taken.
 struct Mixed {
     expert: usize,
     weight: f32,
@@ -192,8 +191,7 @@ fn mix_one(mixer: SparseMixer, logits: &[f32], excluded: Option<usize>) -> Mixed
 }
 
 impl Routing {
-    /// The caller's routing: `ids` and `weights` are `[tokens, top_k]`, in any order within a token; id -1 means no
-    /// expert.
+    /// Converts the caller's routing. `ids` and `weights` are `[tokens, top_k]`, in any order within a token. Id -1 means no expert.
     ///
     /// # Errors
     ///
@@ -222,7 +220,7 @@ impl Routing {
         Ok(Routing { tokens: ids.len() / k, chosen, weights: weights.to_vec(), ..Routing::default() })
     }
 
-    /// Pairs routed to each expert, before any drop.
+    /// Number of choices of each expert, including those beyond the capacity.
     pub fn counts(&self, n_experts: usize) -> Vec<u32> {
         self.count(n_experts, |_| true)
     }
@@ -238,7 +236,7 @@ impl Routing {
         counts
     }
 
-    /// Keeps the first `capacity[e]` pairs of each expert `e`, in token order, and drops the rest.
+    /// Keeps the first `capacity[e]` choices of each expert `e`, in token order, and drops the rest.
     pub fn apply_capacity(&mut self, mut capacity: Vec<u64>) {
         self.kept = self
             .chosen
@@ -315,7 +313,7 @@ impl Routing {
                 d_scores[c as usize] = (router.scaling * d - mean * slope) / norm;
             }
             if !aux.is_empty() {
-                // p = s / norm; for softmax norm is 1, and its derivative is in the softmax below.
+                // The probability is p = s / norm. For softmax, norm is 1, and the derivative of p is that of the softmax, below.
                 let norm = prob_norm(config, scores) as f32;
                 let mean = match router.scoring {
                     Scoring::Softmax => 0.0,
@@ -375,7 +373,7 @@ pub struct RouteSlot {
     pub choice: u32,
 }
 
-/// The rows for one PE: each token at most once, with its experts there, ascending. Rows are ordered by first local
+/// The rows for one PE. A token has at most one row, with its experts on that PE in ascending order. Rows are ordered by first local
 /// expert, then by token, so that all rows of the first experts arrive first.
 #[derive(Clone, Debug, Default)]
 pub struct Routes {
@@ -396,7 +394,7 @@ impl Routes {
         &self.slots[self.slot_start[j] as usize..self.slot_start[j + 1] as usize]
     }
 
-    /// Sorts the rows, which are ordered by token, by expert.
+    /// Sorts the rows, which must be ordered by token, by first expert, and computes `returns`.
     pub(super) fn sort(&mut self) {
         let rows = 0..self.tokens.len();
         let mut order: Vec<usize> = rows.clone().collect();
@@ -412,7 +410,7 @@ impl Routes {
         *self = Routes { returns, ..sorted };
     }
 
-    /// Pairs of each of the PE's `n_local` experts.
+    /// Number of slots of each of the PE's `n_local` experts.
     pub fn counts(&self, n_local: usize) -> Vec<u32> {
         let mut counts = vec![0; n_local];
         self.slots.iter().for_each(|s| counts[s.expert as usize] += 1);
@@ -420,7 +418,7 @@ impl Routes {
     }
 }
 
-/// The rows of PE `source` for every PE.
+/// The rows of PE `source` for each PE.
 pub fn routes(routing: &Routing, placement: &Placement, source: usize, top_k: usize) -> Vec<Routes> {
     let mut all: Vec<Routes> =
         (0..placement.n_pes()).map(|_| Routes { slot_start: vec![0], ..Routes::default() }).collect();
@@ -431,7 +429,7 @@ pub fn routes(routing: &Routing, placement: &Placement, source: usize, top_k: us
     };
     let mut assigner = placement.replica_assigner(source, |e| u64::from(pairs[e]));
     for (token, chosen) in routing.chosen.chunks_exact(top_k).enumerate() {
-        // Slots of a row are in expert order, whatever the caller's order, because that is the order of summation.
+        // The slots of a row are in expert order, regardless of the caller's order, because results are summed in the order of slots.
         columns.sort_unstable_by_key(|&column| chosen[column]);
         for &column in &columns {
             let (expert, choice) = (chosen[column], token * top_k + column);

@@ -10,13 +10,13 @@ pub struct Weights<E: Element> {
     pub router: Option<F32Weight>,
     pub logit_bias: Option<Vec<f32>>,
     pub router_bias: Option<Vec<f32>>,
-    /// In the order of [`Placement::experts`].
+    /// The local experts, in the order of [`Placement::experts`].
     pub experts: Vec<Mlp<E>>,
     pub shared: Option<Mlp<E>>,
     pub shared_gate: Option<Vec<f32>>,
 }
 
-/// A weight: packed for the GEMMs, or plain values.
+/// A reference to a weight, which is packed for the GEMMs or plain values.
 enum Weight<'w, E: Element> {
     Matrix(&'w E::Weight),
     Router(&'w F32Weight),
@@ -30,7 +30,7 @@ enum WeightMut<'w, E: Element> {
 }
 
 impl<E: Element> Weights<E> {
-    /// For a layer whose experts are passed to each pass.
+    /// No weights, for a layer to which the experts are passed in each pass.
     pub fn none() -> Self {
         Weights {
             router: None,

@@ -19,7 +19,7 @@ pub fn to_elements(values: &[f32], dtype: Dtype, name: &str) -> Result<Vec<u16>,
     Ok(elements)
 }
 
-/// [`to_elements`] into a reused vector.
+/// Like [`to_elements`], with a reused vector.
 pub(super) fn put_elements(values: &[f32], dtype: Dtype, name: &str, elements: &mut Vec<u16>) -> Result<(), MoeError> {
     let round = |x: f32| match dtype {
         Dtype::F16 => f16::from_f32(x).to_bits(),
@@ -53,10 +53,10 @@ pub(super) fn to_f32(bits: u16, dtype: Dtype) -> f32 {
     }
 }
 
-/// A router's weights as a sum of planes of the element type. The vectors are reused from one split to the next.
+/// A router's weights as a sum of planes of the element type. The vectors are reused by the next split.
 #[derive(Default)]
 pub(super) struct Planes {
-    /// [`MAX_ROUTER_PARTS`] planes; unneeded ones are zeros.
+    /// [`MAX_ROUTER_PARTS`] planes. Planes that are not needed are zeros.
     pub(super) planes: Vec<u16>,
     /// Number of planes needed.
     pub(super) parts: u32,
@@ -65,8 +65,8 @@ pub(super) struct Planes {
 }
 
 impl Planes {
-    /// Splits `values` into at most three planes, which together hold 24 bits of a value. With f16 they hold only bits down to its
-    /// smallest step, 2^-24.
+    /// Splits `values` into at most three planes, whose sum has 24 significant bits of a value. With f16, bits below 2^-24, the smallest
+    /// f16, are lost.
     pub(super) fn split(&mut self, values: &[f32], dtype: Dtype, name: &str) -> Result<(), MoeError> {
         self.planes.clear();
         self.parts = 0;
@@ -74,7 +74,7 @@ impl Planes {
         self.rest.extend_from_slice(values);
         while self.parts < MAX_ROUTER_PARTS {
             put_elements(&self.rest, dtype, name, &mut self.plane)?;
-            // Exact: the difference of a number and its rounding.
+            // The difference of a number and its rounding is exact.
             self.rest.iter_mut().zip(&self.plane).for_each(|(r, &p)| *r -= to_f32(p, dtype));
             self.planes.extend_from_slice(&self.plane);
             self.parts += 1;
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn weights_split_into_the_fewest_planes_for_24_bits() {
-        // Several splits into the same vectors.
+        // The vectors are reused by several splits.
         let mut split = Planes::default();
         for (values, dtype, parts) in [
             (vec![1.0f32, -0.5, 3.0], Dtype::Bf16, 1),

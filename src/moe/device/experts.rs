@@ -1,5 +1,5 @@
-//! A layer over its caller's memory: rows, weights, gradients and the state of a pass are the caller's, for example
-//! tensors of a framework. A call only launches kernels, on the caller's stream, so that a framework can capture it.
+//! A layer in its caller's memory: the caller provides rows, weights, gradients and the state of a pass, for example as tensors of a
+//! framework. A call only launches kernels on the caller's stream, so that a framework can capture the call.
 
 use std::mem::offset_of;
 
@@ -22,9 +22,10 @@ const LAYER_AT: u64 = (2 * WEIGHT_MAPS * size_of::<[u64; 16]>()) as u64;
 /// Alignment of rows and weights, bytes: kernels copy 16 at a time.
 const ROW_ALIGN: u64 = 16;
 
-/// Device addresses of this PE's expert weights, or of their gradients; all contiguous, 0 for missing biases. Weights have
-/// the layer's element type, gradients and biases f32: up `[experts, 2 * intermediate, hidden]` with gate then up, without a
-/// gate `[experts, intermediate, hidden]`; down `[experts, hidden, intermediate]`; biases `[experts, out]`.
+/// Device addresses of this PE's expert weights, or of their gradients. All arrays are contiguous; the address of a missing bias is 0.
+/// Weights have the layer's element type; biases and gradients are f32. `up` is `[experts, 2 * intermediate, hidden]`, with the rows of
+/// gate before those of up, or `[experts, intermediate, hidden]` without a gate. `down` is `[experts, hidden, intermediate]`, and biases
+/// are `[experts, out]`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct ExpertAddresses {
@@ -37,17 +38,17 @@ pub struct ExpertAddresses {
 /// A forward pass of [`DeviceExperts`].
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsForward {
-    /// A `CUstream`; `None`: the device's own.
+    /// A `CUstream`; `None`: the device's own stream.
     pub stream: Option<u64>,
     /// Tokens of this PE.
     pub tokens: usize,
     /// `[tokens, hidden]` in the layer's element type.
     pub x: u64,
-    /// `[tokens, top_k]`, -1 for none.
+    /// Expert ids, `[tokens, top_k]`; -1 means no expert.
     pub ids: u64,
     /// Whether ids are i64 instead of i32.
     pub wide_ids: bool,
-    /// f32 `[tokens, top_k]`.
+    /// Routing weights, f32 `[tokens, top_k]`.
     pub weights: u64,
     /// `[tokens, hidden]`.
     pub output: u64,
@@ -55,11 +56,11 @@ pub struct ExpertsForward {
     pub narrow_output: bool,
     /// This PE's experts.
     pub experts: ExpertAddresses,
-    /// [`DeviceExperts::state_bytes`] bytes, of any content.
+    /// Memory of [`DeviceExperts::state_bytes`] bytes, with any content.
     pub state: u64,
 }
 
-/// The backward of such a pass.
+/// The backward pass of an [`ExpertsForward`].
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsBackward {
     /// As in the forward.
@@ -76,7 +77,7 @@ pub struct ExpertsBackward {
     pub narrow_output: bool,
     /// f32 `[tokens, top_k]`: the gradient of the routing weights.
     pub grad_weights: u64,
-    /// The experts, with the values of the forward.
+    /// The experts, with the same values as in the forward.
     pub experts: ExpertAddresses,
     /// Gradients of the experts' weights.
     pub gradients: ExpertAddresses,
@@ -86,31 +87,31 @@ pub struct ExpertsBackward {
     pub state: u64,
 }
 
-/// One PE's part of a layer whose memory, except for symmetric memory, is the caller's.
+/// One PE's part of a layer in memory of its caller, except for symmetric memory.
 ///
-/// A state allows one backward. Passes must be called in the same order on all PEs; a call returns before its pass has
-/// ended, and errors on the device are returned by a later call.
+/// A state can be used for one backward. Passes must be called in the same order on all PEs. A call returns before its pass has ended, so a
+/// later call returns errors of the pass.
 pub struct DeviceExperts<'g> {
     layer: DeviceLayer<'g>,
     errors: HostRecord<'g>,
 }
 
-/// A [`HostErrors`] in memory of the host, which kernels write.
+/// A [`HostErrors`] in host memory, which kernels write.
 struct HostRecord<'g> {
     gpu: &'g dyn Gpu,
     address: u64,
 }
 
 impl HostRecord<'_> {
-    /// The record at this offset in `HostErrors`.
+    /// The record at offset `offset` in `HostErrors`.
     fn record(&self, offset: usize) -> *mut ErrorRecord {
         std::ptr::with_exposed_provenance_mut(self.address as usize + offset)
     }
 
-    /// That record, if a kernel has written it completely.
+    /// Reads the record at `offset`, if a kernel has written it completely.
     fn read(&self, offset: usize) -> Option<ErrorRecord> {
         let record = self.record(offset);
-        // SAFETY: memory of this value with the alignment of its words. The device writes the kind last, after a fence.
+        // SAFETY: the record is in memory of this value, and aligned. The device writes the kind last, after a fence.
         unsafe {
             if (&raw const (*record).kind).read_volatile() == ERROR_NONE {
                 return None;
@@ -120,7 +121,7 @@ impl HostRecord<'_> {
         }
     }
 
-    /// Allows kernels to write that record again.
+    /// Clears the record at `offset`, so that kernels can write it again.
     fn clear(&self, offset: usize) {
         // SAFETY: as in `read`.
         unsafe { (&raw mut (*self.record(offset)).kind).write_volatile(ERROR_NONE) }
@@ -129,14 +130,14 @@ impl HostRecord<'_> {
 
 impl Drop for HostRecord<'_> {
     fn drop(&mut self) {
-        // Kernels may still write the record. An error of theirs does not matter any more.
+        // Kernels may still write the record, so wait for them. Their errors are not reported any more.
         let _ = self.gpu.synchronise();
-        // SAFETY: allocated by `DeviceExperts::new`; this is its last use.
+        // SAFETY: `DeviceExperts::new` allocated the memory, which is not used after this.
         unsafe { self.gpu.free_host_raw(self.address) }
     }
 }
 
-/// The part of a pass that the kernels' `Layer` does not depend on.
+/// The arguments of [`DeviceExperts::run`].
 struct Call {
     pass: Pass,
     tables: Tables,
@@ -179,7 +180,7 @@ impl<'g> DeviceExperts<'g> {
         self.layer.symmetric_bytes()
     }
 
-    /// Multiprocessors' blocks that a pass occupies.
+    /// Number of blocks of the persistent kernel of a pass.
     pub fn blocks(&self) -> u32 {
         self.layer.shape.blocks
     }
@@ -203,9 +204,9 @@ impl<'g> DeviceExperts<'g> {
     ///
     /// # Safety
     ///
-    /// Each address is of memory of this device with the documented shape, which the caller neither frees nor uses in another
-    /// way until the launched kernels have ended, or has ordered by the stream; the state until its backward has ended. On a
-    /// recorded stream this holds for each replay.
+    /// Each address must be that of memory of this device with the documented shape. Until the launched kernels have ended, the caller must
+    /// not free the memory or use it in another way, except in operations that the stream orders after the kernels. The same applies to the
+    /// state until its backward has ended. For a recorded stream this applies to each replay.
     ///
     /// # Errors
     ///
@@ -234,8 +235,8 @@ impl<'g> DeviceExperts<'g> {
     ///
     /// # Safety
     ///
-    /// As for [`DeviceExperts::forward`]; the state is that of a forward pass of this layer with these tokens, which has had no
-    /// backward.
+    /// As for [`DeviceExperts::forward`]. The state must be that of a forward pass of this layer with the same number of tokens, which has
+    /// had no backward.
     ///
     /// # Errors
     ///
@@ -254,7 +255,7 @@ impl<'g> DeviceExperts<'g> {
             x,
             grad_output,
             output: grad_x,
-            // With no tokens an address may be 0, but the kernels must see that the caller routes.
+            // Without tokens the address may be 0. The kernels need another value, from which they detect that the caller routes.
             grad_weights: grad_weights.max(size_of::<f32>() as u64),
             ..Pass::zeroed()
         };
@@ -267,7 +268,7 @@ impl<'g> DeviceExperts<'g> {
         unsafe { self.run(&call, &[Kernel::Backward]) }
     }
 
-    /// Waits for all passes launched by this thread's last call's stream, and returns their error.
+    /// Waits until the stream of the last call has completed all passes, and returns their error.
     ///
     /// # Errors
     ///
@@ -277,8 +278,8 @@ impl<'g> DeviceExperts<'g> {
         self.check_passes()
     }
 
-    /// Returns the error of a pass that has ended, without waiting. An invalid choice is reported once, and the layer stays
-    /// usable; any other error is final.
+    /// Returns the error of a pass that has ended, without waiting. An invalid expert id is reported once, and the layer can still be used.
+    /// After any other error the layer cannot be used.
     ///
     /// # Errors
     ///
@@ -317,7 +318,7 @@ impl<'g> DeviceExperts<'g> {
         check_aligned(choices, size_of::<f32>() as u64)
     }
 
-    /// Addresses of the first expert's gate, up, down and their biases, and the bytes to the next expert's.
+    /// The result of [`arrays`], after checking the alignment of the addresses.
     fn arrays(&self, of: &ExpertAddresses, element_bytes: usize) -> Result<([u64; 6], [u64; 6]), MoeError> {
         let ExpertAddresses { up, down, up_bias, down_bias } = *of;
         check_aligned(&[("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)], ROW_ALIGN)?;
@@ -418,12 +419,12 @@ impl<'g> DeviceExperts<'g> {
     }
 }
 
-/// Addresses of gate, up, down and their biases of the first expert, and bytes from one expert's array to the next one's; 0 for
-/// missing ones.
+/// Addresses of the first expert's gate, up and down matrices and of their biases, and the byte strides from one expert to the next; 0 for
+/// missing arrays.
 fn arrays(config: &LayerConfig, of: &ExpertAddresses, element_bytes: usize) -> ([u64; 6], [u64; 6]) {
     let (h, i, gated) = (config.hidden, config.expert.intermediate, config.expert.gated);
     let wide = if gated { 2 * i } else { i };
-    // Up's rows follow gate's.
+    // The rows of up follow those of gate.
     let first = if gated { i } else { 0 };
     let (matrix, bias) = (h * element_bytes, size_of::<f32>());
     let all = [

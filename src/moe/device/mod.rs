@@ -1,4 +1,4 @@
-//! The layer on a device: the same protocol, run by the kernels of `kernels/` (`docs/kernels.md`).
+//! The layer on a device: the kernels in `kernels/` run the same protocol as the CPU layer (`docs/kernels.md`).
 //!
 //! A pass launches kernels and returns at once. The host neither waits for the device between passes nor reads counts
 //! from it; [`MoeLayer::finish`](super::MoeLayer::finish) waits and returns the outcome of the last pass.
@@ -36,11 +36,11 @@ use super::spec::{Groups, LayerSpec, MoeError, WeightSource};
 use crate::gpu::params::{KERNELS, Kernel, LayerInfo, LayerShape};
 use crate::gpu::{Gpu, GpuError, SymmetricBuffer};
 
-/// Kernels that only training launches.
+/// Kernels that are launched only in training.
 const BACKWARD_ONLY: [Kernel; 5] =
     [Kernel::Backward, Kernel::RouteBackward, Kernel::RouterGradients, Kernel::AllReduce, Kernel::Accumulate];
 
-/// One PE's part of a MoE layer on its device.
+/// One PE's part of an MoE layer on its device.
 ///
 /// Its passes are those of [`MoeLayer`](super::MoeLayer), over [`Buffer`](crate::gpu::Buffer)s of its device.
 pub struct DeviceLayer<'g> {
@@ -52,13 +52,13 @@ pub struct DeviceLayer<'g> {
     /// Unique in this process.
     id: u64,
     shape: LayerShape,
-    /// Incremented when `shape` changes. Each forward pass's state has a copy of the layer's description, made from one
-    /// version.
+    /// Incremented when `shape` changes. The state of each forward pass has a copy of the layer's description, and the version from which
+    /// it was made.
     version: u64,
     path: GemmPath,
-    /// Names of its kernels, in the order of [`Kernel::ALL`].
+    /// Names of the layer's kernels, in the order of [`Kernel::ALL`].
     names: [String; KERNELS],
-    /// Sizes, and addresses relative to the start of each memory block.
+    /// Sizes of the memory blocks, and addresses relative to the start of each block.
     sizes: LayerInfo,
     weights: DeviceWeights<'g>,
     symmetric: SymmetricBuffer<'g>,
@@ -86,8 +86,8 @@ impl<'g> DeviceLayer<'g> {
         Ok(layer)
     }
 
-    /// Makes the layer except for states of passes, and without a barrier. Without a source, weights and gradients are the
-    /// caller's: their addresses come with each pass.
+    /// Makes the layer without states of passes and without a barrier. Without a source, the caller owns weights and gradients, and passes
+    /// their addresses to each pass.
     fn build(
         gpu: &'g dyn Gpu,
         spec: LayerSpec,
@@ -112,8 +112,8 @@ impl<'g> DeviceLayer<'g> {
                 GpuError::Unavailable(format!("this device, of capability {major}.{minor}, is no Hopper")).into()
             );
         }
-        // The number of resident blocks depends on the shared memory per block, which is independent of the number of
-        // blocks, and largest with the maximum number of planes of the router's weights.
+        // The number of resident blocks depends on the shared memory per block. That does not depend on the number of blocks, so any number
+        // will do here. It is largest with the maximum number of planes of the router's weights.
         let probe = shape_of.shape(&limits, 2)?;
         let mut weights = match source {
             Some(source) => DeviceWeights::new(gpu, &spec, me, source, path)?,
@@ -173,8 +173,8 @@ impl<'g> DeviceLayer<'g> {
         })
     }
 
-    /// Allocates the state of `forwards` forward passes, so that this many can await their backward without an
-    /// allocation in a step.
+    /// Allocates states for `forwards` forward passes, so that this many passes can wait for their backward without an allocation during a
+    /// step.
     ///
     /// # Errors
     ///
@@ -207,7 +207,7 @@ impl<'g> DeviceLayer<'g> {
         self.symmetric.bytes()
     }
 
-    /// Device memory in bytes: of weights, gradients and tables, and of one forward pass.
+    /// Device memory, bytes: that of weights, gradients and tables, and that of one forward pass's state.
     pub fn device_bytes(&self) -> (u64, u64) {
         (self.weights.bytes, self.sizes.local_bytes + self.sizes.layer_bytes)
     }

@@ -10,7 +10,7 @@ use crate::gpu::{Buffer, GpuError};
 use crate::moe::metrics::PassOutcome;
 use crate::moe::spec::{Gradients, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId};
 
-/// The kernels of a pass in launch order, grouped by the phase that their time counts towards.
+/// The kernels of a pass in launch order, grouped by the phase to which their time is added.
 pub(super) struct PassKernels {
     /// Router and plan.
     before: &'static [Kernel],
@@ -24,7 +24,7 @@ pub(super) struct PassKernels {
 
 const FORWARD: PassKernels =
     PassKernels { before: &[Kernel::Route, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
-/// With losses and several groups.
+/// Forward with losses and several groups.
 const FORWARD_WITH_LOSSES: PassKernels = PassKernels { reduce: &[Kernel::SumLosses], ..FORWARD };
 const BACKWARD: PassKernels = PassKernels {
     before: &[],
@@ -33,16 +33,16 @@ const BACKWARD: PassKernels = PassKernels {
     reduce: &[Kernel::AllReduce],
 };
 
-/// With the caller's routing, router and shared expert are not used, so only gradients of experts are summed over PEs.
+/// If the caller routes, the router and the shared expert are not used, so only gradients of experts are summed over PEs.
 const EXPERTS: PassKernels =
     PassKernels { before: &[Kernel::TakeRouting, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
 const EXPERTS_BACKWARD: PassKernels = PassKernels { before: &[], layer: Kernel::Backward, after: &[], reduce: &[] };
 const EXPERTS_BACKWARD_SUMMED: PassKernels = PassKernels { reduce: &[Kernel::AllReduce], ..EXPERTS_BACKWARD };
 
-/// Events of a pass: its start, start and end of the persistent kernel, start of the sums over PEs, and its end.
+/// The events of a pass: start of the pass, start and end of the persistent kernel, start of the sums over PEs, and end of the pass.
 const MARKS: [usize; 5] = [0, 1, 2, 3, 4];
 
-/// A pass whose arguments are checked against the layer.
+/// A pass whose arguments have been checked against the layer.
 pub(super) struct CheckedPass {
     pub(super) pass: Pass,
     pub(super) stages: &'static PassKernels,
@@ -107,7 +107,7 @@ impl<'g> DeviceLayer<'g> {
         Ok(CheckedPass { pass, stages: &EXPERTS, by: RoutedBy::Caller })
     }
 
-    /// Checks the arguments of the backward of such a pass.
+    /// Checks the arguments of the backward of a forward pass with the caller's routing.
     pub(super) fn check_experts_backward(
         &self,
         tokens: usize,
@@ -169,7 +169,7 @@ impl<'g> DeviceLayer<'g> {
         Pass { tokens: tokens as u32, trace: self.trace.into(), ..Pass::zeroed() }
     }
 
-    /// Returns the state for a forward pass: a spare one, or a new one.
+    /// Returns a state for a forward pass: a spare one from the pool, or a new one.
     pub(super) fn acquire_state(&mut self) -> Result<DeviceSaved<'g>, MoeError> {
         self.pool.pop().map_or_else(|| DeviceSaved::new(self), Ok)
     }
@@ -196,7 +196,7 @@ impl<'g> DeviceLayer<'g> {
         self.launch(saved, pass, stages.reduce)
     }
 
-    /// Runs `launch`, which launches a whole pass. Its time counts as the persistent kernel's.
+    /// Runs `launch`, which launches a whole pass. All of its time is counted as that of the persistent kernel.
     pub(super) fn run_single_launch(&self, launch: impl FnOnce() -> Result<(), GpuError>) -> Result<(), MoeError> {
         self.gpu.mark(MARKS[0])?;
         self.gpu.mark(MARKS[1])?;
@@ -259,7 +259,7 @@ impl<'g> DeviceLayer<'g> {
     /// Call after a change of `shape`: updates the layer's description in all spare states.
     fn update_descriptions(&mut self) -> Result<(), MoeError> {
         self.version += 1;
-        // Updating now keeps the next pass, which other PEs may wait for, short.
+        // Updates the states now rather than in the next pass, for which other PEs may wait.
         let mut pool = std::mem::take(&mut self.pool);
         let done = pool.iter_mut().try_for_each(|saved| saved.refresh(self));
         self.pool = pool;
@@ -397,7 +397,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
         }
         let (mut chosen, mut weights) = (local.read_vec(chosen, choices)?, local.read_vec(weights, choices)?);
         if saved.routed_by() == RoutedBy::Caller {
-            // In the caller's order.
+            // Converts the order of experts to the caller's order.
             let (_, at) = saved.at(info.columns);
             let columns: Vec<u32> = local.read_vec(at, choices)?;
             let (by_expert, by_expert_weights) = (chosen.clone(), weights.clone());
@@ -410,7 +410,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
     }
 
     fn recycle(&mut self, saved: DeviceSaved<'g>) {
-        // A state of another layer is only freed.
+        // A state of another layer is freed.
         if saved.belongs_to(self) {
             self.pool.push(saved);
         }
@@ -438,7 +438,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
 
     fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
         self.weights.write(&self.spec, self.me, id, values)?;
-        // `router_parts` never decreases. Unneeded planes are zeros, which do not change any bit of the results.
+        // `router_parts` never decreases. Planes that are not needed are zeros, which do not change the results.
         if self.weights.router_parts > self.shape.router_parts {
             self.shape.router_parts = self.weights.router_parts;
             self.update_descriptions()?;

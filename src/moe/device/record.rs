@@ -1,4 +1,4 @@
-//! Passes that are recorded once and replayed; on a CUDA device, as graphs.
+//! Passes that are recorded once and replayed. On a CUDA device they are recorded as graphs.
 
 use super::pass::CheckedPass;
 use super::saved::RoutedBy;
@@ -8,12 +8,12 @@ use crate::gpu::{Buffer, Recording};
 use crate::moe::metrics::PassOutcome;
 use crate::moe::spec::{Gradients, LayerSpec, Mode, MoeError, MoeLayer, Routed, WeightId};
 
-/// A layer whose passes are recorded on their first call, and replayed with a single launch from then on. A pass must
-/// use the same buffers and number of tokens each time; contents of the buffers, routing and weights may change. PEs
-/// may record or not, but must run their passes in the same order.
+/// A layer whose passes are recorded on their first call, and replayed with a single launch from then on. A pass must use the same buffers
+/// and number of tokens each time; contents of the buffers, routing and weights may change. Some PEs may record their passes while others
+/// do not, but all must run their passes in the same order.
 ///
-/// It has memory for one forward pass. The next forward overwrites it, and a backward of the previous one is then an
-/// error.
+/// The layer has memory for one forward pass. The next forward pass overwrites this memory; the backward of the previous one then returns
+/// an error.
 pub struct RecordedLayer<'a, 'g> {
     layer: &'a mut DeviceLayer<'g>,
     saved: DeviceSaved<'g>,
@@ -76,7 +76,7 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
         self.layer.run_single_launch(|| unsafe { recorded.recording.replay() })
     }
 
-    /// Returns an error unless `saved` is the last forward pass.
+    /// Returns an error if `saved` is not the last forward pass.
     fn check(&self, saved: &RecordedPass, what: &'static str) -> Result<(), MoeError> {
         let why = match (saved.layer == self.layer.id, saved.forward == self.forwards) {
             (true, true) => return Ok(()),

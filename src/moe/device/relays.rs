@@ -1,13 +1,12 @@
-//! Relay roles for rows that cross to another host once (`kernels/relay.h`), and the kernels' tables of them and of
-//! physical experts.
+//! The relays of rows that are sent to another host once (`kernels/relay.h`), and the kernels' tables of relays and of physical experts.
 //!
-//! A physical expert is an expert on a PE, as this PE numbers them in its tables. A relay on another host has
-//! physical experts for all PEs of its host.
+//! A physical expert is a pair of expert and PE. Each PE numbers the physical experts to which it sends rows. The experts of all PEs of
+//! another host are numbered at the relay.
 
 use crate::gpu::params;
 use crate::moe::spec::{Hosts, Placement};
 
-/// In tables over PEs: no entry for this PE.
+/// Entry of a table by PE, for a PE without a value.
 const NONE: u32 = u32::MAX;
 
 /// The PEs of a group on their hosts. Without relays every PE receives its rows directly.
@@ -49,7 +48,7 @@ impl<'a> Relays<'a> {
         self.hosts.get(self.host_index[pe].0).map_or(&[], Vec::as_slice)
     }
 
-    /// The PE that receives rows of `source` for `target` first, see [`Hosts::relay`].
+    /// The PE to which `source` sends rows for `target`; see [`Hosts::relay`].
     fn relay_for(&self, source: usize, target: usize) -> usize {
         if self.same_host(source, target) {
             return target;
@@ -71,8 +70,8 @@ impl<'a> Relays<'a> {
         (0..self.n_pes()).filter(move |&source| self.serves(pe, source))
     }
 
-    /// Number of physical experts at `dest` in the tables of `me`: its experts; for a relay of `me`, the maximum per
-    /// PE of its host, times the PEs of the host; 0 for any other PE.
+    /// Number of physical experts at `dest` in the tables of `me`. On the host of `me`: the number of experts of `dest`. For a relay of
+    /// `me`: the maximum number of experts per PE of its host, times the number of PEs of that host. 0 for other PEs.
     fn physical_count(&self, me: usize, dest: usize) -> usize {
         if self.same_host(me, dest) {
             return self.placement.experts(dest).len();
@@ -120,7 +119,7 @@ impl<'a> Relays<'a> {
         first_physical[self.relay_for(me, pe)] + number as u32
     }
 
-    /// Whether `me` puts rows to `pe`, and whether it puts results.
+    /// Whether `me` puts rows to `pe`, and whether it puts results to `pe`.
     pub fn links(&self, me: usize, pe: usize) -> (bool, bool) {
         (self.relay_for(me, pe) == pe, self.same_host(me, pe) || self.serves(me, pe))
     }

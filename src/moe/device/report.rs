@@ -17,7 +17,7 @@ pub struct DevicePassTimes {
     pub all_reduce: Duration,
 }
 
-/// The outcome of a pass from its counters.
+/// Computes the outcome of a pass from its counters and times.
 pub fn outcome(stats: &PassStats, times: DevicePassTimes, spans: &[SpanRecord]) -> PassOutcome {
     let mut phases_s = [0.0; Phase::ALL.len()];
     let idle = Phase::Idle.code();
@@ -67,7 +67,8 @@ fn phase(code: u32) -> Option<Phase> {
     Phase::ALL.get(code as usize).copied()
 }
 
-/// The error of a device's error record, or `None`. `me` is a PE of the world, `members` are the PEs of its group.
+/// Converts an error record of a device; `None` if it has no error. `me` is this PE's number in the world, and `members` are the PEs of its
+/// group.
 pub fn error(record: &ErrorRecord, me: usize, members: &[usize], options: &Options) -> Option<MoeError> {
     let phase = phase(record.phase).unwrap_or(Phase::Idle);
     let what = match record.what {
@@ -129,7 +130,7 @@ mod tests {
             "PE 1 waited 2.0 s in phase waiting for PE 2: its rows: expected at least 7, seen 3"
         );
         assert_eq!(error(record(params::ERROR_TIMEOUT, params::WHAT_ROWS)).unwrap().awaited_pe(), Some(2));
-        // By index in the group, or by PE of the world.
+        // The record has the PE's index in the group, or for some waits its number in the world.
         let other = ErrorRecord { pe: 1, ..record(params::ERROR_TIMEOUT, params::WHAT_ROWS) };
         assert_eq!(error(other).unwrap().awaited_pe(), Some(3));
         let other = ErrorRecord { what: params::WHAT_ALL_REDUCE, ..other };

@@ -14,15 +14,15 @@ pub(super) enum RoutedBy {
 
 /// State that a forward pass keeps for its backward, on the device.
 ///
-/// Only the layer that made it accepts it; an id that is unique in the process identifies that layer. It allows a single backward, of the
-/// same kind as the forward pass.
+/// Only the layer that made the state accepts it; the state has the layer's id, which is unique in the process. The state can be used for
+/// one backward, which must have the same source of routing as the forward pass.
 pub struct DeviceSaved<'g> {
     pub(super) layer: u64,
-    /// `DeviceLayer::version` that the description was made from.
+    /// The `DeviceLayer::version` from which the description was made.
     pub(super) version: u64,
     pub(super) tokens: usize,
     pub(super) routed_by: RoutedBy,
-    /// Whether a backward is allowed.
+    /// Whether the pass may still have a backward.
     pub(super) awaits_backward: bool,
     pub(super) local: Buffer<'g>,
     /// The kernels' `Layer`, with addresses in `local` and in the layer's tables, weights and symmetric memory.
@@ -51,7 +51,7 @@ impl<'g> DeviceSaved<'g> {
         self.description.address()
     }
 
-    /// The state's memory, and the offset in it of an address of [`DeviceSaved::info`].
+    /// The state's memory, and the offset of `address`, which is from [`DeviceSaved::info`], in that memory.
     pub(super) fn at(&self, address: u64) -> (&Buffer<'g>, u64) {
         (&self.local, address - self.local.address())
     }
@@ -61,7 +61,7 @@ impl<'g> DeviceSaved<'g> {
         (self.tokens, self.routed_by, self.awaits_backward) = (tokens, by, true);
     }
 
-    /// Call before launching its backward.
+    /// Call before launching the backward.
     pub(super) fn begin_backward(&mut self) {
         self.awaits_backward = false;
     }

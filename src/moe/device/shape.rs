@@ -1,4 +1,4 @@
-//! The kernels' view of a layer ([`LayerShape`]), and the configurations that devices do not support.
+//! Computes the shape of a layer for the kernels ([`LayerShape`]), and rejects configurations that devices do not support.
 
 use std::ffi::c_void;
 
@@ -12,13 +12,13 @@ use crate::moe::spec::{
     Norm, Options, Scoring,
 };
 
-/// Maximum number of planes that the router's weights are split into (`LayerShape::router_parts`).
+/// Maximum number of planes into which the router's weights are split (`LayerShape::router_parts`).
 pub const MAX_ROUTER_PARTS: u32 = 3;
 
 /// Maximum blocks of a cooperative kernel.
 const MAX_BLOCKS: u32 = 1 << 16;
 
-/// Options of a layer on a device, in addition to [`Options`]. The same on every PE.
+/// Options of a layer on a device, in addition to [`Options`]. They must be the same on every PE.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceOptions {
@@ -26,25 +26,25 @@ pub struct DeviceOptions {
     pub path: Option<GemmPath>,
     /// GEMM tile; `None`: chosen for the layer's shape.
     pub tile: Option<Tile>,
-    /// Hopper path: store 16-bit results and copy operands by lanes instead of the tensor memory accelerator, to
-    /// compare the two; results are bitwise the same.
+    /// For the Hopper path: whether threads store 16-bit results and copy operands themselves, instead of the tensor memory accelerator.
+    /// The results are bitwise equal; this is for comparing the speed.
     pub lane_stores: bool,
     /// The expert-parallel groups of the world, one of which has the layer's placement; `None`: one group of all PEs.
     pub groups: Option<Groups>,
-    /// The host of each PE of the world, if there are several groups and rows cross to other hosts once. A layer's
+    /// The host of each PE of the world. Needed if the world has several groups and rows are sent to other hosts once. A layer's
     /// [`Options::hosts`] must be those of its group ([`Hosts::of`]).
     pub hosts: Hosts,
-    /// Multiprocessors that the layer leaves to other kernels that wait for peers, such as NCCL's. Otherwise two PEs could
-    /// wait for each other, one with this layer's blocks resident and the other with NCCL's.
+    /// Multiprocessors that the layer leaves for other kernels that wait for peers, such as NCCL's. Without them two PEs could deadlock: on
+    /// one PE the layer's blocks are resident, on the other NCCL's, and each waits for the other.
     pub spare_multiprocessors: u32,
 }
 
 impl DeviceOptions {
-    /// The limits of the part of a device that the layer uses.
+    /// The limits of the device without the spare multiprocessors.
     ///
     /// # Errors
     ///
-    /// Returns an error if no multiprocessor is left.
+    /// Returns an error if no multiprocessor remains.
     pub(super) fn without_spare(&self, limits: DeviceLimits) -> Result<DeviceLimits, MoeError> {
         let (all, spare) = (limits.multiprocessors, self.spare_multiprocessors);
         match all.checked_sub(spare) {
@@ -57,7 +57,7 @@ impl DeviceOptions {
     ///
     /// # Errors
     ///
-    /// Returns an error if groups or hosts are of another number of PEs, or if `spec` does not match this PE's group.
+    /// Returns an error if the groups or the hosts have another number of PEs, or if `spec` does not match this PE's group.
     pub(super) fn groups(&self, spec: &LayerSpec, pe: usize, n_pes: usize) -> Result<Groups, MoeError> {
         let Some(groups) = &self.groups else {
             spec.validate(n_pes)?;
@@ -130,7 +130,7 @@ pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<()
     Ok(())
 }
 
-/// Rejects features of some model families that only the CPU engine implements.
+/// Rejects features of some model families that are implemented only on the CPU.
 fn check_family(config: &LayerConfig) -> Result<(), MoeError> {
     const CPU_ONLY: &str = "none on a device, which has no kernel for it yet: run on the CPU";
     let router = &config.router;
@@ -143,8 +143,8 @@ fn check_family(config: &LayerConfig) -> Result<(), MoeError> {
     let mut activations = mlps.map(|mlp| mlp.activation);
     let refused = [
         ("the score sqrt(softplus)", router.scoring == Scoring::SqrtSoftplus),
-        // The norm is not used without renormalisation. Kernels add 1e-20 to sums of sigmoids, which is within rounding
-        // for other scores.
+        // The norm is used only with renormalisation. For sigmoid scores, kernels add 1e-20 to the sum, so that epsilon is allowed. For
+        // other scores such a small epsilon is below the rounding error, so it is allowed too.
         ("another norm than the sum", router.renormalise && (router.norm.floor, router.norm.order) != (0.0, 1.0)),
         ("an epsilon of the norm", router.renormalise && router.norm.epsilon > usual_norm.epsilon.max(1e-20)),
         (
@@ -174,15 +174,15 @@ fn config_error(field: &'static str, value: impl ToString, expected: &str) -> Mo
 /// Inputs of the computation of a layer's shape.
 #[derive(Clone, Copy)]
 pub struct ShapeOf<'a> {
-    /// The spec of any group.
+    /// The layer's spec, with the placement of any group.
     pub spec: &'a LayerSpec,
     pub device: &'a DeviceOptions,
     pub groups: &'a Groups,
-    /// PE of the world.
+    /// This PE's number in the world.
     pub my_pe: usize,
-    /// Whether loads and stores of every PE reach every other PE's symmetric memory.
+    /// Whether every PE can use loads and stores to the symmetric memory of every other PE.
     pub all_reachable: bool,
-    /// Number of planes of the layer's element type that the router's weights take.
+    /// Number of planes of the layer's element type into which the router's weights are split.
     pub router_parts: u32,
 }
 
@@ -209,8 +209,8 @@ impl ShapeOf<'_> {
         // All cooperative kernels have the same number of blocks, and one of them may run in clusters.
         let blocks = kernels.whole_clusters(blocks.clamp(1, MAX_BLOCKS));
         let round_chunks = round_chunks(&spec, &layout) as u32;
-        // A window may have fewer slots than a round has chunks if rows are copied out of it anyway, for backward, or
-        // if the network is slower than a copy.
+        // A window with fewer slots than a round has chunks requires that rows are copied out of the window. Training copies them anyway,
+        // for backward. If a network is used, the copy is fast compared with the network.
         let window_chunks = if *training || !self.all_reachable {
             window_chunks(&spec, &layout, round_chunks as usize) as u32
         } else {
@@ -300,7 +300,7 @@ impl ShapeOf<'_> {
         })
     }
 
-    /// Sizes of the GEMMs, the same on all PEs of a group.
+    /// Sizes of the GEMMs, which are the same on all PEs of a group.
     fn problem(&self, limits: &DeviceLimits) -> Problem {
         let LayerSpec { config, max_tokens, .. } = self.spec;
         let placement = self.groups.placement(self.groups.position(self.my_pe).0);
@@ -329,8 +329,8 @@ impl ShapeOf<'_> {
     }
 }
 
-/// Maximum chunks per source and window refill: that of the layout; with relays, the budget factor times the even share
-/// of a host.
+/// Maximum number of chunks per source and window refill. Without relays that of the layout; with relays, the chunks for the budget factor
+/// times a host's even share of the rows.
 fn round_chunks(spec: &LayerSpec, layout: &Layout) -> usize {
     let LayerSpec { config, options, max_tokens, .. } = spec;
     if !options.hosts.relays() {
@@ -341,8 +341,8 @@ fn round_chunks(spec: &LayerSpec, layout: &Layout) -> usize {
     rows.div_ceil(layout.chunk_rows).max(layout.window_chunks)
 }
 
-/// Maximum slots per source and window refill: the budget factor times the even share, at least those of one chunk, and
-/// at most those of a window's rows.
+/// Maximum number of slots per source and window refill: the budget factor times an even share of the slots, but at least the slots of one
+/// chunk, and at most those of a whole window.
 fn round_slots(spec: &LayerSpec, layout: &Layout) -> u32 {
     let LayerSpec { config, placement, options, max_tokens, .. } = spec;
     let hosts = placement.hosts().max(1);
@@ -352,8 +352,8 @@ fn round_slots(spec: &LayerSpec, layout: &Layout) -> u32 {
     budget.clamp(per_chunk, per_chunk * layout.window_chunks) as u32
 }
 
-/// Symmetric memory of a layer on a device with these limits, bytes; used to size a fixed heap. `all_reachable`: loads
-/// and stores of every PE reach every other PE.
+/// Symmetric memory of a layer on a device with these limits, bytes; used for the size of a fixed heap. `all_reachable` is whether every PE
+/// can use loads and stores to every other PE's memory.
 ///
 /// # Errors
 ///
@@ -402,11 +402,11 @@ unsafe extern "C" {
 
 /// Number of steps in which `parts` PEs sum the gradients of an expert, or of the replicated weights.
 pub fn sum_steps(shape: &LayerShape, parts: u32, replicated: bool) -> u32 {
-    // SAFETY: only reads the shape.
+    // SAFETY: the function only reads the shape.
     unsafe { aristos_sum_steps(shape, parts, replicated.into()) }
 }
 
-/// Computes sizes and addresses of a layer of this shape whose memory starts at these addresses, and the bytes of its
+/// Computes the sizes and addresses of a layer of this shape whose memory blocks start at `local` and `symmetric`, and the bytes of its
 /// `Layer`.
 ///
 /// # Errors
@@ -423,12 +423,12 @@ pub fn lay_out(
         let name = usize::try_from(field - 1).ok().and_then(|i| LayerShape::FIELDS.get(i)).unwrap_or(&"a field");
         MoeError::Device(GpuError::failed("lay out the layer on the device", format!("{name} is invalid in {shape:?}")))
     };
-    // SAFETY: reads the first two arguments and writes `info`; `layer` may be null. Addresses are not dereferenced.
+    // SAFETY: the function reads the first two arguments and writes `info`. `layer` may be null. Addresses are not dereferenced.
     let field = unsafe { aristos_layer(shape, tables, local, symmetric, std::ptr::null_mut(), &mut info) };
     if field != 0 {
         return Err(refuse(field));
     }
-    // u128 for the alignment of a C struct.
+    // u128 has the alignment of a C struct.
     let mut layer = vec![0u128; (info.layer_bytes as usize).div_ceil(16)];
     // SAFETY: as above; `layer` has the size that the first call returned.
     let field = unsafe { aristos_layer(shape, tables, local, symmetric, layer.as_mut_ptr().cast(), &mut info) };
@@ -474,8 +474,8 @@ mod tests {
         );
         assert!(remote_bytes <= 1 << 30, "{remote_bytes} bytes");
 
-        // With relays: windows for three PEs of the host and three sources of other hosts, results of seven PEs, and
-        // four buffers of partial results.
+        // With relays: windows for the three other PEs of the host and for three sources on other hosts, results of seven PEs, and four
+        // buffers for partial results of each stream.
         let mut spec = spec;
         spec.options.hosts = Hosts::new((0..16).map(|pe| pe / 4).collect());
         let shape_of =

@@ -1,4 +1,4 @@
-//! The states of passes, each checked against its layer.
+//! Allocates the states of passes, and checks that a state belongs to a layer.
 
 use super::saved::{DeviceSaved, RoutedBy};
 use super::shape::lay_out;
@@ -45,7 +45,7 @@ impl<'g> DeviceSaved<'g> {
         self.layer == layer.id
     }
 
-    /// Returns an error unless the state is of this layer.
+    /// Returns an error if the state is not of this layer.
     pub(super) fn check(&self, layer: &DeviceLayer<'g>, what: &'static str) -> Result<(), MoeError> {
         match self.belongs_to(layer) {
             true => Ok(()),
@@ -53,7 +53,7 @@ impl<'g> DeviceSaved<'g> {
         }
     }
 
-    /// Updates the description if the layer, which must be the state's own, has changed since the last use.
+    /// Updates the description if the layer has changed since the last use. `layer` must be the state's own layer.
     pub(super) fn refresh(&mut self, layer: &DeviceLayer<'g>) -> Result<(), MoeError> {
         if self.version != layer.version {
             let (info, description) =
@@ -66,7 +66,7 @@ impl<'g> DeviceSaved<'g> {
         Ok(())
     }
 
-    /// Returns an error for a second backward, or one of another kind than the forward pass.
+    /// Returns an error for a second backward, or if `by` is not the source of the forward pass's routing.
     pub(super) fn check_backward(&self, layer: &DeviceLayer<'g>, by: RoutedBy) -> Result<(), MoeError> {
         let what = match by {
             RoutedBy::Layer => "run backward",

@@ -1,4 +1,4 @@
-//! Assignment of gradient sums to PEs: the units of `kernels/all_reduce.h`.
+//! Assigns gradient sums to PEs: the units of `kernels/all_reduce.h`.
 
 use std::collections::HashMap;
 
@@ -9,16 +9,16 @@ use crate::moe::spec::Groups;
 /// Value of [`SumUnit::batch`] for the replicated weights.
 const REPLICATED: u32 = u32::MAX;
 
-/// The sum units of a PE, and the holders of each, in the layout of the kernels' tables.
+/// The sum units of a PE, and the holders of each unit, in the layout of the kernels' tables.
 #[derive(Debug, Default, PartialEq)]
 pub struct Sums {
-    /// The last unit has no parts.
+    /// The units, followed by one without parts, which marks the end.
     pub units: Vec<SumUnit>,
     pub holders: Vec<SumHolder>,
 }
 
-/// The sum units of the shape's PE: its experts that other PEs hold too, in ascending order, then the replicated
-/// weights. Any two PEs process their common units in the same order, so they number the steps between them alike.
+/// The sum units of the shape's PE: those of its experts that other PEs hold too, in ascending order, then that of the replicated weights.
+/// Any two PEs process their common units in the same order, so both number the steps between them in the same way.
 pub fn sums(shape: &LayerShape, groups: &Groups) -> Sums {
     let me = shape.world_pe as usize;
     let (all, own) = (groups.holders(), groups.experts(me));
@@ -83,7 +83,7 @@ mod tests {
                 }
             }
         }
-        // Several steps per unit, so that numbering matters.
+        // Units have several steps, so that the numbering matters.
         assert!(of[0].holders.last().unwrap().before > 2, "{of:?}");
     }
 }

@@ -4,10 +4,10 @@ use crate::gpu::params::WEIGHT_MAPS;
 use crate::gpu::{Gpu, GpuError, TensorMap};
 use crate::moe::spec::{Dtype, MlpConfig, proj_index};
 
-/// Rows and columns of a weight per load of the tensor memory accelerator.
+/// Number of rows and of columns of a weight that one load of the tensor memory accelerator copies.
 pub(super) const TENSOR_MAP_BOX: u32 = 64;
 
-/// Tensor maps of gate, up and down of `experts` MLPs at these addresses and strides; zeros for a missing one.
+/// Tensor maps of the gate, up and down matrices of `experts` MLPs at these addresses and strides; zeros for a missing matrix.
 pub(super) fn tensor_maps(
     gpu: &dyn Gpu,
     mlp: &MlpConfig,

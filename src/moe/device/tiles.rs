@@ -1,4 +1,4 @@
-//! GEMM tiles: the sizes for which kernels exist, and the choice among them.
+//! GEMM tiles: the sizes for which kernels exist, and the choice of one of them.
 
 use std::ffi::{CStr, c_char};
 use std::fmt;
@@ -11,9 +11,9 @@ use crate::gpu::DeviceLimits;
 /// GEMM implementation of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GemmPath {
-    /// `mma`, operands loaded by `cp.async`; every device from Ampere on.
+    /// `mma`, with operands loaded by `cp.async`, for every device from Ampere on.
     Ampere,
-    /// `wgmma`, operands loaded by the tensor memory accelerator where possible.
+    /// `wgmma`, with operands loaded by the tensor memory accelerator where possible.
     Hopper,
 }
 
@@ -57,7 +57,7 @@ impl FromStr for Tile {
     }
 }
 
-/// A row of the table in `kernels/launch.h`: `TileLaunch`.
+/// A row of the table of `TileLaunch` in `kernels/launch.h`.
 #[repr(C)]
 pub(super) struct TileKernels {
     architecture: u32,
@@ -78,7 +78,7 @@ unsafe extern "C" {
 impl TileKernels {
     /// All tile kernels of a path, the default one first.
     pub(super) fn of(path: GemmPath) -> impl Iterator<Item = &'static TileKernels> {
-        // SAFETY: a row of a constant table, or null after the last.
+        // SAFETY: the function returns a row of a constant table, or null after the last row.
         let all = (0..).map_while(|i| unsafe { aristos_tile(i) });
         all.filter(move |tile| tile.architecture == u32::from(path.is_hopper()))
     }
@@ -92,9 +92,9 @@ impl TileKernels {
         blocks / self.cluster * self.cluster
     }
 
-    /// The part of its kernels' names between direction and element type.
+    /// The part of the kernels' names between direction and element type.
     pub(super) fn infix(&self) -> &'static str {
-        // SAFETY: a NUL-terminated constant of `kernels/launch.h`.
+        // SAFETY: `infix` is a NUL-terminated constant of `kernels/launch.h`.
         unsafe { CStr::from_ptr(self.infix.as_ptr()) }.to_str().unwrap_or_default()
     }
 }
@@ -102,9 +102,9 @@ impl TileKernels {
 /// GEMM sizes of a PE in a balanced step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Problem {
-    /// Per expert.
+    /// Rows per expert.
     pub rows: f64,
-    /// Per PE.
+    /// Experts per PE.
     pub experts: f64,
     pub hidden: f64,
     pub intermediate: f64,
@@ -114,7 +114,7 @@ pub(super) struct Problem {
 
 /// Throughput of a multiprocessor per clock.
 struct Rates {
-    /// Multiply-adds.
+    /// Number of multiply-adds.
     pairs: f64,
     /// Bytes to and from shared memory.
     shared: f64,
@@ -124,19 +124,17 @@ struct Rates {
     dram: f64,
 }
 
-/// Clocks between the last product of a tile and the first of the next: epilogue, scheduling, first copies.
+/// Clocks between the last product of a tile and the first product of the next: epilogue, scheduling and first copies.
 const TILE_OVERHEAD: f64 = 6000.0;
 
-/// A measured problem and its fastest tile: path, multiprocessors, hidden, intermediate, experts per PE, rows per
-/// expert, tile.
+/// A measured problem and its fastest tile, as (path, multiprocessors, hidden, intermediate, experts per PE, rows per expert, tile).
 type Measured = (GemmPath, u32, u32, u32, u32, u32, (u32, u32));
 
-/// In the format that `gpu/check.sh tune` prints. Still empty, so [`Problem::clocks`] decides.
+/// Measured problems, in the format printed by `gpu/check.sh tune`. Still empty, so [`Problem::clocks`] decides.
 const MEASURED: &[Measured] = &[];
 
 impl Problem {
-    /// Estimated clocks of both GEMMs of all experts with a tile of m x n, at least the time to load the weights from
-    /// DRAM:
+    /// Estimated clocks of both GEMMs of all experts with tiles of m x n, or the clocks to load the weights from DRAM if these are more:
     /// ```text
     /// sum over both of  waves * products of a tile / rate * slowdown + waves / blocks * BETWEEN
     /// waves     tiles / multiprocessors, rounded up; blocks of a multiprocessor share its tensor cores and hide each other's epilogues
@@ -145,15 +143,15 @@ impl Problem {
     /// slowdown  1, or the factor by which shared memory or L2 is slower than the tensor cores
     /// ```
     ///
-    /// Backward has three times the products for every tile, which does not affect the choice.
+    /// Training has three times the products, because of backward, for every tile size. That does not affect the choice.
     fn clocks(&self, path: GemmPath, tile: &TileKernels) -> f64 {
         let (m, n, blocks) = (f64::from(tile.rows), f64::from(tile.columns), f64::from(tile.blocks));
         let rates = match path {
             GemmPath::Ampere => Rates { pairs: 1024.0, shared: 128.0, l2: 32.0, dram: 1100.0 },
             GemmPath::Hopper => Rates { pairs: 2048.0, shared: 128.0, l2: 48.0, dram: 1900.0 },
         };
-        // Bytes per step of the sum: reads of shared memory by warps (wgmma: warpgroups of 64 rows, all columns), and
-        // copies to it.
+        // Bytes per step of K: those that warps read from shared memory (with wgmma, warpgroups read 64 rows and all columns), and those
+        // copied to it.
         let read = match path {
             GemmPath::Ampere => n / 64.0 * 2.0 * (m / 2.0 + 64.0) * 2.0,
             GemmPath::Hopper => m / 64.0 * (64.0 + n) * 2.0,
@@ -174,7 +172,7 @@ impl Problem {
         products.max(weights / rates.dram)
     }
 
-    /// Distance of two problems: the largest |log2| of the ratios of their sizes.
+    /// Distance of two problems: the maximum of |log2(ratio)| over the ratios of their sizes.
     fn distance(&self, measured: &Measured) -> f64 {
         let &(_, multiprocessors, hidden, intermediate, experts, rows, _) = measured;
         let measured = [multiprocessors, hidden, intermediate, experts, rows].map(f64::from);
@@ -182,8 +180,8 @@ impl Problem {
         sizes.iter().zip(measured).map(|(a, b)| (a.max(1.0) / b.max(1.0)).log2().abs()).fold(0.0, f64::max)
     }
 
-    /// The tile of the nearest measured problem, if all sizes are within a factor of two. Otherwise the tile of one
-    /// block with the lowest estimate, unless the path's default is at most 5% slower.
+    /// Chooses the tile of the nearest measured problem, if all sizes are within a factor of two. Otherwise chooses the tile with the
+    /// lowest estimate among those of one block, or the path's default tile if its estimate is at most 5% higher.
     pub(super) fn tile(&self, path: GemmPath, limits: &DeviceLimits) -> Option<&'static TileKernels> {
         let fits = |tile: &&TileKernels| tile.shared_bytes <= limits.shared_bytes_per_block;
         let nearest =
@@ -195,8 +193,8 @@ impl Problem {
             }
         }
         let usual = TileKernels::of(path).next()?;
-        // The estimate models neither the loads that a cluster saves nor the waits between its blocks, so clusters
-        // require a measurement.
+        // The estimate includes neither the loads that a cluster saves nor the waits between the cluster's blocks, so clusters are chosen
+        // only by measurement.
         let best = TileKernels::of(path)
             .filter(fits)
             .filter(|tile| tile.cluster == 1)
@@ -230,14 +228,14 @@ mod tests {
     fn small_tiles_if_large_tiles_are_fewer_than_multiprocessors() {
         let problem = |experts, rows, hidden, intermediate| problem(108.0, [experts, rows, hidden, intermediate]);
         let tile = |problem| tile(GemmPath::Ampere, problem);
-        // One of Mixtral's experts on each of 8 PEs: the second GEMM has 16 tiles per row of tiles; a decoding step has
-        // one such row, training 32.
+        // One of Mixtral's experts on each of 8 PEs: the second GEMM has 16 tiles per row of tiles. A decoding step has one row of tiles,
+        // and training has 32.
         assert_eq!(tile(problem(1.0, 64.0, 4096.0, 14336.0)), "64x128");
         assert_eq!(tile(problem(1.0, 4096.0, 4096.0, 14336.0)), "128x256");
-        // Eight of Qwen3's experts on each of 16 PEs: smaller tiles do not reduce the waves.
+        // Eight of Qwen3's experts on each of 16 PEs: smaller tiles do not reduce the number of waves.
         assert_eq!(tile(problem(8.0, 128.0, 2048.0, 768.0)), "128x256");
         assert_eq!(tile(problem(8.0, 4096.0, 2048.0, 768.0)), "128x256");
-        // All 256 experts of DeepSeek-V3: DRAM bounds every tile.
+        // All 256 experts of DeepSeek-V3: DRAM is the limit for every tile.
         assert_eq!(tile(problem(256.0, 16.0, 7168.0, 2048.0)), "128x256");
     }
 
@@ -245,8 +243,8 @@ mod tests {
     fn narrow_tiles_if_wide_tiles_leave_multiprocessors_idle() {
         let problem = |experts, rows, hidden, intermediate| problem(132.0, [experts, rows, hidden, intermediate]);
         let tile = |problem| tile(GemmPath::Hopper, problem);
-        // One of Mixtral's experts on each of 8 PEs, for few tokens: the second GEMM has only 16 wide tiles per row of
-        // tiles. Training has enough.
+        // One of Mixtral's experts on each of 8 PEs, for few tokens: the second GEMM has only 16 wide tiles per row of tiles. In training
+        // there are enough rows of tiles.
         assert_eq!(tile(problem(1.0, 64.0, 4096.0, 14336.0)), "128x128");
         assert_eq!(tile(problem(1.0, 4096.0, 4096.0, 14336.0)), "128x256");
         // A narrow tile reads more from shared memory and L2 per product.

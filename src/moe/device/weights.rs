@@ -15,7 +15,7 @@ use crate::moe::spec::{
 /// Alignment of every suballocation, bytes.
 const ALIGN_BYTES: u64 = 256;
 
-/// Suballocates a buffer that is allocated later.
+/// Assigns consecutive offsets in a buffer that is allocated later.
 #[derive(Default)]
 struct Bump {
     used: u64,
@@ -49,7 +49,7 @@ impl MlpOffsets {
         offsets
     }
 
-    /// Addresses in the order of the kernels' structs; 0 for a missing one.
+    /// Addresses in the order of the kernels' structs; 0 for a missing array.
     fn addresses(&self, base: u64) -> [u64; 6] {
         let at = |location: Option<u64>| location.map_or(0, |location| base + location);
         let ([g, u, d], [gb, ub, db]) = (self.matrix, self.bias);
@@ -57,15 +57,15 @@ impl MlpOffsets {
     }
 }
 
-/// Addresses of the first of `experts` routed MLPs, the bytes from one MLP's arrays to the next one's, and the addresses of the
-/// shared MLP, which follows the routed ones in `offsets`. Zeros for missing arrays.
+/// Addresses of the arrays of the first of `experts` routed MLPs, the byte strides from one MLP to the next, and the addresses of the
+/// arrays of the shared MLP, which is the last in `offsets`. 0 for missing arrays.
 fn arrays(offsets: &[MlpOffsets], experts: usize, base: u64) -> ([u64; 6], [u64; 6], [u64; 6]) {
     let (routed, shared) = offsets.split_at(experts);
     let of = |mlp: Option<&MlpOffsets>| mlp.map_or([0; 6], |mlp| mlp.addresses(base));
     let first = of(routed.first());
     let mut strides = [0; 6];
     if let Some(second) = routed.get(1) {
-        // All routed MLPs have the same shape, so the arrays of any two neighbours are equally far apart.
+        // All routed MLPs have the same shape, so the strides are the same between all of them.
         let second = second.addresses(base);
         strides = std::array::from_fn(|i| second[i] - first[i]);
     }
@@ -85,13 +85,13 @@ pub struct DeviceWeights<'g> {
     /// Matrices and biases of the local experts, then of the shared expert, at the offsets in `offsets`.
     mlps: Buffer<'g>,
     offsets: Vec<MlpOffsets>,
-    /// [`MAX_ROUTER_PARTS`] planes, and their sums in f32; `None` if the caller routes.
+    /// [`MAX_ROUTER_PARTS`] planes, and the weights in f32; `None` if the caller routes.
     router: Option<[Buffer<'g>; 2]>,
     router_bias: Option<Buffer<'g>>,
     shared_gate: Option<Buffer<'g>>,
     /// Other buffers that the tables point to.
     kept: Vec<Buffer<'g>>,
-    /// Staging vectors, so that new weights need no allocation.
+    /// Staging vectors, which are kept so that setting weights needs no allocation.
     elements: Vec<u16>,
     planes: Planes,
 }
@@ -124,7 +124,7 @@ fn load(source: &dyn WeightSource, config: &LayerConfig, id: WeightId) -> Result
 }
 
 impl<'g> DeviceWeights<'g> {
-    /// Loads the weights of this PE, index `me` of its group, one weight at a time.
+    /// Loads the weights of this PE, one weight at a time. `me` is its index in its group.
     pub fn new(
         gpu: &'g dyn Gpu,
         spec: &LayerSpec,
@@ -176,7 +176,7 @@ impl<'g> DeviceWeights<'g> {
                 ..Tables::default()
             },
             bytes: own.map(Buffer::bytes).sum::<u64>() + gradients.as_ref().map_or(0, |g| g.buffer.bytes()),
-            // Not used by a layer without a router, but must not be 0.
+            // A layer without a router does not use this, but it must not be 0.
             router_parts: planes.parts.max(1),
             gradients,
             mlps: weights,
@@ -213,10 +213,9 @@ impl<'g> DeviceWeights<'g> {
         Ok(made)
     }
 
-    /// The tables of a layer whose caller has the weights. The addresses of weights, gradients and tensor maps come with each
-    /// pass.
+    /// The tables of a layer whose caller owns the weights. The addresses of weights, gradients and tensor maps are set in each pass.
     pub fn of_caller(gpu: &'g dyn Gpu, spec: &LayerSpec, me: usize, path: GemmPath) -> Result<Self, MoeError> {
-        // Not an address: sizes of a layer depend on whether there are tensor maps.
+        // This is a flag rather than an address, because a layer's sizes depend on whether it has tensor maps.
         let tensor_maps = u64::from(path == GemmPath::Hopper);
         let mut made = DeviceWeights {
             tables: Tables { tensor_maps, ..Tables::default() },
@@ -327,7 +326,7 @@ impl<'g> DeviceWeights<'g> {
         let shared = self.offsets.get(placement.experts(me).len());
         let location = match id {
             WeightId::Router => self.router.as_ref().map(WeightLocation::Router),
-            // `check` rejects a layer that has one.
+            // `check` rejects layers with a bias of the logits.
             WeightId::LogitBias => None,
             WeightId::RouterBias => self.router_bias.as_ref().map(|buffer| WeightLocation::Values(buffer, 0)),
             WeightId::SharedGate => self.shared_gate.as_ref().map(|buffer| WeightLocation::Values(buffer, 0)),
@@ -379,7 +378,7 @@ impl<'g> DeviceWeights<'g> {
     /// Replaces a weight.
     pub fn write(&mut self, spec: &LayerSpec, me: usize, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
         let name = || format!("{id:?}");
-        // Moved out because the position borrows `self`.
+        // Moved out of `self`, because the location borrows `self`.
         let (mut elements, mut planes) = (std::mem::take(&mut self.elements), std::mem::take(&mut self.planes));
         let written = self.locate(spec, me, id, values.len(), "set a weight").and_then(|location| match location {
             WeightLocation::Values(buffer, at) => Ok(buffer.write(at, values)?),
@@ -403,21 +402,21 @@ impl<'g> DeviceWeights<'g> {
 
 /// The gradients of a layer's weights on a device.
 pub struct DeviceGradients<'g> {
-    /// Gradients of the last backward, written by the kernels. The first `replicated_bytes` are those of replicated weights.
+    /// Gradients of the last backward, which the kernels write. The first `replicated_bytes` bytes are those of replicated weights.
     buffer: Buffer<'g>,
     replicated_bytes: u64,
     /// Whether the gradients of replicated weights are zeros.
     replicated_zero: bool,
-    /// Sums over backward passes; allocated when accumulation is first turned on.
+    /// Sums over backward passes. Allocated when accumulation is turned on for the first time.
     sum: Option<Buffer<'g>>,
     accumulate: bool,
-    /// Whether the layer's gradients are in `sum`.
+    /// Whether the layer's gradients are those in `sum` rather than those in `buffer`.
     summed: bool,
     /// Offsets of the local experts, then of the shared expert.
     offsets: Vec<MlpOffsets>,
     router: u64,
     shared_gate: Option<u64>,
-    /// Host copy.
+    /// Copy of the gradients on the host.
     read: Gradients,
 }
 
@@ -450,7 +449,7 @@ impl<'g> DeviceGradients<'g> {
         })
     }
 
-    /// Turns accumulation on or off; returns the bytes that it allocated.
+    /// Turns accumulation on or off. Returns the number of bytes that it allocated.
     pub fn set_accumulate(&mut self, gpu: &'g dyn Gpu, accumulate: bool) -> Result<u64, GpuError> {
         self.accumulate = accumulate;
         if !accumulate || self.sum.is_some() {
@@ -459,8 +458,8 @@ impl<'g> DeviceGradients<'g> {
         Ok(self.sum.insert(Buffer::new(gpu, self.buffer.bytes())?).bytes())
     }
 
-    /// Call before launching a backward. With the caller's routing, backward does not write the gradients of replicated
-    /// weights, so they must be zeros. `add` is the launch of [`Kernel::Accumulate`].
+    /// Call before launching a backward. If the caller routes (`by_caller`), backward does not write the gradients of replicated weights,
+    /// so they are set to zeros. `add` is the launch of [`Kernel::Accumulate`].
     pub fn begin(&mut self, gpu: &dyn Gpu, add: Launch, by_caller: bool) -> Result<(), GpuError> {
         if self.accumulate && !self.summed {
             self.add(gpu, add, true)?;
@@ -486,8 +485,8 @@ impl<'g> DeviceGradients<'g> {
         let launch = Launch { grid: blocks as u32, ..launch };
         let (to, from) = (sum.address(), self.buffer.address());
         let args = [bytemuck::bytes_of(&to), bytemuck::bytes_of(&from), bytemuck::bytes_of(&count)];
-        // SAFETY: the kernel takes two addresses of `count` f32, a multiple of 4, the count, and a flag. Both buffers
-        // have the same length, in pieces that are multiples of 256 bytes.
+        // SAFETY: the kernel takes two addresses of `count` f32, the count, which must be a multiple of 4, and a flag. Both buffers have
+        // the same length, which is a multiple of 256 bytes.
         unsafe {
             gpu.launch(
                 Kernel::Accumulate.name(),
@@ -497,7 +496,7 @@ impl<'g> DeviceGradients<'g> {
         }
     }
 
-    /// The gradients of the last backward, or the sums.
+    /// Reads the gradients of the last backward, or the sums.
     pub fn read(&mut self, spec: &LayerSpec, me: usize) -> Result<&Gradients, GpuError> {
         let all = &mut self.read;
         if all.experts.is_empty() && all.router.is_empty() {

@@ -1,16 +1,15 @@
-//! Number of slots of a source in a PE's window, which is also the number of messages per fence on a network
+//! The number of window slots that a PE has for a source, which is also the number of messages per fence on a network
 //! (`kernels/dispatch.h`, "Waves").
 
 use crate::moe::spec::{LayerSpec, Layout};
 
-/// Standard deviations above the mean of even routing for which a window has slots.
+/// A window has slots for the mean of even routing plus this many standard deviations.
 const DEVIATIONS: f64 = 3.0;
 
-/// Slots of a source's window, out of the `round_chunks` that it may send per refill, for layers that copy rows out of
-/// the window anyway. 7/16 of these chunks, which is 7/8 of the even share with the default budget, but enough for even
-/// routing. With even routing slots are then not reused, and a phase has at most as many fences as PEs that only the
-/// network reaches. With relays, a window receives the rows for a whole host and has slots for one PE's share of them:
-/// the number of fences has the same bound, but slots are reused.
+/// Number of slots of a source's window, for layers that copy rows out of the window. The source may send `round_chunks` chunks per refill.
+/// The window has 7/16 of these, which is 7/8 of the even share with the default budget, but at least as many as even routing needs. So
+/// with even routing slots are not reused, and a phase has at most one fence per inter-node peer. With relays, a window receives the rows
+/// for a whole host, but has slots only for one PE's share of them. The number of fences then has the same bound, but slots are reused.
 pub(super) fn window_chunks(spec: &LayerSpec, layout: &Layout, round_chunks: usize) -> usize {
     let hosts = &spec.options.hosts;
     let members = if hosts.relays() { (0..hosts.n_pes()).map(|pe| hosts.members(pe).count()).min() } else { None };
@@ -18,8 +17,8 @@ pub(super) fn window_chunks(spec: &LayerSpec, layout: &Layout, round_chunks: usi
     (round_chunks * 7).div_ceil(16).max(even).min(round_chunks)
 }
 
-/// Rows that a source sends to the PE or host that gets most of them, if every set of experts is equally likely for each token. A token
-/// counts as one row per destination, whatever its number of experts there.
+/// Number of rows that a source sends to the PE or host that gets most of them, if every set of experts is equally likely for each token. A
+/// token is one row per destination, regardless of its number of experts there.
 fn even_rows(spec: &LayerSpec) -> usize {
     let LayerSpec { config, placement, options, max_tokens, .. } = spec;
     let relays = options.hosts.relays();
@@ -27,7 +26,7 @@ fn even_rows(spec: &LayerSpec) -> usize {
     let to = |pe: usize| if relays { options.hosts.members(pe).next().unwrap_or(pe) } else { pe };
     let first: Vec<usize> = (0..n).map(to).collect();
     let experts = placement.n_experts();
-    // Maximum number of experts, counted in shares, at one destination. Without replicas all sources are alike.
+    // Maximum number of experts at one destination, as the sum of the source's shares. Without replicas it is the same for all sources.
     let mut most = 0.0f64;
     for source in 0..if placement.has_replicas() { n } else { 1 } {
         let mut held = vec![0.0; n];
@@ -43,7 +42,7 @@ fn even_rows(spec: &LayerSpec) -> usize {
         }
         most = held.into_iter().fold(most, f64::max);
     }
-    // Probability that none of a token's k experts is at the destination.
+    // Probability that a token has no expert at the destination.
     let none: f64 =
         (0..config.router.top_k.min(experts)).map(|i| (1.0 - most / (experts - i) as f64).max(0.0)).product();
     let (tokens, present) = (*max_tokens as f64, 1.0 - none);
@@ -70,7 +69,7 @@ mod tests {
         LayerSpec::new(config, n, TOKENS).dtype(Dtype::Bf16).training(true)
     }
 
-    /// The shape on a network, and its symmetric memory in bytes.
+    /// The shape of a layer whose PEs use a network, and its symmetric memory in bytes.
     fn shape_of(spec: &LayerSpec) -> (LayerShape, u64) {
         let (device, groups) = (DeviceOptions::default(), Groups::one(spec.placement.clone()));
         let (device, groups) = (&device, &groups);
@@ -85,7 +84,7 @@ mod tests {
         ((*state >> 33) as usize * n) >> 31
     }
 
-    /// Chunks of one source for each destination; expert `e` is at `to(e)`, and each token chooses `k` different
+    /// Number of chunks of one source for each destination. Expert `e` is at destination `to(e)`, and each token chooses `k` different
     /// experts.
     fn chunks(state: &mut u64, experts: usize, k: usize, chunk_rows: usize, to: &dyn Fn(usize) -> usize) -> Vec<usize> {
         let mut rows = vec![0usize; experts];
@@ -105,7 +104,7 @@ mod tests {
         rows.into_iter().map(|rows| rows.div_ceil(chunk_rows)).collect()
     }
 
-    /// Fences of a phase: one per `window` messages, in the order chunk 0 of all network peers, then chunk 1.
+    /// Number of fences of a phase: one per `window` messages. The messages are chunk 0 for all inter-node peers, then chunk 1, and so on.
     fn fences(remote: &[usize], window: usize) -> usize {
         let most = remote.iter().copied().max().unwrap_or(0);
         let sent = |number: &usize| number / remote.len() < remote[number % remote.len()];
@@ -165,7 +164,7 @@ mod tests {
         }
     }
 
-    /// Even routing needs fewer slots here, so the window follows the budget.
+    /// With these budgets even routing needs fewer slots than 7/16 of the budget, so the window depends on the budget.
     #[test]
     fn window_grows_with_the_budget() {
         let spec_of = |model, n| {

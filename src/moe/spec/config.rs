@@ -1,6 +1,6 @@
-//! Configuration of a MoE layer: shapes, router, experts, and identifiers of its weights.
+//! Configuration of an MoE layer: shapes, router, experts, and identifiers of its weights.
 //!
-//! Independent of file formats; `checkpoint` and the synthetic layer both produce these types.
+//! These types do not depend on file formats. Both `checkpoint` and the synthetic layer produce them.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use super::error::{ConfigError, WeightError};
 use super::place::WeightSlice;
 use crate::formats::Model;
 
-/// Upper bound of expert counts and widths: far above any model, and low enough that a product of two cannot overflow.
+/// Maximum number of experts, and maximum width. It is far above that of any model, and low enough that a product of two cannot overflow.
 pub const MAX_WIDTH: usize = 1 << 20;
 
 /// How router logits become scores.
@@ -42,7 +42,7 @@ pub enum GroupScore {
 pub struct Norm {
     /// Added to the norm.
     pub epsilon: f32,
-    /// Minimum divisor, 0 for none (ERNIE 4.5's `moe_norm_min`).
+    /// Minimum divisor (ERNIE 4.5's `moe_norm_min`); 0 if there is none.
     pub floor: f32,
     /// 1 for the sum; DBRX uses other orders above 0.
     pub order: f32,
@@ -61,15 +61,15 @@ impl Norm {
 pub struct GroupLimit {
     /// Number of groups; divides the number of experts.
     pub n_groups: usize,
-    /// Number of groups that stay eligible, `1..=n_groups`.
+    /// Number of groups from which experts can be chosen, 1 to `n_groups`.
     pub top_groups: usize,
 }
 
 /// The router: the experts of each token, and their weights.
 ///
-/// `scores = scoring(x W^T)`. The `top_k` experts with the largest `scores + correction bias` are chosen, among the
-/// eligible groups; ties go to the smaller index. Their weights are their scores *without* the bias, divided by their
-/// norm if `renormalise`, times `scaling`. A bias and a softcap may be applied to the logits before scoring.
+/// `scores = scoring(x W^T)`. The `top_k` experts of the eligible groups with the largest `scores + correction bias` are chosen. Of equal
+/// experts, the one with the smaller index is chosen. Their weights are their scores *without* the bias, divided by their norm if
+/// `renormalise`, times `scaling`. A bias and a softcap may be applied to the logits before scoring.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RouterConfig {
@@ -79,9 +79,9 @@ pub struct RouterConfig {
     pub top_k: usize,
     /// Whether the chosen scores are divided by their norm.
     pub renormalise: bool,
-    /// The divisor if `renormalise`. The constructors set the sum, plus 1e-20 for scores that are not probabilities.
+    /// The divisor, if `renormalise`. The constructors set it to the sum, plus 1e-20 for scores that are not probabilities.
     pub norm: Norm,
-    /// Factor on the weights (`routed_scaling_factor`), 1 for none.
+    /// Factor on the weights (`routed_scaling_factor`); 1 if there is none.
     pub scaling: f32,
     /// Group-limited selection, if the model uses it.
     pub groups: Option<GroupLimit>,
@@ -105,12 +105,12 @@ pub struct RouterConfig {
     pub external: bool,
 }
 
-/// Chooses two experts in sequence (SparseMixer-v2, arXiv 2409.12136, in evaluation, without sampling): the best logit,
-/// then the best of the others. The weight of each is its share in a softmax over the remaining logits `l` with `(best
+/// Chooses two experts, one after the other (SparseMixer-v2, arXiv 2409.12136, in evaluation, without sampling): the one with the best
+/// logit, then the best one of the others. The weight of each is its share in a softmax over the remaining logits `l` with `(best
 /// - l) / max(|l|, best) <= 2 jitter`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SparseMixer {
-    /// `router_jitter_noise`.
+    /// The model's `router_jitter_noise`.
     pub jitter: f32,
 }
 
@@ -153,9 +153,9 @@ impl RouterConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MlpConfig {
-    /// Inner width.
+    /// Width of the intermediate activations.
     pub intermediate: usize,
-    /// Whether it has a gate projection.
+    /// Whether the MLP has a gate projection.
     pub gated: bool,
     /// The activation function.
     pub activation: Activation,
@@ -169,11 +169,11 @@ pub struct MlpConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SharedConfig {
-    /// Its MLP.
+    /// The shared expert's MLP.
     pub mlp: MlpConfig,
-    /// Whether its output is multiplied by `sigmoid(x w^T)`, `w` of shape `[1, hidden]` (Qwen2-MoE).
+    /// Whether the output is multiplied by `sigmoid(x w^T)`, where `w` has shape `[1, hidden]` (Qwen2-MoE).
     pub sigmoid_gate: bool,
-    /// Constant factor on its output, 1 for most models.
+    /// Constant factor on the output; 1 for most models.
     pub scale: f32,
 }
 
@@ -216,10 +216,10 @@ pub struct LayerConfig {
     /// expert) pairs routed to it, counted over all PEs, in the order of global token indices. Dropped pairs contribute
     /// nothing, and kept weights are not renormalised.
     pub capacity_factor: Option<f64>,
-    /// Coefficient of the load-balancing auxiliary loss (Fedus et al., Switch Transformers, section 2.2,
-    /// summed over the top-k choices), 0 for none.
+    /// Coefficient of the load-balancing auxiliary loss (Fedus et al., Switch Transformers, section 2.2, summed over the top-k choices); 0
+    /// without this loss.
     pub aux_loss_coef: f32,
-    /// Coefficient of the router z-loss (Zoph et al., ST-MoE, section 3.2, equation 5), 0 for none.
+    /// Coefficient of the router z-loss (Zoph et al., ST-MoE, section 3.2, equation 5); 0 without this loss.
     pub z_loss_coef: f32,
 }
 
@@ -256,7 +256,7 @@ pub enum WeightId {
 }
 
 impl WeightId {
-    /// The routed expert it belongs to; `None` for a weight that every PE holds.
+    /// The routed expert to which the weight belongs; `None` for a weight that every PE holds.
     pub fn expert(self) -> Option<usize> {
         match self {
             WeightId::Expert(e, _) | WeightId::ExpertBias(e, _) => Some(e),
@@ -271,12 +271,12 @@ impl WeightId {
 }
 
 impl MlpConfig {
-    /// A gated MLP without biases, of inner width `intermediate`.
+    /// A gated MLP without biases, with intermediate width `intermediate`.
     pub fn gated(intermediate: usize, activation: Activation) -> Self {
         MlpConfig { intermediate, gated: true, activation, bias: false, glu: Glu::PRODUCT }
     }
 
-    /// An MLP without gate and biases, of inner width `intermediate`.
+    /// An MLP without gate and biases, with intermediate width `intermediate`.
     pub fn plain(intermediate: usize, activation: Activation) -> Self {
         MlpConfig { gated: false, ..MlpConfig::gated(intermediate, activation) }
     }
@@ -345,7 +345,7 @@ impl LayerConfig {
         self.n_experts + self.identity_experts
     }
 
-    /// Maximum pairs per expert, for `pairs` pairs over all PEs; `None` without a capacity factor.
+    /// Maximum number of (token, expert) pairs per expert, for `pairs` pairs over all PEs; `None` without a capacity factor.
     pub(crate) fn expert_capacity(&self, pairs: u64) -> Option<u64> {
         let (factor, top_k) = (self.capacity_factor?, self.router.top_k);
         let tokens = pairs / top_k as u64;
@@ -357,7 +357,7 @@ impl LayerConfig {
         if self.router.external { 0 } else { self.choices() }
     }
 
-    /// Whether an auxiliary loss has a coefficient; load sums over all PEs' tokens are then needed.
+    /// Whether an auxiliary loss has a coefficient. The layer then needs load sums over all PEs' tokens.
     pub fn has_losses(&self) -> bool {
         self.aux_loss_coef != 0.0 || self.z_loss_coef != 0.0
     }
@@ -400,7 +400,7 @@ impl LayerConfig {
         ids
     }
 
-    /// Like [`expert_weights`](Self::expert_weights), each with its element range in their concatenation.
+    /// Like [`expert_weights`](Self::expert_weights). Each weight has its element range in the concatenation of all.
     pub fn expert_parts(&self, expert: usize) -> Vec<(WeightId, Range<usize>)> {
         let mut end = 0;
         let part = |id| {
@@ -411,19 +411,19 @@ impl LayerConfig {
         self.expert_weights(expert).into_iter().map(part).collect()
     }
 
-    /// Elements of one expert's weights, biases included.
+    /// Number of elements of one expert's weights, including biases.
     pub fn expert_elements(&self) -> usize {
         self.expert_parts(0).last().map_or(0, |(_, part)| part.end)
     }
 
-    /// Every weight of the layer, replicated ones first, in a fixed order.
+    /// All weights of the layer, in a fixed order: replicated weights, then those of the experts.
     pub fn weights(&self) -> Vec<WeightId> {
         let mut ids = self.replicated_weights();
         ids.extend((0..self.n_experts).flat_map(|e| self.expert_weights(e)));
         ids
     }
 
-    /// Checks the fields of the routers of particular model families.
+    /// Checks the fields that only some model families use.
     fn validate_router(&self) -> Result<(), ConfigError> {
         let err = |field: &'static str, value: String, expected: &str| {
             Err(ConfigError { field, value, expected: expected.into() })
@@ -545,10 +545,10 @@ pub trait WeightSource {
     /// Configuration of the layer.
     fn config(&self) -> &LayerConfig;
 
-    /// Name, in the source's naming, of the tensor that contains the weight. Gradients are written under it.
+    /// Name that the source uses for the tensor that contains the weight. The weight's gradient is written under this name.
     fn name(&self, id: WeightId) -> String;
 
-    /// Position of the weight in that tensor: by default, the whole tensor.
+    /// Position of the weight in the tensor [`name`](Self::name). By default the weight is the whole tensor.
     fn weight_slice(&self, id: WeightId) -> WeightSlice {
         WeightSlice::whole(self.name(id), self.config().shape(id))
     }
@@ -562,8 +562,8 @@ pub trait WeightSource {
 }
 
 impl LayerConfig {
-    /// The planner's description of a model with `layers` = (all layers, MoE layers), whose MoE layers are like this
-    /// one.
+    /// The planner's description of a model whose MoE layers have this configuration. `layers` is (number of all layers, number of MoE
+    /// layers).
     pub fn model(&self, layers: (usize, usize)) -> Model {
         let replicated = self.replicated_weights();
         let routed = self.weights().into_iter().filter(|id| id.has_gradient() && !replicated.contains(id));
@@ -575,8 +575,8 @@ impl LayerConfig {
     }
 }
 
-/// FLOP of a step's GEMMs: `routed_rows` rows through routed experts and `tokens` through the shared expert. Times
-/// three with `backward`. Excludes the router.
+/// FLOP of the experts' GEMMs in a step, with `routed_rows` rows for routed experts and `tokens` rows for the shared expert. With
+/// `backward`, three times those of forward. The router is not included.
 pub fn gemm_flop(layer: &LayerConfig, routed_rows: u64, tokens: u64, backward: bool) -> f64 {
     let shared = layer.shared.map_or(0.0, |s| s.mlp.forward_flop_per_row(layer.hidden) * tokens as f64);
     let routed = layer.expert.forward_flop_per_row(layer.hidden) * routed_rows as f64;

@@ -14,7 +14,7 @@ pub enum MoeError {
     /// Invalid configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// Symmetric memory, such as a heap that is too small.
+    /// An error of symmetric memory, such as a heap that is too small.
     #[error(transparent)]
     Shmem(#[from] ShmemError),
     /// Weights cannot be loaded.
@@ -46,9 +46,9 @@ pub enum MoeError {
     Wait {
         /// The PE that waited.
         pe: usize,
-        /// The PE it waited for, if a single one.
+        /// The PE for which it waited, if it waited for a single PE.
         peer: Option<usize>,
-        /// The event it waited for.
+        /// The event for which it waited.
         what: &'static str,
         /// The phase before the wait.
         phase: Phase,
@@ -59,10 +59,10 @@ pub enum MoeError {
         /// Duration of the wait.
         waited: Duration,
     },
-    /// A PE was lost while this one waited for any peer.
+    /// A PE was lost while this PE waited for a peer.
     #[error("PE {pe} in phase {}: {lost}", phase.name())]
     Lost {
-        /// The PE that detected it.
+        /// The PE that detected the loss.
         pe: usize,
         /// The phase before the wait.
         phase: Phase,
@@ -100,7 +100,7 @@ pub enum MoeError {
 }
 
 impl MoeError {
-    /// The PE that a failed wait was for, or the lost PE.
+    /// The PE for which this PE waited, if a wait failed, or the lost PE.
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             MoeError::Wait { peer, .. } => *peer,
@@ -111,7 +111,7 @@ impl MoeError {
         }
     }
 
-    /// The error of a failed wait of this PE. `peer` is the number in `shmem`, and the error has world numbers.
+    /// The error of a failed wait of this PE. `peer` is a PE number in `shmem`; the error has PE numbers of the world.
     pub(crate) fn wait<T: Transport>(
         shmem: &Shmem<T>,
         peer: usize,
@@ -134,7 +134,7 @@ impl MoeError {
 pub struct ConfigError {
     /// The invalid field.
     pub field: &'static str,
-    /// Its value.
+    /// The field's value.
     pub value: String,
     /// The expected values.
     pub expected: String,
@@ -148,12 +148,12 @@ impl fmt::Display for ConfigError {
 
 impl std::error::Error for ConfigError {}
 
-/// The reason why a [`WeightSource`](super::WeightSource) cannot load a weight; one line.
+/// The reason why a [`WeightSource`](super::WeightSource) cannot load a weight, as one line.
 #[derive(Debug)]
 pub struct WeightError(Box<dyn std::error::Error + Send + Sync>);
 
 impl WeightError {
-    /// From an error or a message.
+    /// Wraps an error or a message.
     pub fn new(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> WeightError {
         WeightError(error.into())
     }

@@ -5,19 +5,19 @@ use half::bf16;
 use super::config::{LayerConfig, MlpConfig, Proj, WeightId};
 use super::placement::Placement;
 
-/// The gradients of the weights that a PE holds, in the weights' shapes; each backward overwrites them. Gradients of replicated weights
-/// are summed over all PEs.
+/// The gradients of the weights that a PE holds, in the weights' shapes. Each backward overwrites them. Gradients of replicated weights are
+/// sums over all PEs.
 #[derive(Clone, Debug, Default)]
 pub struct Gradients {
-    /// `[n_experts + identity_experts, hidden]`, empty if the caller routes.
+    /// Gradient of the router, `[n_experts + identity_experts, hidden]`; empty if the caller routes.
     pub router: Vec<f32>,
-    /// Gradient of the logits' bias, `[n_experts + identity_experts]`, empty without one.
+    /// Gradient of the logits' bias, `[n_experts + identity_experts]`; empty without this bias.
     pub logit_bias: Vec<f32>,
     /// Gradients of the local experts, in the order of [`Placement::experts`].
     pub experts: Vec<MlpGradients>,
     /// Gradients of the shared expert.
     pub shared: MlpGradients,
-    /// Gradient of the shared expert's gate, `[1, hidden]`, empty without one.
+    /// Gradient of the shared expert's gate, `[1, hidden]`; empty without this gate.
     pub shared_gate: Vec<f32>,
 }
 
@@ -64,7 +64,7 @@ impl Gradients {
         self.replicated().for_each(|values| values.iter_mut().for_each(|x| *x *= factor));
     }
 
-    /// Adds the gradients of another backward, of the same shapes.
+    /// Adds the gradients of another backward, which must have the same shapes.
     pub(in crate::moe) fn add(&mut self, other: &mut Gradients) {
         let experts = self.experts.iter_mut().zip(&mut other.experts);
         let experts = experts.flat_map(|(to, from)| to.all().zip(from.all()));
@@ -82,7 +82,7 @@ impl Gradients {
 pub struct MlpGradients {
     /// Gradients of the gate, up and down matrices, `[out, in]`.
     pub matrix: [Vec<f32>; 3],
-    /// Gradients of their biases, `[out]`.
+    /// Gradients of the biases of gate, up and down, `[out]`.
     pub bias: [Vec<f32>; 3],
 }
 
@@ -127,15 +127,15 @@ pub enum MatrixGradientMut<'a> {
 pub struct MlpGradientsMut<'a> {
     /// Gate, up and down matrices, `[out, in]`.
     pub matrix: [MatrixGradientMut<'a>; 3],
-    /// Their biases, `[out]`.
+    /// Biases of gate, up and down, `[out]`.
     pub bias: [&'a mut [f32]; 3],
 }
 
-/// Receives the gradients of borrowed experts. Called once per expert with its local index and a function, which writes
-/// the gradients to the buffers that it is given.
+/// Receives the gradients of borrowed experts. Called once per expert, with the expert's local index and a function that writes the
+/// gradients to buffers.
 pub type GradientSink<'a> = dyn FnMut(usize, &mut dyn FnMut(MlpGradientsMut<'_>)) + 'a;
 
-/// Index of a projection in arrays of three.
+/// Index of a projection in arrays with an element for each of gate, up and down.
 pub fn proj_index(proj: Proj) -> usize {
     match proj {
         Proj::Gate => 0,

@@ -1,13 +1,13 @@
-//! Expert-parallel (EP) groups: each group holds all experts and has its own tokens; together they form one layer.
+//! Expert-parallel (EP) groups. Each group holds all experts and has its own tokens; all groups together are one layer.
 
 use super::placement::Placement;
 
-/// The EP groups of a world, and the placement of experts in each.
+/// The EP groups of a world, and the placement of experts in each group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Groups {
     /// The PEs of each group, by index in the group.
     members: Vec<Vec<usize>>,
-    /// The placement of each group, in terms of indices in the group.
+    /// The placement of each group. Its PE numbers are indices in the group.
     placements: Vec<Placement>,
 }
 
@@ -84,7 +84,7 @@ impl Groups {
         self.members[group][self.placements[group].owner(expert)]
     }
 
-    /// The PEs that hold each expert, by group, and ascending by index within a group.
+    /// For each expert the PEs that hold it, in the order of groups, and by ascending index within a group.
     pub fn holders(&self) -> Vec<Vec<usize>> {
         let in_group = |expert: usize, g: usize| {
             self.placements[g].holders(expert).into_iter().map(move |index| self.members[g][index])

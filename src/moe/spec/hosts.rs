@@ -1,4 +1,4 @@
-//! The hosts of PEs, for rows that cross to another host once and are relayed there.
+//! The hosts of PEs, for rows that are sent to another host once, to a relay.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ impl Hosts {
         Hosts(of)
     }
 
-    /// The hosts of a subset of the PEs, such as a group, by index in it; empty if `self` is.
+    /// The hosts of some of the PEs, such as a group: element `i` is the host of `pes[i]`. Empty if `self` is empty.
     pub fn of(&self, pes: &[usize]) -> Hosts {
         Hosts(pes.iter().filter_map(|&pe| self.0.get(pe).copied()).collect())
     }
@@ -32,9 +32,8 @@ impl Hosts {
         (0..self.n_pes()).filter(move |other| self.0[*other] == self.0[pe])
     }
 
-    /// The PE that receives the rows of `source` for `target` first: `target` itself on the same host, otherwise the
-    /// relay of `source` on the target's host. The PEs of a host are assigned to the relays of another host
-    /// round-robin.
+    /// The PE to which `source` sends rows for `target`: `target` itself if both are on the same host, otherwise the relay of `source` on
+    /// the target's host. The PEs of a host are assigned round-robin to the PEs of another host as their relays.
     pub fn relay(&self, source: usize, target: usize) -> usize {
         if self.0[source] == self.0[target] {
             return target;
@@ -60,7 +59,7 @@ impl Hosts {
         (0..self.n_pes()).map(|pe| self.members(pe).count()).max().unwrap_or(1)
     }
 
-    /// Maximum number of PEs that one PE relays for.
+    /// Maximum number of sources for which one PE is the relay.
     pub fn most_served(&self) -> usize {
         (0..self.n_pes()).map(|pe| self.served(pe).len()).max().unwrap_or(0)
     }

@@ -1,5 +1,4 @@
-//! The interface of a layer: its description ([`LayerSpec`]), and the operations that every engine implements
-//! ([`MoeLayer`]).
+//! The interface of a layer: its specification ([`LayerSpec`]), and the operations that every engine implements ([`MoeLayer`]).
 
 use std::borrow::{Borrow, BorrowMut};
 
@@ -14,7 +13,7 @@ use super::placement::Placement;
 use super::{ConfigError, MoeError};
 use crate::shmem::{ShmTransport, Shmem};
 
-/// A layer, and how one expert-parallel group of PEs runs it. All PEs of the group use the same value.
+/// Specifies a layer, and how one expert-parallel group of PEs runs it. All PEs of the group must use the same value.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LayerSpec {
@@ -26,18 +25,18 @@ pub struct LayerSpec {
     pub dtype: Dtype,
     /// Maximum tokens of one PE in a pass.
     pub max_tokens: usize,
-    /// Whether backward passes run: allocates gradients and, on a device, the memory that backward needs.
+    /// Whether backward passes run. If so, gradients are allocated and, on a device, the memory that backward needs.
     pub training: bool,
     /// Options of the engine.
     pub options: Options,
-    /// Maximum experts that a PE can hold after moves ([`MoeLayer::move_experts`]); reserves symmetric memory for them.
+    /// Maximum number of experts that a PE can hold after moves ([`MoeLayer::move_experts`]); symmetric memory is reserved for this many.
     /// `None` if experts never move.
     pub slots: Option<usize>,
 }
 
 impl LayerSpec {
-    /// A layer for training in f32 on `n_pes` PEs with at most `max_tokens` tokens each; experts are placed in even
-    /// contiguous blocks.
+    /// A layer for training in f32 on `n_pes` PEs with at most `max_tokens` tokens each. Experts are placed on PEs in contiguous blocks of
+    /// even size.
     pub fn new(config: LayerConfig, n_pes: usize, max_tokens: usize) -> Self {
         let placement = Placement::even(config.n_experts, n_pes);
         let (dtype, options) = (Dtype::F32, Options::default());
@@ -92,7 +91,7 @@ impl LayerSpec {
         Ok(())
     }
 
-    /// Size of a symmetric heap for this layer alone, bytes per PE.
+    /// Size of a symmetric heap with only this layer, bytes per PE.
     ///
     /// # Errors
     ///
@@ -123,7 +122,7 @@ impl LayerSpec {
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Routed {
-    /// The experts of each of this PE's tokens, `[tokens, top_k]`; [`NO_EXPERT`] where the caller's routing has none.
+    /// The experts of each of this PE's tokens, `[tokens, top_k]`. [`NO_EXPERT`] if the caller's routing has no expert.
     pub chosen: Vec<u32>,
     /// Routing weights of `chosen`, `[tokens, top_k]`.
     pub weights: Vec<f32>,
@@ -162,17 +161,17 @@ impl ExpertState for () {
     fn remove(&mut self, _: usize) {}
 }
 
-/// In [`Routed::chosen`]: no expert. The caller's routing has id -1 for it.
+/// Means no expert in [`Routed::chosen`]. In the caller's routing, id -1 has this meaning.
 pub const NO_EXPERT: u32 = u32::MAX;
 
-/// One PE's part of a MoE layer whose experts are spread over all PEs; implemented by each engine.
+/// One PE's part of an MoE layer whose experts are distributed over all PEs. Each engine implements this trait.
 ///
-/// Every PE makes its layer from the same [`LayerSpec`], and calls the same passes in the same order. The number of
-/// tokens may differ from PE to PE, and may be 0. A pass may return before it has run; [`MoeLayer::finish`] waits for
-/// it. A layer is unusable after an error, because its PEs may have reached different points of the protocol.
+/// Every PE makes its layer from the same [`LayerSpec`], and calls the same passes in the same order. The number of tokens may differ from
+/// PE to PE, and may be 0. The call of a pass may return before the pass is done; [`MoeLayer::finish`] waits for the pass. A layer must not
+/// be used after an error, because its PEs may be at different points of the protocol.
 ///
-/// A forward pass returns a [`Saved`](MoeLayer::Saved), which is valid for one backward of this layer. A second
-/// backward, or another layer, returns [`MoeError::Usage`].
+/// A forward pass returns a [`Saved`](MoeLayer::Saved), which is valid for one backward of this layer. A second backward, or a backward of
+/// another layer, returns [`MoeError::Usage`].
 pub trait MoeLayer {
     /// Rows in the layer's element type in memory of the engine, `[tokens, hidden]`: a slice, or a device buffer.
     type Rows: ?Sized;
@@ -217,16 +216,15 @@ pub trait MoeLayer {
     /// Returns an error if allocation fails.
     fn ids(&self, ids: &[i32]) -> Result<Self::IdsBuf, MoeError>;
 
-    /// Copies values to `into`, of the same length, after all passes called before.
+    /// Copies values to `into`, which must have the same length, after all passes that were called before.
     ///
     /// # Errors
     ///
     /// Returns an error if the lengths differ, or the device's error.
     fn read(&self, values: &Self::Values, into: &mut [f32]) -> Result<(), MoeError>;
 
-    /// `output = sum over chosen experts of weight * expert(x)`, plus the shared expert, for this PE's tokens, routed
-    /// by the layer's own router. `x` and `output` are `[tokens, hidden]`. Pass the result to [`MoeLayer::recycle`] in
-    /// the end.
+    /// `output = sum over chosen experts of weight * expert(x)`, plus the shared expert, for this PE's tokens, routed by the layer's own
+    /// router. `x` and `output` are `[tokens, hidden]`. Pass the returned state to [`MoeLayer::recycle`] when it is no longer needed.
     ///
     /// # Errors
     ///
@@ -239,8 +237,8 @@ pub trait MoeLayer {
     ///
     /// # Errors
     ///
-    /// Those of `forward`, and an error if `saved` is another layer's, already had its backward, or if the layer was
-    /// not made for training.
+    /// Returns the errors of `forward`, and an error if `saved` is that of another layer or has had its backward, or if the layer was not
+    /// made for training.
     fn backward(
         &mut self,
         saved: &mut Self::Saved,
@@ -249,13 +247,13 @@ pub trait MoeLayer {
         grad_input: &mut Self::Values,
     ) -> Result<(), MoeError>;
 
-    /// `output = sum over the given experts of weight * expert(x)`: routed experts with the caller's routing, without
-    /// the layer's router and shared expert. `ids` are global expert ids and `weights` their weights, both `[tokens,
-    /// top_k]` in any order. Id -1 means no expert; its weight is not read.
+    /// Runs the routed experts with the caller's routing, without the layer's router and shared expert: `output = sum over the given
+    /// experts of weight * expert(x)`. `ids` are global expert ids and `weights` their weights, both `[tokens, top_k]` in any order. Id -1
+    /// means no expert; its weight is not read.
     ///
     /// # Errors
     ///
-    /// Those of `forward`, and an error if an id is out of range or occurs twice in a token.
+    /// Returns the errors of `forward`, and an error if an id is out of range or occurs twice in a token.
     fn experts(
         &mut self,
         x: &Self::Rows,
@@ -264,12 +262,11 @@ pub trait MoeLayer {
         output: &mut Self::Values,
     ) -> Result<Self::Saved, MoeError>;
 
-    /// Backward of [`MoeLayer::experts`]: also computes the gradient of the routing weights, `[tokens, top_k]`, 0 for
-    /// id -1.
+    /// Backward of [`MoeLayer::experts`]. Also computes the gradient of the routing weights, `[tokens, top_k]`, which is 0 for id -1.
     ///
     /// # Errors
     ///
-    /// Those of [`MoeLayer::backward`].
+    /// Returns the errors of [`MoeLayer::backward`].
     fn experts_backward(
         &mut self,
         saved: &mut Self::Saved,
@@ -279,9 +276,8 @@ pub trait MoeLayer {
         grad_weights: &mut Self::Values,
     ) -> Result<(), MoeError>;
 
-    /// Waits until the last pass, which used `saved`, is done, and returns its times and traffic. Call it after each
-    /// pass whose outcome is wanted: on a device the next pass overwrites the outcome, on a CPU the next outcome
-    /// includes it.
+    /// Waits until the last pass, which must have used `saved`, is done. Returns its times and traffic. Call this after each pass for which
+    /// you need the outcome: on a device the next pass overwrites the outcome, and on a CPU the next outcome includes this one.
     ///
     /// # Errors
     ///
@@ -292,38 +288,37 @@ pub trait MoeLayer {
     ///
     /// # Errors
     ///
-    /// Returns an error if `saved` is another layer's, or the device's error.
+    /// Returns an error if `saved` is that of another layer, or the device's error.
     fn routed(&mut self, saved: &Self::Saved) -> Result<Routed, MoeError>;
 
     /// Reuses the memory of a pass for a later one.
     fn recycle(&mut self, saved: Self::Saved);
 
-    /// The gradients of the last backward, or their sums since [`MoeLayer::set_accumulate`]. Those of replicated
-    /// weights are summed over all PEs.
+    /// The gradients of the last backward, or their sums since [`MoeLayer::set_accumulate`]. The gradients of replicated weights are sums
+    /// over all PEs.
     ///
     /// # Errors
     ///
     /// Returns an error if the layer was not made for training, or the device's error.
     fn gradients(&mut self) -> Result<&Gradients, MoeError>;
 
-    /// Sets whether backward passes add to the gradients (gradient accumulation) instead of overwriting them, the
-    /// default. Must be the same on every PE. Turning it on first allocates a second set of gradients.
+    /// Sets whether backward passes add to the gradients (gradient accumulation) instead of overwriting them, which is the default. Must be
+    /// the same on every PE. When it is turned on for the first time, a second set of gradients is allocated.
     ///
     /// # Errors
     ///
     /// Returns an error if the layer was not made for training, or if allocation fails.
     fn set_accumulate(&mut self, accumulate: bool) -> Result<(), MoeError>;
 
-    /// Copies a weight that this PE holds to `into`, as f32, with the rounding that the engine computes with.
+    /// Copies a weight that this PE holds to `into`, as f32. The values have the rounding with which the engine computes.
     ///
     /// # Errors
     ///
     /// Returns an error if this PE does not hold the weight, or if the length differs.
     fn weights(&self, id: WeightId, into: &mut [f32]) -> Result<(), MoeError>;
 
-    /// Replaces a weight that this PE holds, in place: rounds and packs it without allocation or communication. The
-    /// next pass uses it. Replicated weights must get the same values on every PE, an expert's weights on every PE that
-    /// holds it.
+    /// Replaces a weight that this PE holds, in place: rounds and packs it without allocation or communication. The next pass uses the new
+    /// values. Replicated weights must be set to the same values on every PE, and an expert's weights on every PE that holds the expert.
     ///
     /// # Errors
     ///
@@ -331,9 +326,9 @@ pub trait MoeLayer {
     /// element type.
     fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError>;
 
-    /// Moves experts, with the caller's `state` of them, to the placement of `groups` (collective over all PEs,
-    /// one-sided, between passes). The members of this PE's group must not change. Gradients are zero afterwards, and
-    /// earlier forward passes can no longer have a backward. Returns the number of transfers within this group.
+    /// Moves experts and the caller's `state` of them to the placement of `groups`, by one-sided puts (collective over all PEs; call it
+    /// between passes). The members of this PE's group must not change. Afterwards gradients are zero, and earlier forward passes can no
+    /// longer have a backward. Returns the number of transfers within this group.
     ///
     /// # Errors
     ///
@@ -356,8 +351,8 @@ pub trait MoeLayer {
     ///
     /// # Errors
     ///
-    /// Returns an error if an id is out of range or occurs twice in a token, if the router has no weights for arbitrary
-    /// experts, or if the engine does not support it.
+    /// Returns an error if an id is out of range or occurs twice in a token, if the router cannot compute weights for arbitrary experts, or
+    /// if the engine does not support given choices.
     fn set_choices(&mut self, choices: Option<&[u32]>) -> Result<(), MoeError> {
         match choices {
             None => Ok(()),
@@ -371,7 +366,7 @@ pub trait MoeLayer {
     /// Starts recording spans ([`PassOutcome::spans`]).
     fn record_spans(&mut self);
 
-    /// Waits for all PEs of the group, and for all passes of this one (collective).
+    /// Waits for all PEs of the group, and for all passes of this PE (collective).
     ///
     /// # Errors
     ///

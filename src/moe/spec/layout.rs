@@ -3,11 +3,11 @@
 //! Per PE, for each of its `n_pes - 1` peers:
 //!
 //! - two headers (of even and of odd forward passes), each with its signal word;
-//! - a window of `window_chunks` chunks that the peer writes rows into, and a signal word per chunk;
-//! - a credit word, to which the peer adds when it frees a slot of *this* PE's window at it;
-//! - a result word per chunk that this PE may send to it;
+//! - a window of `window_chunks` chunks, to which the peer writes rows, and a signal word per chunk;
+//! - a credit word, to which the peer adds when it frees a slot of its window for *this* PE's rows;
+//! - a result word per chunk that this PE may send to the peer;
 //!
-//! and one return area for the results of all peers; each peer's header gives its offset in the area.
+//! and one return area for the results of all peers. This PE's header to a peer has the offset of the peer's results in the area.
 
 use super::config::LayerConfig;
 use super::placement::Placement;
@@ -16,10 +16,10 @@ use super::{MoeError, Options};
 /// Words of a header before the counts of local experts.
 pub const HEADER_WORDS: usize = 6;
 
-/// Bits of a chunk's signal that hold the number of the window refill; the bits above hold the pass.
+/// Number of low bits of a chunk's signal that hold the number of the window refill; the bits above hold the pass.
 pub const ROUND_BITS: u32 = 24;
 
-/// Words of a header to a PE with `local` experts, without those for relays.
+/// Words of a header to a PE with `local` experts, without the words for relays.
 pub(crate) fn header_words(config: &LayerConfig, local: usize) -> usize {
     HEADER_WORDS + local + if config.has_losses() { 2 + 3 * config.n_experts } else { 0 }
 }
@@ -31,7 +31,7 @@ pub struct Layout {
     pub peers: usize,
     /// Maximum tokens on one PE.
     pub max_tokens: usize,
-    /// Bytes of a row in transit: `hidden` elements.
+    /// Bytes of a row that is sent: `hidden` elements.
     pub row_bytes: usize,
     /// Maximum experts of a row on one PE, or on one host if rows are relayed.
     pub max_slots_per_row: usize,
@@ -43,34 +43,34 @@ pub struct Layout {
     pub max_chunks: usize,
     /// Words of a header.
     pub header_words: usize,
-    /// Words of the counts exchanged for a capacity factor, 0 without one.
+    /// Words of the counts that are exchanged for a capacity factor; 0 without one.
     pub capacity_words: usize,
     /// Bytes of the return area.
     pub return_bytes: usize,
-    /// Elements per piece of a moving expert, 0 if experts never move.
+    /// Elements per piece of a moving expert; 0 if experts never move.
     pub move_len: usize,
     /// With relays: the maximum number of other PEs on a host. Otherwise 0.
     pub siblings: usize,
-    /// With relays: the maximum number of sources that one PE relays for. Otherwise 0.
+    /// With relays: the maximum number of sources for which one PE is the relay. Otherwise 0.
     pub served: usize,
     /// With relays: bytes of one sibling's partial results for the rows of one source.
     pub partial_bytes: usize,
 }
 
-/// Elements per piece of a moving expert: 1 MiB.
+/// Elements per piece of a moving expert; a piece has 1 MiB.
 const MOVE_LEN: usize = 1 << 18;
 
 impl Layout {
-    /// The sizes for a layer with at most `max_tokens` tokens per PE and rows that are sent in elements of
-    /// `element_bytes`. With `slots`, for any placement of at most that many experts per PE.
+    /// Computes the sizes for a layer with at most `max_tokens` tokens per PE, and with rows whose elements have `element_bytes` bytes when
+    /// they are sent. With `slots`, the sizes are enough for any placement with at most that many experts per PE.
     ///
-    /// The windows of all peers together hold `budget_factor` times the even share: the rows that reach a PE if every
-    /// token goes to the maximum number of PEs and all PEs receive equally.
+    /// The windows for all peers together hold `budget_factor` times the even share. The even share is the number of rows that a PE
+    /// receives if every token is sent to the maximum number of PEs and all PEs receive the same number.
     ///
     /// # Errors
     ///
-    /// Returns [`MoeError::TooLarge`] if a PE's rows or slots cannot be numbered in 32 bits, or the window refills of a
-    /// pass in `ROUND_BITS`.
+    /// Returns [`MoeError::TooLarge`] if a PE's rows or slots cannot be numbered in 32 bits, or the window refills of a pass in
+    /// `ROUND_BITS` bits.
     pub fn new(
         config: &LayerConfig,
         placement: &Placement,
@@ -99,7 +99,7 @@ impl Layout {
         }
         let relays = options.hosts.relays();
         let members = if relays { options.hosts.most_members() } else { 0 };
-        // Over all PEs of a host.
+        // With relays, a row's slots on all PEs of a host.
         let max_slots_per_row = top_k.min(max_local * members.max(1)).max(1);
         Ok(Layout {
             peers,
@@ -133,7 +133,8 @@ impl Layout {
         self.peers * self.window_chunks * self.chunk_bytes()
     }
 
-    /// Signal words for all peers (two headers, capacity counts, credit, chunks, results) and for all relayed streams.
+    /// Number of signal words: those for all peers (two headers, capacity counts, credit, chunks, results) and those for all relayed
+    /// streams.
     pub(in crate::moe) fn signal_words(&self) -> usize {
         self.peers * (2 + 1 + 1 + self.window_chunks + self.max_chunks)
             + self.served * self.siblings * (1 + self.max_chunks)
@@ -173,7 +174,7 @@ mod tests {
             let layout = Layout::new(&config, &Placement::even(8, pes), None, 4, tokens, &options).unwrap();
             (layout.window_chunks, layout.chunk_rows)
         };
-        // Windows of 4,096, 2,048, 1,024, 90 and 0 rows.
+        // Windows of 4096, 2048, 1024, 90 and 1 rows.
         assert_eq!(of(4096, 4, None), (16, 256));
         assert_eq!(of(4096, 8, None), (16, 128));
         assert_eq!(of(2048, 8, None), (8, 128));
@@ -187,7 +188,7 @@ mod tests {
     fn too_many_rounds_for_the_signal_format_are_rejected() {
         let expert = MlpConfig::plain(1, Activation::Relu);
         let config = LayerConfig::new(1, 2, RouterKind::Softmax.config(2, 1), expert);
-        // Windows of one row: as many refills as tokens.
+        // With windows of one row, a pass has as many refills as tokens.
         let options = Options { budget_factor: 1e-9, ..Options::default() };
         let layout = |tokens| Layout::new(&config, &Placement::even(2, 2), None, 4, tokens, &options);
         assert!(layout((1 << 24) - 1).is_ok());

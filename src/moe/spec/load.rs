@@ -1,20 +1,21 @@
 //! Sums over tokens for the auxiliary losses.
 
-/// Sums over tokens for the auxiliary losses, over the tokens of one PE or of all.
+/// Sums for the auxiliary losses, over the tokens of one PE or of all PEs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Load {
     /// Number of tokens.
     pub tokens: u64,
-    /// (token, expert) pairs routed to each expert, before any drop.
+    /// Number of (token, expert) pairs of each expert, including those beyond the capacity.
     pub routed: Vec<u64>,
-    /// Sum of each expert's probability: softmax probability, or sigmoid score over the token's sum of scores.
+    /// Sum of each expert's probability over tokens. The probability is the softmax score, or another score divided by the token's sum of
+    /// scores.
     pub prob_sums: Vec<f64>,
     /// Sum of squared logsumexp of the logits.
     pub z_sum: f64,
 }
 
 impl Load {
-    /// Zero tokens, for a layer of `n_experts`.
+    /// The sums of zero tokens, for a layer of `n_experts` experts.
     pub(in crate::moe) fn zeros(n_experts: usize) -> Load {
         Load { routed: vec![0; n_experts], prob_sums: vec![0.0; n_experts], ..Load::default() }
     }
@@ -29,16 +30,16 @@ impl Load {
         self.prob_sums.iter_mut().zip(&other.prob_sums).for_each(|(a, b)| *a += b);
     }
 
-    /// The load-balancing loss `n_experts * sum_e f_e P_e`, with `f_e` the routed pairs per token and `P_e` the mean
-    /// probability (Switch Transformers, section 2.2, equation 4, summed over the top-k choices). Without its
-    /// coefficient; 0 without tokens.
+    /// The load-balancing loss `n_experts * sum_e f_e P_e`, where `f_e` is the number of pairs of expert e per token, and `P_e` its mean
+    /// probability (Switch Transformers, section 2.2, equation 4, summed over the top-k choices). Not multiplied by its coefficient; 0
+    /// without tokens.
     pub fn aux_loss(&self) -> f64 {
         let t = self.tokens.max(1) as f64;
         let dot: f64 = self.routed.iter().zip(&self.prob_sums).map(|(&r, &p)| r as f64 / t * (p / t)).sum();
         dot * self.routed.len() as f64
     }
 
-    /// The z-loss, the mean of squared logsumexp (ST-MoE, equation 5); without its coefficient. 0 without tokens.
+    /// The z-loss: the mean of squared logsumexp (ST-MoE, equation 5). Not multiplied by its coefficient; 0 without tokens.
     pub fn z_loss(&self) -> f64 {
         self.z_sum / self.tokens.max(1) as f64
     }

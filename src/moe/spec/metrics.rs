@@ -1,4 +1,4 @@
-//! Time by phase, and traffic, of a pass.
+//! The time of a pass by phase, and its traffic.
 
 use rustix::time::{ClockId, clock_gettime};
 
@@ -9,20 +9,20 @@ pub enum Phase {
     Idle,
     /// Logits, selection, routing tables, and their backward.
     Router,
-    /// Sending headers and rows, and gathering received rows into expert order.
+    /// Sending headers and rows, and copying received rows to the experts' batches.
     Dispatch,
     /// GEMMs and activations of the experts, including shared experts and weight gradients.
     Expert,
-    /// Returning partial sums, and the final sum.
+    /// Returning partial sums, and adding them at the tokens' PEs.
     Combine,
-    /// Blocked on a peer.
+    /// Waiting for a peer.
     Waiting,
     /// Summing the gradients of replicated weights over PEs.
     AllReduce,
-    /// Forward: weighting experts' results and summing them by token on the expert's PE. A device counts it as
+    /// In forward: multiplying experts' results by their weights, and summing them by token on the expert's PE. A device counts this as
     /// [`Phase::Combine`].
     Scale,
-    /// Between passes: moving experts to other PEs.
+    /// Moving experts to other PEs, between passes.
     Move,
 }
 
@@ -89,7 +89,7 @@ pub struct Traffic {
     pub signals: u64,
     /// Fences.
     pub fences: u64,
-    /// The part of all bytes, including gradient sums, for PEs that are reachable only over a network.
+    /// Bytes put to PEs that are reachable only over a network. These bytes are a part of the counts above and of the gradient sums.
     pub network_bytes: u64,
     /// With relays: bytes of rows forwarded by relays, and of partial results sent to relays with their routing-weight
     /// gradients. On a CPU the other counters include these bytes.
@@ -128,11 +128,11 @@ impl Traffic {
 pub struct Span {
     /// The phase.
     pub phase: Phase,
-    /// Start in nanoseconds: on a CPU `CLOCK_MONOTONIC`, comparable between PEs of a host; on a device its own clock.
+    /// Start, nanoseconds. On a CPU by `CLOCK_MONOTONIC`, which PEs of a host share; on a device by the device's clock.
     pub start_ns: u64,
     /// Duration, nanoseconds.
     pub dur_ns: u64,
-    /// Parallel track of the PE: the thread block on a device, 0 on a CPU.
+    /// Track of the PE's timeline: the number of the thread block on a device; 0 on a CPU.
     pub track: u32,
 }
 
@@ -142,16 +142,16 @@ pub struct Span {
 pub struct PassOutcome {
     /// Time of the pass, seconds; on a device by the device's clock.
     pub seconds: f64,
-    /// The time by [`Phase::code`], seconds; on a device the persistent kernel's time, split by the phases of its
-    /// blocks.
+    /// The time by [`Phase::code`], seconds. On a device, the persistent kernel's time is divided in proportion to the time that its blocks
+    /// spend in each phase.
     pub phases_s: [f64; Phase::ALL.len()],
-    /// CPU time in [`Phase::Expert`], seconds, which is independent of other load on the CPU; 0 on a device.
+    /// CPU time in [`Phase::Expert`], seconds, which does not depend on other load on the CPU; 0 on a device.
     pub expert_cpu_s: f64,
     /// Window refills.
     pub rounds: u64,
     /// Traffic of the layer protocol.
     pub traffic: Traffic,
-    /// Bytes of gradient sums (replicated weights; experts between groups) put to other PEs.
+    /// Bytes put to other PEs to sum gradients: those of replicated weights, and of experts that several PEs hold.
     pub all_reduce_bytes: u64,
     /// Recorded spans, if enabled.
     pub spans: Vec<Span>,
@@ -185,13 +185,13 @@ fn clock_ns(clock: ClockId) -> u64 {
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
-/// Accumulates the time of each phase and, if enabled, spans.
+/// Sums the time of each phase and, if enabled, records spans.
 pub struct Recorder {
     observer: Box<dyn Observer>,
     phase: Phase,
     since_ns: u64,
     totals_ns: [u64; Phase::ALL.len()],
-    /// CPU time in [`Phase::Expert`], and the thread's CPU time when it last entered or left that phase.
+    /// CPU time in [`Phase::Expert`], and the thread's CPU time at the last start or end of that phase.
     expert_cpu_ns: u64,
     cpu_since_ns: u64,
     spans: Option<Vec<Span>>,
@@ -224,7 +224,7 @@ impl Recorder {
         self.spans.get_or_insert_default();
     }
 
-    /// Ends the current phase and starts `phase`; returns the previous one.
+    /// Ends the current phase and starts `phase`. Returns the previous phase.
     pub fn enter(&mut self, phase: Phase) -> Phase {
         let before = self.phase;
         if phase != before {

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::error::ConfigError;
 use super::hosts::Hosts;
 
-/// Element type of activations and expert weights; the run-time counterpart of
-/// [`Element`](crate::moe::cpu::kernels::Element).
+/// Element type of activations and expert weights, as a run-time value; [`Element`](crate::moe::cpu::kernels::Element) is the corresponding
+/// trait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Dtype {
@@ -16,7 +16,7 @@ pub enum Dtype {
     F32,
     /// bfloat16, accumulated in f32.
     Bf16,
-    /// IEEE half precision, accumulated in f32; on a device only.
+    /// IEEE half precision, accumulated in f32. Supported only on devices.
     F16,
 }
 
@@ -45,12 +45,11 @@ impl Dtype {
 pub enum Mode {
     /// Rows, tiles and results are processed as they arrive; a PE waits only when it has no work.
     Pipelined,
-    /// Bulk-synchronous, the baseline: all PEs finish each phase (counts, rows, experts, results) before any starts the
-    /// next.
+    /// The bulk-synchronous baseline: all PEs finish each phase (counts, rows, experts, results) before any starts the next.
     Bulk,
 }
 
-/// How a layer runs. Options affect results by rounding only, and must be the same on every PE.
+/// How a layer runs. Options change results only by rounding, and must be the same on every PE.
 ///
 /// Start from [`Options::default`] and set the fields that differ.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -58,22 +57,21 @@ pub enum Mode {
 pub struct Options {
     /// Pipelined or bulk.
     pub mode: Mode,
-    /// Size of the receive windows, as a multiple of the even share of the rows; at least one row.
+    /// Size of the receive windows as a multiple of the even share of the rows. A window has at least one row.
     pub budget_factor: f64,
-    /// Maximum rows under one signal; `None`: derived from the window, see [`Options::chunk_rows`].
+    /// Maximum number of rows under one signal; `None`: derived from the window, see [`Options::chunk_rows`].
     pub chunk_rows: Option<usize>,
     /// Approximate rows per GEMM tile; `None`: the engine's default. Not supported on a device, which has fixed tiles.
     pub tile_rows: Option<usize>,
-    /// CPU engine: element type of rows between PEs. [`Dtype::Bf16`] in an f32 layer halves their bytes and rounds the
-    /// rows that cross; `None`: the layer's type.
+    /// CPU engine: element type of rows that are sent between PEs. [`Dtype::Bf16`] in an f32 layer rounds the rows that are sent, and
+    /// halves their bytes. `None`: the layer's type.
     pub wire: Option<Dtype>,
-    /// CPU engine: threads per PE that compute tiles. Results are bitwise the same for any number.
+    /// CPU engine: number of threads per PE that compute tiles. The number does not change a bit of the results.
     pub threads: usize,
-    /// The host of each PE. If set, a row crosses to another host once: a relay there forwards it to the other PEs with
-    /// experts of the row, and sums their results before they return. Default: empty, every row is sent to each PE
-    /// directly.
+    /// The host of each PE. If set, a row is sent to another host once: a relay on that host forwards it to the other PEs that have experts
+    /// of the row, and returns one sum of their results. Empty by default: every row is sent to each PE directly.
     pub hosts: Hosts,
-    /// How long a PE waits for a peer.
+    /// Maximum time for which a PE waits for a peer.
     pub wait_limit: Duration,
 }
 
@@ -101,21 +99,20 @@ impl Options {
         self.tile_rows.unwrap_or(Self::DEFAULT_TILE_ROWS)
     }
 
-    /// Rows of a receive window: `budget_factor` times the even share of a PE's `tokens`, each of which goes to
-    /// `targets` of the `pes` PEs.
+    /// Number of rows of a receive window: `budget_factor` times the even share of a source's rows, if the source has `tokens` tokens, and
+    /// sends each token to `targets` of the `pes` PEs.
     pub(crate) fn window_rows(&self, tokens: usize, targets: usize, pes: usize) -> usize {
         let even_share = (tokens * targets).div_ceil(pes);
         ((even_share as f64 * self.budget_factor).ceil() as usize).clamp(1, tokens.max(1))
     }
 
-    /// Maximum rows under one signal in a window of `window_rows`; by default a 16th of the window, clamped to
-    /// 128..=256. With few chunks per window, tiles wait for rows that have already arrived
-    /// (`docs/decisions/2026-11-26-send-groups.md`).
+    /// Maximum number of rows under one signal in a window of `window_rows` rows; by default 1/16 of the window, but at least 128 and at
+    /// most 256. With few chunks per window, tiles wait for rows that have already arrived (`docs/decisions/2026-11-26-send-groups.md`).
     pub fn chunk_rows(&self, window_rows: usize) -> usize {
         self.chunk_rows.unwrap_or((window_rows / 16).clamp(128, 256)).clamp(1, window_rows.max(1))
     }
 
-    /// Element type of rows between the PEs of a layer of `dtype`.
+    /// Element type of rows that are sent between PEs, for a layer of `dtype`.
     pub fn wire(&self, dtype: Dtype) -> Dtype {
         self.wire.unwrap_or(dtype)
     }
@@ -147,7 +144,7 @@ impl Options {
 
     /// Deadline of a wait that starts now.
     pub(crate) fn deadline(&self) -> Instant {
-        /// For a limit that an [`Instant`] cannot hold: a century.
+        /// Replaces a limit that is too large for an [`Instant`].
         const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
         let now = Instant::now();
         now.checked_add(self.wait_limit).unwrap_or_else(|| now + CENTURY)

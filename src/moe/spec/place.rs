@@ -1,24 +1,24 @@
-//! Position of a weight in a tensor that holds several: all experts in one tensor, gate and up concatenated or
-//! interleaved, transposed.
+//! Position of a weight in a tensor with several weights: tensors of all experts, with gate and up concatenated or interleaved, and
+//! transposed ones.
 
 use std::ops::Range;
 
-/// Strided position of a weight in a tensor of a file: element `(row, column)` of the weight, in the layer's shape (see
-/// [`LayerConfig::shape`](super::LayerConfig::shape)), is element `first + row * strides[0] + column * strides[1]` of
-/// the tensor in row-major order. A one-dimensional weight is a single column.
+/// Position of a weight in a tensor of a file. Element `(row, column)` of the weight, which has the shape of
+/// [`LayerConfig::shape`](super::LayerConfig::shape), is element `first + row * strides[0] + column * strides[1]` of the row-major tensor.
+/// A one-dimensional weight is a single column.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WeightSlice {
     /// The tensor's name.
     pub tensor: String,
-    /// Shape in the file.
+    /// Shape of the tensor in the file.
     pub shape: Vec<usize>,
     /// Rows and columns of the weight.
     pub size: [usize; 2],
-    /// Offset of its first element.
+    /// Index of the weight's first element in the tensor.
     pub first: usize,
-    /// Elements between consecutive rows, and between consecutive columns.
+    /// Distance of consecutive rows, and of consecutive columns, in elements.
     pub strides: [usize; 2],
-    /// Elements of the tensor that belong to the same expert: the whole tensor, or the expert's part of it.
+    /// Range of the tensor's elements that belong to the same expert: the whole tensor, or the expert's part of it.
     pub part: Range<usize>,
 }
 
@@ -50,7 +50,7 @@ impl WeightSlice {
         self.first..self.first + (rows - 1) * self.strides[0] + (columns - 1) * self.strides[1] + 1
     }
 
-    /// Extracts the weight, row-major. `elements` are the tensor's elements from index `from` on.
+    /// Extracts the weight in row-major order. `elements` are the tensor's elements from index `from` on.
     ///
     /// # Panics
     ///
@@ -65,7 +65,7 @@ impl WeightSlice {
         weight
     }
 
-    /// Writes the weight, row-major, to `elements`, which are the tensor's elements from index `from` on.
+    /// Writes the row-major `weight` to `elements`, which are the tensor's elements from index `from` on.
     ///
     /// # Panics
     ///
@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn interleaved_and_transposed_weights_round_trip() {
-        // [2 experts, 3 in, 2 x 2 out] with gate and up interleaved: expert 1's up, as [out, in].
+        // A tensor of shape [2 experts, 3 in, 2 x 2 out], in which gate and up are interleaved. The weight is expert 1's up, as [out, in].
         let part = 12..24;
         let up = WeightSlice {
             tensor: "t".into(),

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Expert `e` is on PE `owner(e)`, where its local number is `local(e)`, and on further PEs if it has replicas
-/// ([`Placement::with_replicas`]).
+/// The PEs of each expert. Expert `e` is on PE `owner(e)`, where its local number is `local(e)`. With replicas
+/// ([`Placement::with_replicas`]) it is also on other PEs.
 ///
 /// ```
 /// use aristos::moe::Placement;
@@ -21,18 +21,18 @@ pub struct Placement {
     owner: Vec<u32>,
     local: Vec<u32>,
     by_pe: Vec<Vec<usize>>,
-    /// By expert with replicas.
+    /// The shares of each expert with replicas.
     splits: BTreeMap<usize, ReplicaShares>,
 }
 
-/// An expert with replicas: its holders, and each source's shares.
+/// An expert with replicas: its holders, and the shares of each source's pairs that they get.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Split {
     /// The expert.
     pub expert: usize,
-    /// The PEs that hold it, ascending; the first is its owner.
+    /// The PEs that hold the expert, ascending; the first is the owner.
     pub holders: Vec<usize>,
-    /// `[n_pes, holders]`: the share of each source PE's pairs that goes to each holder. Rows sum to 1.
+    /// `[n_pes, holders]`: the share of each source PE's (token, expert) pairs that each holder gets. Rows sum to 1.
     pub shares: Vec<Vec<f64>>,
 }
 
@@ -41,7 +41,7 @@ pub struct Split {
 struct ReplicaShares {
     /// By holder: the PE, and the expert's local number there.
     holders: Vec<(usize, usize)>,
-    /// `[n_pes, holders]`: cumulative shares in [`WHOLE`]ths.
+    /// `[n_pes, holders]`: cumulative shares, in units of 1 / [`WHOLE`].
     until: Vec<Vec<u64>>,
 }
 
@@ -49,18 +49,18 @@ struct ReplicaShares {
 const WHOLE: u64 = 1 << 32;
 /// Tolerance of the sum of a source's shares.
 const SHARE_ERROR: f64 = 1e-6;
-/// Fractional part of the golden ratio, in [`WHOLE`]ths; its multiples modulo 1 are evenly spread.
+/// Fractional part of the golden ratio, in units of 1 / [`WHOLE`]. Its multiples modulo 1 are evenly spread.
 const GOLDEN: u32 = 0x9E37_79B9;
 
 impl Placement {
-    /// Contiguous blocks. If `n_experts` is not a multiple of `n_pes`, the first PEs own one more; if it is smaller,
-    /// the last PEs own none.
+    /// Places experts in contiguous blocks. If `n_experts` is not a multiple of `n_pes`, the first PEs own one expert more than the others.
+    /// If it is smaller than `n_pes`, the last PEs own no expert.
     pub fn even(n_experts: usize, n_pes: usize) -> Self {
         let owners = (0..n_pes).flat_map(|pe| block(n_experts, n_pes, pe).map(move |_| pe as u32)).collect();
         Self::from_owners(owners, n_pes)
     }
 
-    /// `owners[e]` is the PE of expert `e`; each PE numbers its experts in ascending order.
+    /// Places expert `e` on PE `owner[e]`. Each PE numbers its experts in ascending order.
     ///
     /// # Panics
     ///
@@ -80,9 +80,9 @@ impl Placement {
 
     /// Adds replicas of some experts; the first holder of an expert becomes its owner.
     ///
-    /// A source assigns its pairs of an expert in token order: the first share to the first holder, and so on. The
-    /// boundaries are rounded with an offset that depends on the source. The assignment therefore needs no
-    /// communication, and differs from a holder's shares by less than one pair per source.
+    /// A source assigns its pairs of an expert to holders in token order: the first pairs to the first holder, according to its share, and
+    /// so on. This needs no communication. The boundaries are rounded, with an offset that depends on the source, so that a holder's number
+    /// of pairs differs from its share by less than one pair per source.
     ///
     /// # Errors
     ///
@@ -92,7 +92,7 @@ impl Placement {
     /// use aristos::moe::Placement;
     /// use aristos::moe::placement::Split;
     ///
-    /// // Expert 0 of four on both PEs: each computes the pairs of its own tokens.
+    /// // Expert 0 of four is on both PEs. Each PE computes the pairs of its own tokens.
     /// let split = Split { expert: 0, holders: vec![0, 1], shares: vec![vec![1.0, 0.0], vec![0.0, 1.0]] };
     /// let placement = Placement::even(4, 2).with_replicas(&[split])?;
     /// assert_eq!((placement.experts(0), placement.experts(1)), (&[0, 1][..], &[0, 2, 3][..]));
@@ -167,7 +167,7 @@ impl Placement {
         self.local[e] as usize
     }
 
-    /// Expert `e`'s local number on `pe`; `None` if `pe` does not hold it.
+    /// Expert `e`'s local number on `pe`; `None` if `pe` does not hold the expert.
     pub fn local_on(&self, e: usize, pe: usize) -> Option<usize> {
         self.by_pe.get(pe)?.binary_search(&e).ok()
     }
@@ -179,7 +179,7 @@ impl Placement {
             .map_or_else(|| vec![self.owner(e)], |replicas| replicas.holders.iter().map(|(pe, _)| *pe).collect())
     }
 
-    /// The holders of expert `e`, ascending, as (PE, local number, cumulative share of `source`'s pairs in 2^32ths).
+    /// The holders of expert `e`, ascending, as (PE, local number, cumulative share of `source`'s pairs in units of 2^-32).
     pub(in crate::moe) fn shares(&self, e: usize, source: usize) -> Vec<(usize, usize, u64)> {
         match self.splits.get(&e) {
             None => vec![(self.owner(e), self.local(e), WHOLE)],
@@ -194,12 +194,12 @@ impl Placement {
         !self.splits.is_empty()
     }
 
-    /// Assigns the pairs of `source`'s tokens to holders; `pairs(e)` is the number of its pairs with expert `e`.
+    /// Creates an assigner of `source`'s pairs to holders. `pairs(e)` is the number of the source's pairs with expert `e`.
     pub(in crate::moe) fn replica_assigner(&self, source: usize, pairs: impl Fn(usize) -> u64) -> ReplicaAssigner<'_> {
         let mut replicated = BTreeMap::new();
         for &e in self.splits.keys() {
-            // A rounding offset per source and expert, less than one pair. Without it all sources would round alike, and one holder would
-            // get every remainder.
+            // The rounding offset of a source and expert, less than one pair. Without it all sources would round in the same way, and one
+            // holder would get every remainder.
             let offset = u64::from((source as u32).wrapping_add(e as u32).wrapping_mul(GOLDEN));
             let n = pairs(e).min(u64::from(u32::MAX));
             let shares = self.shares(e, source).into_iter();
@@ -209,8 +209,8 @@ impl Placement {
         ReplicaAssigner { placement: self, replicated }
     }
 
-    /// The PE that computes each pair of `source`'s tokens, `experts` being their experts in the order of tokens; `None` for an id that is not an
-    /// expert.
+    /// For each pair of `source`'s tokens, the PE that computes it. `experts` are the tokens' experts, in the order of tokens. `None` for
+    /// an id that is not an expert.
     pub fn holders_of_pairs(&self, source: usize, experts: &[u32]) -> Vec<Option<usize>> {
         let is_expert = |e: u32| (e as usize) < self.n_experts();
         let mut pairs = vec![0; self.n_experts()];
@@ -245,20 +245,20 @@ impl Placement {
     }
 }
 
-/// Assigns a source's pairs to holders, one after the other.
+/// Assigns a source's pairs to holders, one pair after the other.
 pub(in crate::moe) struct ReplicaAssigner<'p> {
     placement: &'p Placement,
     replicated: BTreeMap<usize, Assignment>,
 }
 
 struct Assignment {
-    /// By holder: the PE, the expert's local number there, and the end of its pairs in the source's order.
+    /// By holder: the PE, the expert's local number on it, and the end of the holder's range of the source's pairs.
     holders: Vec<(usize, usize, u64)>,
     assigned: u64,
 }
 
 impl ReplicaAssigner<'_> {
-    /// The PE that gets the next pair with expert `e`, and the expert's local number there.
+    /// The PE that gets the next pair with expert `e`, and the expert's local number on this PE.
     pub fn next(&mut self, e: usize) -> (usize, usize) {
         let Some(of) = self.replicated.get_mut(&e) else { return (self.placement.owner(e), self.placement.local(e)) };
         let holder = of.holders.partition_point(|(.., until)| *until <= of.assigned);
@@ -268,8 +268,8 @@ impl ReplicaAssigner<'_> {
     }
 }
 
-/// Block `pe` of `n_pes` contiguous blocks of `0..n`; sizes differ by at most one, larger blocks first. Tokens are
-/// split this way, too.
+/// Block `pe` of `n_pes` contiguous blocks of `0..n`. Sizes differ by at most one, and larger blocks are first. Tokens are divided in the
+/// same way.
 pub fn block(n: usize, n_pes: usize, pe: usize) -> Range<usize> {
     let (base, extra) = (n / n_pes, n % n_pes);
     let start = pe * base + pe.min(extra);
@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn assignments_follow_the_shares_for_any_count() {
         let n_pes = 16;
-        // A third to each holder, but PE 0 keeps its own pairs.
+        // Each holder gets a third of a source's pairs, except that PE 0 keeps all of its own pairs.
         let mut shares = vec![vec![1.0 / 3.0; 3]; n_pes];
         shares[0] = vec![1.0, 0.0, 0.0];
         let split = Split { expert: 1, holders: vec![0, 2, 5], shares };
@@ -319,7 +319,7 @@ mod tests {
                 to.iter().for_each(|pe| got[[0, 2, 5].iter().position(|holder| holder == pe).unwrap()] += 1);
                 assert_eq!(assigner.next(3), (3, 0));
             }
-            // Nearly even, although every source rounds.
+            // The holders' totals are nearly equal, even though every source rounds.
             let even = (n_pes as u64 - 1) * pairs / 3;
             assert!(got.iter().all(|&got| got.abs_diff(even) <= 2), "{pairs} pairs each: {got:?}");
             let mut own = placement.replica_assigner(0, |_| pairs);

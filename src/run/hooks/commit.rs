@@ -1,4 +1,4 @@
-//! Measurements of the steps; decides when a step is final.
+//! Collects the measurements of the steps, and decides when a step is final.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::moe::MoeLayer;
 use crate::moe::metrics::{PassOutcome, Phase, Traffic};
 use crate::report::{PassReport, PeReport, StepReport, TrafficReport};
 
-/// Measures the passes, and makes each step final once every PE has its results.
+/// Collects the measurements of each pass, and makes a step final once every PE has the step's results.
 pub(super) struct Commit<'h> {
     settle: &'h dyn Fn() -> Result<()>,
     current: StepReport,
@@ -54,7 +54,7 @@ impl<L: MoeLayer> StepHook<L> for Commit<'_> {
     }
 }
 
-/// The times of a pass under the report's names of phases.
+/// The times of a pass, with the report's names of the phases.
 fn pass_report(outcome: &PassOutcome) -> PassReport {
     let mut phases_s = BTreeMap::new();
     let mut seconds = 0.0;

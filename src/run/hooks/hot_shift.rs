@@ -6,7 +6,7 @@ use super::{StepContext, StepHook};
 use crate::checkpoint::InputTensor;
 use crate::moe::MoeLayer;
 
-/// Replaces the input whenever the hot experts change.
+/// Replaces the input by one with other hot experts every `hot_shift_every` steps.
 pub(super) struct HotShift;
 
 impl<L: MoeLayer> StepHook<L> for HotShift {

@@ -1,6 +1,7 @@
-//! Features of a run that act before and after its steps, a file each.
+//! Features of a run that act before and after its steps. Each has a file.
 //!
-//! [`Steps::run`](super::steps::Steps::run) runs the passes and calls the hooks. A new feature is a new [`StepHook`] and a line in [`hooks`].
+//! [`Steps::run`](super::steps::Steps::run) runs the passes and calls the hooks. A new feature needs a [`StepHook`] and a line in
+//! [`hooks`].
 
 mod commit;
 mod hot_shift;
@@ -21,7 +22,8 @@ pub(super) use step::{Pass, StepContext, StepHook};
 
 use crate::moe::MoeLayer;
 
-/// The hooks of the request, in the order in which they act: the weights change before the step is committed, and experts move after that.
+/// Returns the hooks that the request needs, in the order in which they act. Weights are updated before the step becomes final, and experts
+/// move after that.
 pub(super) fn hooks<'h, L: MoeLayer>(
     run: &mut StepContext<'_, L>,
     settle: &'h dyn Fn() -> Result<()>,

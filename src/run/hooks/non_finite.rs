@@ -9,12 +9,12 @@ use crate::moe::MoeLayer;
 use crate::report::PeReport;
 use crate::run::non_finite::StepValues;
 
-/// Checks the results of each step before the weights are updated from them. Without updates all steps have the same weights, so the last step
-/// is checked alone.
+/// Checks the results of each step before the weights are updated from them. Without updates all steps have the same weights, so only the
+/// last step is checked.
 pub(super) struct FindNonFinite<'g> {
     gather: &'g Gather<'g>,
     updates: bool,
-    /// Whether the run ends after the first such step. PEs with devices cannot agree on that between steps.
+    /// Whether the run ends after the first step with a value that is not finite. Never with devices, whose PEs cannot agree between steps.
     stop: bool,
     found: bool,
     output: Vec<f32>,
@@ -42,7 +42,7 @@ impl<'g> FindNonFinite<'g> {
         self.with_values(run, |values, _| Ok(values.are_finite(job)))
     }
 
-    /// Adds the values of this step that are not finite to the PE's record.
+    /// Adds the values of this step that are not finite to [`Progress::non_finite`](super::Progress).
     fn find<L: MoeLayer>(&mut self, run: &mut StepContext<'_, L>) -> Result<()> {
         self.found = true;
         let job = run.job;
@@ -75,7 +75,7 @@ impl<L: MoeLayer> StepHook<L> for FindNonFinite<'_> {
         if self.found || !self.updates {
             return Ok(());
         }
-        // A weight may have overflowed in the update of the step before.
+        // The update of the previous step has recorded weights that overflowed in it.
         let bad = !self.read(run)? || !run.progress.non_finite.is_empty();
         let any = if self.stop { (self.gather)(&[u64::from(bad)])?.iter().any(|&bad| bad != 0) } else { bad };
         if any {
@@ -88,7 +88,7 @@ impl<L: MoeLayer> StepHook<L> for FindNonFinite<'_> {
     fn finish(&mut self, run: &mut StepContext<'_, L>, report: &mut PeReport) -> Result<()> {
         if !self.updates && run.progress.settled() > 0 && !self.read(run)? {
             if run.job.request.hot_shift_every.is_none() && run.job.request.routing.is_none() {
-                // All steps were the same.
+                // All steps have the same input and weights, so step 0 had these values already.
                 run.step = 0;
             }
             self.find(run)?;

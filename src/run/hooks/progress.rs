@@ -1,21 +1,21 @@
-//! A PE's record of final and pending steps, which survives the loss of another PE.
+//! A PE's record of final and pending steps. The record is kept when another PE is lost.
 
 use crate::moe::WeightId;
 use crate::moe::metrics::Traffic;
 use crate::report::{NonFinite, StepReport, StepSample, TraceSpan};
 
-/// The progress of this PE. It outlives the layer when the job continues after a loss.
+/// The progress of this PE. When the job continues after a loss, the layer is rebuilt, but the progress is kept.
 #[derive(Default)]
 pub(in crate::run) struct Progress {
-    /// Number of final steps: every PE has their results.
+    /// Number of final steps, whose results every PE has.
     pub(super) settled: usize,
-    /// The next step, if this PE has its results but cannot tell yet whether every other PE has them.
+    /// The step after the final ones, if this PE has its results and does not know yet whether all other PEs have theirs.
     pub(super) pending: Option<StepReport>,
     /// With SGD, the weights that this PE holds after the pending step.
     pub(super) weights: Vec<(WeightId, Vec<f32>)>,
-    /// The weights before the pending step, kept if the step may have to be repeated.
+    /// The weights before the pending step, in case the step must be repeated.
     pub(super) weights_before: Vec<(WeightId, Vec<f32>)>,
-    /// Spans that are not sent yet.
+    /// Trace spans that have not been sent yet.
     pub(super) spans: Vec<TraceSpan>,
     /// The first values found that are not finite.
     pub(super) non_finite: Vec<NonFinite>,
@@ -43,7 +43,7 @@ impl Progress {
         }
     }
 
-    /// Continues with `step`: the pending step becomes final if it is before `step`, and is undone otherwise.
+    /// Prepares to continue with `step`. A pending step before `step` becomes final. Otherwise the pending step is undone.
     pub(in crate::run) fn resume_from(&mut self, step: usize) {
         if step > self.settled {
             self.settle();

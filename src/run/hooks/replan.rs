@@ -1,7 +1,7 @@
-//! `--replan-every`: makes new plans from the measured loads while the steps run, and moves the experts.
+//! `--replan-every`: makes new plans from the measured loads between steps, and moves experts to follow them.
 //!
-//! Every PE computes the same plan from the same loads. If the plans differ, because a mathematical function rounds differently on one of
-//! the machines, the current plan stays.
+//! Every PE computes the same plan from the same loads. The plans may differ if a mathematical function rounds differently on one of the
+//! machines. The current plan is then kept.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Instant;
@@ -17,30 +17,31 @@ use crate::plan::{self, Options, Outcome, Plan, Workload};
 use crate::report::{PeReport, Replanned};
 use crate::run::PreparedRun;
 
-/// An all-gather: takes this PE's words, and returns those of all PEs in order. Every PE passes the same number of words.
+/// An all-gather: sends this PE's words, and returns those of all PEs in order. Every PE passes the same number of words.
 pub(in crate::run) type Gather<'g> = dyn Fn(&[u64]) -> Result<Vec<u64>> + 'g;
 
-/// Minimum gain of a new plan as a share of the step. Loads vary by as much between batches.
+/// Minimum gain of a new plan, as a share of the step's time. Smaller gains are within the variation of loads between batches.
 const MIN_GAIN: f64 = 0.01;
 
-/// How well measured loads predict later ones: the mean confirmed share of predicted gains. 1 before the first observation.
+/// How well measured loads predict later loads: a moving average of (confirmed gain) / (predicted gain). 1 before the first observation.
 #[derive(Clone, Copy, Debug)]
 struct LoadPersistence(f64);
 
 impl LoadPersistence {
-    /// A plan with the predicted gain `promised` would have gained `gained`. The latest observation has weight 1/2.
+    /// Adds an observation: a plan with the predicted gain `promised` would have gained `gained` with the later loads. The latest
+    /// observation has weight 1/2.
     fn observe(&mut self, promised: f64, gained: f64) {
         self.0 = 0.5 * (self.0 + (gained / promised).clamp(0.0, 1.0));
     }
 
-    /// The remaining `left` steps, converted to steps at the full gain. The gain decays by a factor r every `every` steps, which sums to
-    /// `every` (r + r^2 + ...).
+    /// The number of steps at the full gain that have the same total gain as the `left` remaining steps. The gain is assumed to decay by a
+    /// factor r every `every` steps, which sums to `every` (r + r^2 + ...).
     fn steps(self, every: usize, left: usize) -> f64 {
         (every as f64 * self.0 / (1.0 - self.0)).min(left as f64)
     }
 }
 
-/// A new plan that promised a gain, whether it was adopted or not.
+/// A plan with a predicted gain, whether it was adopted or not.
 struct Proposal {
     from: Plan,
     to: Plan,
@@ -58,9 +59,10 @@ pub(super) struct Replanner<'g> {
     loads: Vec<u64>,
     persistence: LoadPersistence,
     proposed: Option<Proposal>,
-    /// Time of the last move on this PE, over the number of moved experts, ns; 0 before the first.
+    /// Time of the last move on this PE per moved expert, ns; 0 before the first move.
     move_ns: u64,
-    /// Time per moved expert on the slowest PE, the minimum over all moves so far: one disturbed move must not prevent later ones.
+    /// Time per moved expert on the slowest PE of a move: the minimum over all moves, so that one unusually slow move does not prevent
+    /// later moves.
     expert_move_ms: Option<f64>,
     gather: &'g Gather<'g>,
     done: Vec<Replanned>,
@@ -73,7 +75,7 @@ impl<'g> Replanner<'g> {
             return Ok(None);
         };
         let mut cluster = Cluster::from_json(&replan.cluster).context("the probed cluster")?;
-        // The layer's slots now limit the number of experts, not the memory.
+        // The number of experts is limited by the slots of the layer, which is allocated already, rather than by memory.
         let slots = job.slots().unwrap_or(0) as u64;
         for device in &mut cluster.devices {
             device.memory_mb = None;
@@ -125,7 +127,7 @@ impl<'g> Replanner<'g> {
         let expert_mb = (4 * copies * job.config.expert_elements()) as f64 * 1e-6;
         let change = plan::replan(&self.cluster, &self.workload, &self.plan, &planned, expert_mb)?;
         let gains = change.gain_ms > MIN_GAIN * change.current_ms;
-        // The links give a lower bound of the move's time: packing and preparing the weights comes on top.
+        // The time over the links is a lower bound of the move's time, since weights are also packed and prepared.
         let move_ms = change.move_ms.max(self.expert_move_ms.unwrap_or(0.0) * change.moved_experts as f64);
         let repaid = gains && change.gain_ms * self.persistence.steps(self.every, left) >= move_ms;
         tracing::debug!(
@@ -159,7 +161,7 @@ impl<'g> Replanner<'g> {
         Ok(Some(groups))
     }
 
-    /// Records that the last move took from `start` to now.
+    /// Records the time from `start` to now as that of the last move.
     fn moved(&mut self, start: Instant) {
         if let Some(last) = self.done.last_mut() {
             last.move_s = start.elapsed().as_secs_f64();
@@ -205,7 +207,7 @@ impl<L: MoeLayer> StepHook<L> for Replanner<'_> {
     }
 }
 
-/// The f32 weights of SGD; empty without it. When an expert moves, its weights here move with it.
+/// SGD's f32 weights, which move together with their expert; empty without SGD.
 struct MasterWeights<'m> {
     config: &'m LayerConfig,
     weights: &'m mut Vec<(WeightId, Vec<f32>)>,
@@ -246,7 +248,8 @@ mod tests {
         assert_eq!(persistence.steps(5, 1000), 1000.0);
         persistence.observe(2.0, 2.0);
         assert_eq!(persistence.steps(5, 1000), 1000.0);
-        // The first plan gains half of its promise, which leaves 0.75; the second loses, which leaves 0.375.
+        // The first plan gains half of the prediction, so the average is 0.75. The second plan loses, which counts as 0, so the average is
+        // 0.375.
         persistence.observe(2.0, 1.0);
         assert_eq!(persistence.steps(5, 1000), 15.0);
         assert_eq!(persistence.steps(5, 10), 10.0);
@@ -256,7 +259,7 @@ mod tests {
             persistence.observe(2.0, -3.0);
         }
         assert!(persistence.steps(5, 1000) < 1e-9);
-        // Confirmed gains restore it.
+        // Confirmed gains restore the persistence.
         for _ in 0..60 {
             persistence.observe(2.0, 2.5);
         }

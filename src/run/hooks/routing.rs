@@ -7,7 +7,7 @@ use crate::moe::MoeLayer;
 use crate::moe::metrics::PassOutcome;
 use crate::run::pe_results::ROUTING;
 
-/// Gives the router the experts of each step from the routing file.
+/// Sets the experts of each step's tokens to those in the routing file.
 pub(super) struct UseGivenRouting;
 
 impl<L: MoeLayer> StepHook<L> for UseGivenRouting {
@@ -17,7 +17,7 @@ impl<L: MoeLayer> StepHook<L> for UseGivenRouting {
     }
 }
 
-/// Writes the experts of each step's tokens.
+/// Writes the chosen experts of each step's tokens.
 pub(super) struct SaveRouting;
 
 impl<L: MoeLayer> StepHook<L> for SaveRouting {

@@ -7,14 +7,14 @@ use crate::job::request::OnFailure;
 use crate::moe::{MoeLayer, WeightId};
 use crate::run::non_finite::{Largest, Place};
 
-/// Updates the weights from their gradients after each step. [`Progress::weights`](super::Progress) has them in f32, whatever the layer's
-/// element type, so that small updates accumulate.
+/// Updates the weights from their gradients after each step. [`Progress::weights`](super::Progress) stores the weights in f32, whatever the
+/// layer's element type, so that small updates accumulate.
 pub(super) struct Sgd {
     rate: f32,
 }
 
 impl Sgd {
-    /// Starts from the layer's weights, or, if the layer was rebuilt after a loss, from the trained weights before it.
+    /// Starts from the layer's weights. If the layer was rebuilt after a loss, the trained weights are copied to the layer instead.
     pub(super) fn new<L: MoeLayer>(run: &mut StepContext<'_, L>, rate: f32) -> Result<Sgd> {
         let weights = &mut run.progress.weights;
         if weights.is_empty() {
@@ -44,7 +44,7 @@ impl<L: MoeLayer> StepHook<L> for Sgd {
     }
 }
 
-/// The weights that this PE holds, as the layer computes with them.
+/// Reads the weights that this PE holds from the layer, rounded to its element type.
 pub(in crate::run) fn read_weights<L: MoeLayer>(layer: &L) -> Result<Vec<(WeightId, Vec<f32>)>> {
     let held = layer.spec().held(layer.my_pe());
     let mut weights = Vec::with_capacity(held.len());
@@ -56,7 +56,7 @@ pub(in crate::run) fn read_weights<L: MoeLayer>(layer: &L) -> Result<Vec<(Weight
     Ok(weights)
 }
 
-/// Returns whether the new weights are finite.
+/// Takes one descent step. Returns whether the new weights are finite.
 fn descend<L: MoeLayer>(layer: &mut L, rate: f32, weights: &mut [(WeightId, Vec<f32>)]) -> Result<bool> {
     let (placement, me) = (layer.spec().placement.clone(), layer.my_pe());
     let gradients = layer.gradients()?;

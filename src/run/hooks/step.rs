@@ -24,11 +24,11 @@ pub(in crate::run) struct StepContext<'c, L: MoeLayer> {
     pub output: L::ValuesBuf,
     /// With a backward pass, this PE's rows of `grad_output`, and `grad_hidden_states` of the current step.
     pub backward: Option<(L::RowsBuf, L::ValuesBuf)>,
-    /// Whether the run ends after the current step, without an update: the step has values that are not finite.
+    /// Whether the run ends after the current step without an update, because the step has values that are not finite.
     pub stopped: bool,
-    /// The routing of the current step, if a hook [needs it](StepHook::needs_routing), and of the last step.
+    /// The routing of the current step. Read only for the last step, or for every step if a hook [needs it](StepHook::needs_routing).
     pub routed: Routed,
-    /// The experts of every PE.
+    /// The expert-parallel groups, and the experts of every PE.
     pub groups: Groups,
     pub progress: &'c mut Progress,
 }

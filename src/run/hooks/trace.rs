@@ -1,4 +1,4 @@
-//! `--trace`: the spans of every pass, sent to the process that writes the timeline.
+//! `--trace`: sends the spans of every pass to the process that writes the timeline.
 
 use anyhow::Result;
 
@@ -8,7 +8,7 @@ use crate::moe::metrics::PassOutcome;
 use crate::report::{PeReport, TraceSpan};
 use crate::run::pe_results::Message;
 
-/// Spans are sent in messages of at least this many, which bounds the memory of a PE.
+/// Number of collected spans from which a PE sends them, so that its memory is bounded.
 const SPANS_PER_MESSAGE: usize = 512;
 
 pub(super) struct Trace;

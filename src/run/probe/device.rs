@@ -1,4 +1,4 @@
-//! The probe on devices: links, rates of the layer's own kernels, and memory.
+//! The probe on devices: measures the links, the compute rate with the layer's own kernels, and the memory.
 
 use std::time::{Duration, Instant};
 
@@ -26,14 +26,14 @@ use crate::shmem::host_id;
 const MIN_ROWS: usize = 128;
 /// Maximum rows of a pass: more rows do not increase the rate of a device.
 const MAX_ROWS: usize = 8192;
-/// Maximum rows of a pass on an emulated device, whose time is linear in the rows.
+/// Maximum rows of a pass on an emulated device. Few suffice, because its time is linear in the rows.
 const MAX_EMULATED_ROWS: usize = 256;
-/// Maximum FLOP of a pass with more than the minimum of rows.
+/// Maximum FLOP of a pass that has more than `MIN_ROWS` rows.
 const MAX_FLOP: f64 = 2e12;
 /// Number of measurements of the rate.
 const PARTS: u32 = 5;
 
-/// The data of a device that its PE sends to all others.
+/// The data of a device that its PE sends to all other PEs.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct Record {
@@ -46,7 +46,7 @@ struct Record {
 
 const _: () = assert!(size_of::<Record>() <= RECORD_BYTES);
 
-/// The first bytes of a text, padded with zeros.
+/// The first `BYTES` bytes of a text, or fewer whole characters, padded with zeros.
 fn cut<const BYTES: usize>(text: &str) -> [u8; BYTES] {
     let mut bytes = [0; BYTES];
     let end = text.floor_char_boundary(BYTES);
@@ -68,7 +68,7 @@ impl WeightSource for ProbedLayer {
         format!("{id:?}")
     }
 
-    /// Any small numbers: the speed does not depend on the values.
+    /// Arbitrary small numbers, since the speed does not depend on the values.
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
         Ok(small(self.config.shape(id).iter().product()))
     }
@@ -95,32 +95,33 @@ impl ProbeRequest {
         Ok((spec, DeviceOptions { path: self.gemm, groups: Some(groups), ..DeviceOptions::default() }))
     }
 
-    /// The probe's kernels use NVSHMEM's puts, even where loads and stores would work.
+    /// The device that the probe needs. Its kernels use NVSHMEM's puts even between PEs that could use loads and stores.
     fn wanted(&self) -> WantedDevice {
         let (device, path, wait_limit) = (self.device, self.gemm, self.options.wait_limit);
         WantedDevice { device, symmetric: SymmetricBy::Nvshmem, path, wait_limit }
     }
 
-    /// Symmetric memory of a PE, bytes.
+    /// Symmetric memory of a PE in the probe, bytes.
     pub(crate) fn symmetric_bytes(&self, limits: &DeviceLimits, all_reachable: bool) -> Result<u64, MoeError> {
         let (spec, on_device) =
             self.layer().map_err(|error| MoeError::Usage { what: "probe", why: error.to_string() })?;
         let links = symmetric_bytes(&self.options, self.pes, limits.multiprocessors);
-        // Plus the padding between the two.
+        // 4096 bytes for the padding between the two allocations.
         Ok(links + device::symmetric_bytes(&spec, &on_device, limits, all_reachable)? + 4096)
     }
 
-    /// The environment variable with the size of a heap that does not grow, for this probe's PEs.
+    /// For a symmetric heap that cannot grow: the environment variable that sets the heap's size for this probe's PEs.
     ///
     /// # Errors
-    /// As [`heap::variable`](crate::job::heap::variable).
+    /// Returns the errors of [`heap::variable`](crate::job::heap::variable).
     #[cfg(feature = "cuda")]
     pub fn heap_variable(&self) -> Result<Option<(String, String)>> {
         let bytes = |limits: &DeviceLimits, all_reachable| self.symmetric_bytes(limits, all_reachable);
         Ok(crate::job::heap::variable(self.pes, SymmetricBy::Nvshmem, bytes)?)
     }
 
-    /// The options for the links. The other PEs wait while a pair is measured, so each pair's time is limited to a quarter of the wait limit.
+    /// The options for measuring links. The other PEs wait while a pair is measured, so a pair may take at most a quarter of the wait
+    /// limit.
     fn link_options(&self) -> ProbeOptions {
         let mut options = self.options.clone();
         let pairs = (self.pes * self.pes.saturating_sub(1)).max(1) as u32;
@@ -129,15 +130,15 @@ impl ProbeRequest {
     }
 }
 
-/// Threads of a sending block: as in `bench p2p`, and fewer on an emulated device, which runs them one after the other.
+/// Threads of a sending block: as many as in `bench p2p`, but fewer on an emulated device, which runs them one after the other.
 fn threads(device: DeviceKind) -> u32 {
     if device == DeviceKind::Emulated { 32 } else { 1024 }
 }
 
-/// Host memory of `here` PEs with emulated devices, bytes.
+/// Host memory that `here` PEs with emulated devices need for a probe, bytes.
 ///
 /// # Errors
-/// An expert that a device cannot run.
+/// Returns an error if a device cannot run the expert.
 pub fn emulated_bytes(request: &ProbeRequest, limits: &DeviceLimits, here: usize) -> Result<f64> {
     let symmetric = request.symmetric_bytes(limits, true)? as f64;
     let rows = (request.most_rows() * (request.expert.hidden * 16 + request.expert.intermediate * 16)) as f64;
@@ -147,7 +148,7 @@ pub fn emulated_bytes(request: &ProbeRequest, limits: &DeviceLimits, here: usize
 /// Runs a PE's part of a probe on devices. PE 0 sends the cluster as JSON text.
 ///
 /// # Errors
-/// As [`probe_devices`].
+/// Returns the errors of [`probe_devices`].
 pub(super) fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
     let bytes = |limits: &DeviceLimits, all_reachable| request.symmetric_bytes(limits, all_reachable);
     with_symmetric(request.wanted(), bytes, host, |gpu, host| {
@@ -166,7 +167,7 @@ pub(super) fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<
 /// Probes the devices before a job on the same PEs. Returns the cluster, and the PE's device if it stays open. Collective.
 ///
 /// # Errors
-/// As [`probe_devices`].
+/// Returns the errors of [`probe_devices`].
 pub fn probe_before(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<(Cluster, Option<OpenDevice>)> {
     let bytes = |limits: &DeviceLimits, all_reachable| request.symmetric_bytes(limits, all_reachable);
     before_part(request.wanted(), bytes, host, |gpu| probe_devices(gpu, request, &mut |_, _, _| {}))
@@ -175,7 +176,7 @@ pub fn probe_before(request: &ProbeRequest, host: &mut impl MemoryHost) -> Resul
 /// Probes the devices of all PEs, and returns the same cluster on every PE. Collective.
 ///
 /// # Errors
-/// A device that cannot run the kernels, or a PE that does not respond.
+/// Returns an error if a device cannot run the kernels, or a PE does not respond.
 pub fn probe_devices(
     gpu: &dyn Gpu,
     request: &ProbeRequest,
@@ -213,7 +214,7 @@ pub fn probe_devices(
     Ok(cluster)
 }
 
-/// The source of each figure.
+/// How each figure of the cluster was obtained.
 fn sources(request: &ProbeRequest, name: &str, rows: usize) -> std::collections::BTreeMap<String, String> {
     let expert = request.expert;
     let memory = match request.memory_mb.is_empty() {
@@ -239,7 +240,7 @@ fn sources(request: &ProbeRequest, name: &str, rows: usize) -> std::collections:
         .collect()
 }
 
-/// Passes of the layer on this PE's device alone.
+/// Runs passes of the probed layer on this PE's device.
 struct Passes<'g> {
     layer: DeviceLayer<'g>,
     request: &'g ProbeRequest,
@@ -273,8 +274,8 @@ impl<'g> Passes<'g> {
     }
 }
 
-/// Measures this PE's rate, FLOP per ms, while all PEs compute. Also returns the rows of a pass: as many as the time allows, because small
-/// passes do not fill a device. Collective.
+/// Measures this PE's rate while all PEs compute. Returns FLOP per ms, and the number of rows of a pass, which is as large as the time
+/// allows, because small passes do not fill a device. Collective.
 fn rate(gpu: &dyn Gpu, request: &ProbeRequest, prober: &mut DeviceProber<'_>) -> Result<(f64, usize)> {
     let (spec, on_device) = request.layer()?;
     let (most, part) = (spec.max_tokens, request.options.compute / PARTS);
@@ -300,6 +301,6 @@ fn rate(gpu: &dyn Gpu, request: &ProbeRequest, prober: &mut DeviceProber<'_>) ->
     }
     let Passes { layer, rows, .. } = passes;
     layer.free()?;
-    // A cluster file needs a rate above 0, even for a device that completed no pass in time.
+    // A cluster file needs a rate above 0.
     Ok((median(rates).max(1.0), rows))
 }

@@ -1,4 +1,4 @@
-//! Measures the links between devices by puts to symmetric memory: launches the kernels of `kernels/probe.cu` and evaluates their times.
+//! Measures the links between devices by puts to symmetric memory: launches the kernels of `kernels/probe.cu` and reads their times.
 
 use std::time::Duration;
 
@@ -9,15 +9,15 @@ use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
 use crate::probe::{LinkProber, ProbeOptions};
 use crate::report::median;
 
-/// Maximum blocks that share a message: more blocks do not increase the bandwidth of any current link.
+/// Maximum number of blocks that share a message. More blocks do not increase the bandwidth of any current link.
 const MAX_BLOCKS: u32 = 32;
-/// Minimum bytes of a message per block.
+/// A message has at most one block per this many bytes.
 const PART_BYTES: usize = 16 << 10;
 /// Alignment of each piece of memory, bytes.
 const ALIGN_BYTES: u64 = 256;
 /// Warm-up rounds of simultaneous messages.
 const WARMUP_ROUNDS: u32 = 1;
-/// Minimum time of a message, ms.
+/// Lower bound for measured times, ms.
 const MIN_MS: f64 = 1e-6;
 /// Maximum bytes per PE of [`DeviceProber::gather_bytes`].
 pub const RECORD_BYTES: usize = 256;
@@ -62,7 +62,7 @@ struct Control {
     cycles: u64,
 }
 
-/// One PE's end of the measurements, on its device.
+/// One PE's part of the measurements, on its device.
 pub struct DeviceProber<'g> {
     gpu: &'g dyn Gpu,
     options: ProbeOptions,
@@ -71,11 +71,11 @@ pub struct DeviceProber<'g> {
     symmetric: SymmetricBuffer<'g>,
     own: Buffer<'g>,
     area: Area,
-    /// Number of barriers inside kernels so far.
+    /// Number of barriers inside kernels for which numbers have been reserved.
     meetings: u64,
 }
 
-/// Assigns offsets in memory that is allocated later.
+/// Assigns consecutive offsets in memory that is allocated later.
 #[derive(Default)]
 struct Bump(u64);
 
@@ -97,7 +97,7 @@ struct Places {
     bytes: u64,
 }
 
-/// Sizes of the send and the receive buffer, bytes: for messages, and for the records of all PEs.
+/// Sizes of the send and the receive buffer, bytes. Both are used for messages and for the records of [`DeviceProber::gather_bytes`].
 fn room(options: &ProbeOptions, n: usize) -> (u64, u64) {
     let record = (n * (options.sizes.len() + 1) * size_of::<f64>()).max(RECORD_BYTES);
     (options.largest().max(record) as u64, options.place_bytes(n).max(n * record) as u64)
@@ -113,12 +113,12 @@ fn places(options: &ProbeOptions, n: usize, blocks: u32) -> Places {
     Places { messages, answers, meetings, sent, received, bytes: bump.0 }
 }
 
-/// Blocks that share a large message on a device with this many multiprocessors.
+/// Maximum number of blocks that share a message on a device with this many multiprocessors.
 fn most_blocks(multiprocessors: u32) -> u32 {
     multiprocessors.clamp(1, MAX_BLOCKS)
 }
 
-/// Symmetric memory of a [`DeviceProber`] for `n` PEs on devices with this many multiprocessors, bytes.
+/// Symmetric memory of a [`DeviceProber`] for `n` PEs with devices of this many multiprocessors, bytes.
 pub fn symmetric_bytes(options: &ProbeOptions, n: usize, multiprocessors: u32) -> u64 {
     places(options, n, most_blocks(multiprocessors)).bytes
 }
@@ -131,7 +131,7 @@ impl<'g> DeviceProber<'g> {
     /// Allocates the memory for `options` on this PE's device, with `threads` threads per block (collective).
     ///
     /// # Errors
-    /// Too little memory; a peer that does not respond.
+    /// Returns an error if the memory does not suffice, or a peer does not respond.
     pub fn new(gpu: &'g dyn Gpu, options: &ProbeOptions, threads: u32) -> Result<Self, GpuError> {
         let (me, n) = (gpu.my_pe(), gpu.n_pes());
         let blocks = most_blocks(gpu.limits()?.multiprocessors);
@@ -158,7 +158,7 @@ impl<'g> DeviceProber<'g> {
             numbers,
             cycles,
             control,
-            // The kernels compute twice the limit, which must not overflow.
+            // The kernels double the limit, which must not overflow.
             limit_ns: nanoseconds(options.wait_limit).clamp(1, u64::MAX / 4),
             budget_ns: 0,
             meeting: 0,
@@ -174,7 +174,7 @@ impl<'g> DeviceProber<'g> {
         Ok(DeviceProber { gpu, options: options.clone(), threads, symmetric, own, area, meetings: 0 })
     }
 
-    /// Returns every PE's bytes in the order of PEs. Every PE gives equally many, at most [`RECORD_BYTES`] (collective).
+    /// Returns the bytes of all PEs, in the order of PEs. All pass the same number of bytes, at most [`RECORD_BYTES`] (collective).
     ///
     /// # Errors
     /// A peer that does not respond.
@@ -183,7 +183,7 @@ impl<'g> DeviceProber<'g> {
         if n == 1 {
             return Ok(mine.to_vec());
         }
-        // The records share the buffers of messages: barriers separate them from the messages before and after.
+        // Records use the buffers of messages, so barriers separate them from the messages before and after.
         self.gpu.barrier(self.options.wait_limit)?;
         let taken = self.area.taken - self.own.address();
         self.own.write(taken + self.gpu.my_pe() as u64 * bytes, mine)?;
@@ -216,8 +216,8 @@ impl<'g> DeviceProber<'g> {
         let launch =
             Launch { grid, block: self.threads, shared_bytes: 0, cooperative: u32::from(grid > 1), cluster: 1 };
         let all: Vec<&[u8]> = std::iter::once(bytemuck::bytes_of(area)).chain(args.iter().copied()).collect();
-        // SAFETY: each kernel takes a `ProbeArea` and these numbers. The area points into the two buffers. `places` and `new` size them: messages
-        // and records fit into `sent`, and one of each PE into `received` and `taken`.
+        // SAFETY: each kernel takes a `ProbeArea` and these numbers. The area points into the two buffers, which `places` and `new` make
+        // large enough: a message or a record fits into `sent`, and one of each PE into `received` and into `taken`.
         unsafe { self.gpu.launch(kernel, launch, &all) }?;
         let mut control = [Control::zeroed()];
         self.own.read(at, &mut control)?;
@@ -242,17 +242,18 @@ impl<'g> DeviceProber<'g> {
         Ok(median(cycles.into_iter().map(|cycles| cycles as f64 * ms_per_cycle).collect()).max(MIN_MS))
     }
 
-    /// Blocks that share a message.
+    /// Number of blocks that share a message of this size.
     fn blocks(&self, bytes: usize) -> u32 {
         bytes.div_ceil(PART_BYTES).clamp(1, self.area.blocks as usize) as u32
     }
 
-    /// An empty message, then each size.
+    /// The sizes of the messages: 0, then the requested sizes.
     fn sizes(&self) -> Vec<usize> {
         std::iter::once(0).chain(self.options.sizes.iter().copied()).collect()
     }
 
-    /// All PEs send to the PEs at distances `begin..end` at the same time. Returns the median time until all are answered, ms.
+    /// All PEs send at the same time, each to the PEs at distances `begin..end`. Returns the median time until all messages of this PE are
+    /// answered, ms.
     fn together(&mut self, begin: usize, end: usize) -> Result<f64, GpuError> {
         if begin >= end {
             return Ok(MIN_MS);

@@ -1,4 +1,4 @@
-//! The probe on PEs: links, compute rates, and memory for experts.
+//! The probe on PEs: measures links, compute rates, and memory for experts.
 
 #[cfg(feature = "device")]
 pub mod device;
@@ -31,7 +31,8 @@ impl ProbedExpert {
         self.mlp().forward_flop_per_row(self.hidden)
     }
 
-    /// Memory of the expert, bytes: weights packed for the GEMMs (on the CPU in bf16 once for each product), and in training a gradient in f32.
+    /// Memory of the expert, bytes: its packed weights, and in training its gradient in f32. On the CPU bf16 weights are packed twice, once
+    /// for each product.
     pub fn bytes(&self, device: DeviceKind) -> f64 {
         let matrices = if self.gated { 3.0 } else { 2.0 };
         let twice = device == DeviceKind::Cpu && self.dtype == Dtype::Bf16;
@@ -40,7 +41,7 @@ impl ProbedExpert {
         matrices * self.hidden as f64 * self.intermediate as f64 * (per_weight + gradient)
     }
 
-    /// Rows of a GEMM: the layer's tile, or fewer for a large expert.
+    /// Rows of a measured GEMM: the layer's tile, or fewer for a large expert.
     fn rows(&self) -> usize {
         const FLOP: f64 = 1e10;
         let least_rows = Options::DEFAULT_TILE_ROWS / 8;
@@ -78,7 +79,7 @@ impl ProbeRequest {
 
     /// The number of experts that fit into `mb` MB.
     fn experts_in(&self, mb: f64) -> u64 {
-        // The maximum of a cluster file.
+        // A cluster file allows at most 2^40 experts.
         ((mb * 1e6 / self.expert.bytes(self.device)) as u64).min(1 << 40)
     }
 }
@@ -106,12 +107,13 @@ impl ProbeRequest {
     }
 }
 
-/// Probes all PEs of `shmem`, of which `here` are on this host, and returns the same cluster on every PE. Collective.
+/// Probes all PEs of `shmem`, and returns the same cluster on every PE. `here` is the number of PEs on this host. Collective.
 ///
-/// `transport` is the name of the transport in the cluster. `progress` receives the stage and the completed share.
+/// `transport` is the transport's name for the cluster file. `progress` receives the stage, the number of completed parts, and that of all
+/// parts.
 ///
 /// # Errors
-/// [`ProbeError`](crate::probe::ProbeError); an unknown size of the available memory.
+/// Returns a [`ProbeError`](crate::probe::ProbeError), or an error if the size of the available memory is unknown.
 pub fn probe_pes<T: Transport>(
     shmem: &Shmem<T>,
     request: &ProbeRequest,
@@ -155,7 +157,7 @@ fn probe_as<T: Transport, E: Element>(
     Ok(cluster)
 }
 
-/// The symmetric heap of a probe of `pes` PEs, bytes.
+/// Size of the symmetric heap of a probe of `pes` PEs, bytes.
 pub fn heap_bytes<T: Transport>(options: &ProbeOptions, pes: usize) -> usize {
     Shmem::<T>::heap_bytes_for(pes, options.symmetric_bytes(pes))
 }
@@ -163,7 +165,7 @@ pub fn heap_bytes<T: Transport>(options: &ProbeOptions, pes: usize) -> usize {
 /// Runs a PE's part of a probe. PE 0 sends the cluster as JSON text.
 ///
 /// # Errors
-/// As [`probe_pes`].
+/// Returns the errors of [`probe_pes`].
 pub fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
     if request.device != DeviceKind::Cpu {
         #[cfg(feature = "device")]

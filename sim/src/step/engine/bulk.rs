@@ -13,7 +13,7 @@ impl Engine<'_> {
         state.counts_s = self.now_s;
     }
 
-    /// Counts one completion of the current phase; in the bulk schedule only.
+    /// Counts one completion in the current phase of the group. After the last one, and a barrier, the phase ends. Bulk schedule only.
     pub(super) fn one_less(&mut self, group: usize) {
         let state = &mut self.groups[group];
         state.pending -= 1;
@@ -45,7 +45,7 @@ impl Engine<'_> {
             members.iter().for_each(|&pe| self.compute(pe));
         }
         if self.groups[group].pending == 0 {
-            // Only the barrier remains.
+            // The phase has no work, so it ends after the barrier.
             self.groups[group].pending = 1;
             return self.one_less(group);
         }
@@ -82,7 +82,7 @@ impl Engine<'_> {
         sent as u32
     }
 
-    /// All results have returned. A backward ends with the router's gradients.
+    /// Ends the pass: all results have arrived. A backward pass ends with the router's gradients, whose time differs between PEs.
     fn end_bulk(&mut self, group: usize, members: &[usize]) {
         let start_s = self.now_s;
         self.begin_bulk(group);

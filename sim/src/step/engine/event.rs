@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-/// The content of a message: rows of a dispatch or results of a combine, of one chunk or of a crossing for all PEs of a host.
+/// The content of a message: rows (dispatch) or results (combine), of one chunk or of a crossing, which serves all PEs of a host.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Kind {
     Rows,
@@ -17,7 +17,7 @@ impl Kind {
     }
 }
 
-/// A message of a pass: rows or results of chunk `chunk` of PE `at`, or of the crossing of that number, which `at` forwards.
+/// A message of a pass: the rows or results of chunk `chunk` of PE `at`, or of crossing `chunk`, for which `at` is the relay.
 #[derive(Clone, Copy)]
 pub struct Message {
     pub from: usize,
@@ -33,13 +33,13 @@ pub struct Message {
 pub enum What {
     /// The headers of all PEs have arrived at a PE.
     Headers,
-    /// A chunk may leave: its slot at the receiver is free. Numbers are those of the receiver.
+    /// The PE may send chunk or crossing `chunk` of receiver `to`: its slot there is free.
     Leave {
         to: u32,
         chunk: u32,
         kind: Kind,
     },
-    /// The head of a chunk's message has arrived; numbers as in [`Message`].
+    /// The head of a message has arrived. `at` and `chunk` are those of [`Message`].
     Head {
         at: u32,
         chunk: u32,
@@ -51,8 +51,8 @@ pub enum What {
         chunk: u32,
         kind: Kind,
     },
-    /// Blocking puts: a message is announced to the PE; it may leave the PE; the PE is asked for its acknowledgement; the acknowledgement
-    /// has arrived.
+    /// Blocking puts. `Announced`: a message is announced to the PE. `Granted`: the PE may send the message. `Asked`: the PE is asked to
+    /// acknowledge a message. `Taken`: an acknowledgement has arrived at the PE.
     Announced {
         at: u32,
         chunk: u32,
@@ -67,19 +67,19 @@ pub enum What {
         from: u32,
     },
     Taken,
-    /// A PE has finished a piece of work, unless its host has changed since event `turn`.
+    /// A PE has finished a piece of work. The event is ignored if PEs share cores and `HostWork::turn` is no longer `turn`.
     Computed {
         turn: u64,
     },
-    /// A bulk phase of a group is over.
+    /// All PEs of a group have finished a bulk phase.
     Phase,
 }
 
 pub struct Event {
     pub time_s: f64,
-    /// Breaks ties between events at the same time.
+    /// Orders events with the same time.
     pub number: u64,
-    /// The PE, or for [`What::Phase`] the group.
+    /// The PE that handles the event, or the group for [`What::Phase`].
     pub who: u32,
     pub pass: u32,
     pub what: What,

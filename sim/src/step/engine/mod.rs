@@ -1,4 +1,4 @@
-//! The engine of a step: its state, and the PE's place in the plan.
+//! The engine that simulates steps: its state, and look-ups in the plans.
 
 mod blocking;
 mod bulk;
@@ -30,35 +30,36 @@ struct Pe {
     /// Passes started.
     pass: u32,
     start_s: f64,
-    /// Whether tiles are formed.
+    /// Whether all tiles are formed (the counts of all PEs have arrived).
     placed: bool,
     working: Option<(Work, f64)>,
     missing: Vec<u32>,
     undone: Vec<u32>,
-    /// Tiles whose rows have arrived, as (all rows are this PE's own, tile): tiles for which other PEs wait come first.
+    /// Tiles whose rows have all arrived, as (whether all rows are this PE's own, tile), so that tiles for which other PEs wait are
+    /// computed first.
     ready: BinaryHeap<Reverse<(bool, u32)>>,
     /// Pending copies: puts, gathers and sums.
     copies: Copies,
-    /// FLOP of background work.
+    /// FLOP of each piece of background work.
     fillers: Vec<f64>,
-    /// FLOP of the router's gradients, which need those of all choices' weights.
+    /// FLOP of the router's gradients, which are computed last: they need the gradients of all routing weights.
     router_last: Option<f64>,
     tiles_left: Vec<u32>,
     all_tiles_left: u32,
-    /// Chunks whose results have not arrived, including its own.
+    /// Messages of results that have not arrived, and chunks of its own rows that have not been added.
     results_left: u32,
-    /// Chunks that arrived before they could be gathered.
+    /// Chunks that arrived before they could be gathered, as (pass, chunk).
     early: Vec<(u32, u32)>,
-    /// Crossings that it forwards.
+    /// Open parts of the crossings for which this PE is the relay.
     relaying: Vec<Relaying>,
-    /// Blocking puts: messages announced to this PE, and messages that have arrived and wait until it is in a call.
+    /// Blocking puts: messages announced to this PE, and messages that have arrived here. Both wait until this PE is in a call.
     announced: Vec<Message>,
     untaken: Vec<Message>,
     /// Whether the PE is receiving messages. No other work starts until it has received all of them.
     taking: bool,
     headers: u32,
     headers_s: f64,
-    /// Slowdown of its work in this step.
+    /// Factor on the time of its work in this step ([`Jitter`](crate::step::Jitter)).
     slowness: f64,
     /// The PE's core, if PEs share cores, and the end of its last work there, s.
     core: usize,

@@ -4,8 +4,8 @@ use super::Engine;
 use crate::step::{PeTime, Schedule};
 
 impl Engine<'_> {
-    /// Adds each PE's delay at the end of the passes relative to the first PE of its group. In the bulk schedule, where barriers align
-    /// these ends, adds the delay of its experts' work instead.
+    /// Appends each PE's delay to `all`: how much later it ends its passes than the first PE of its group. In the bulk schedule barriers
+    /// align the ends of passes, so the end of its experts' work is compared instead.
     pub(super) fn stragglers(&self, all: &mut Vec<f64>) {
         for group in self.step.groups {
             let end_s = |&pe: &usize| match self.step.schedule {
@@ -17,8 +17,8 @@ impl Engine<'_> {
         }
     }
 
-    /// Sums the gradients of replicas, in one group or several, and those of the replicated weights; returns the time at which the last PE
-    /// has them, s.
+    /// Sums the gradients of experts that several PEs hold, in one group or several, and those of the replicated weights. Returns the time
+    /// at which the last PE has all sums, s.
     pub(super) fn all_reduce(&mut self) -> f64 {
         let (step, n) = (self.step, self.pes.len());
         let (expert_bytes, replicated_bytes) = step.cost.gradient_bytes;
@@ -42,7 +42,8 @@ impl Engine<'_> {
                 let summed = || experts.iter().map(|&e| &holders[e]).filter(|holders| holders.len() > 1);
                 let all_s = summed().flatten().map(|&holder| self.pes[holder].end_s).reduce(f64::max);
                 let Some((all_s, first)) = all_s.zip(summed().next()) else { continue };
-                // Each holder sends its parts to the others at once, and then its sums: twice the latency, 2 (K - 1) / K of the bytes.
+                // Each of K holders sends the others their parts at once, and then the sums of its own part: two latencies, and 2 (K - 1) /
+                // K of the bytes.
                 let other = &step.groups[(g + 1) % k];
                 let to = match k {
                     1 => first.iter().copied().find(|&holder| holder != pe).unwrap_or(pe),
@@ -53,7 +54,7 @@ impl Engine<'_> {
                 ready_s[pe] = all_s + 2.0 * self.network.alpha_s(pe, to) + self.network.wire_s(pe, to, bytes);
             }
         }
-        // Replicated weights: reduce-scatter and all-gather by halving and doubling.
+        // Replicated weights: a reduce-scatter by recursive halving, then an all-gather by recursive doubling.
         let rounds = f64::from(n.next_power_of_two().trailing_zeros());
         let replicated_s = match n {
             1 => 0.0,

@@ -1,10 +1,11 @@
-//! Relays: rows cross the network once for all PEs of a host; a relay there forwards them, and returns one sum of their results.
+//! Relays: a row for several PEs of a host crosses the network once. A relay on that host forwards the row to the PEs, and returns one sum
+//! of their results.
 
 use super::Engine;
 use super::event::{Kind, Message};
 
 impl Engine<'_> {
-    /// Crossing rows have arrived: the relay forwards each PE its part, even while it is at work.
+    /// The rows of a crossing have arrived at relay `p`. It forwards each PE's part at once, even while `p` computes.
     pub(super) fn hand_on(&mut self, p: usize, crossing: u32, pass: u32) {
         for &(to, chunk) in &self.plan(p).crossings[crossing as usize].parts {
             match self.member(p, to) {
@@ -14,7 +15,7 @@ impl Engine<'_> {
         }
     }
 
-    /// A PE has gathered its part of a crossing. The last part frees the crossing's slot.
+    /// PE `p` has gathered its part of a crossing. After the last part the slot of the crossing is returned to the sender.
     pub(super) fn part_gathered(&mut self, p: usize, relay: u32, crossing: u32) {
         let relay = self.member(p, relay);
         let there_s = if relay == p { self.now_s } else { self.now_s + self.network.alpha_s(p, relay) };
@@ -29,7 +30,8 @@ impl Engine<'_> {
         }
     }
 
-    /// The results of chunk `chunk` of PE `at` are at its relay, which sends their sum back with the last part.
+    /// The results of chunk `chunk` of PE `at` have arrived at its relay. When all PEs' results of a crossing have arrived, the relay sends
+    /// their sum to the source.
     pub(super) fn collect(&mut self, at: usize, chunk: u32, pass: u32) {
         let Some((relay, crossing)) = self.plan(at).chunks[chunk as usize].relay else { return };
         let relay = self.member(at, relay);

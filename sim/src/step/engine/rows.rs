@@ -1,4 +1,4 @@
-//! Rows and results in flight: puts, gathers and sums of a PE, and their credits.
+//! Transfers of rows and results: a PE's puts, gathers and sums, and the return of slots (credits).
 
 use std::cmp::Reverse;
 
@@ -10,7 +10,8 @@ use crate::step::plan::Chunk;
 use aristos_formats::Span;
 
 impl Engine<'_> {
-    /// Queues a copy for a PE; it completes at once if its cost is 0. The caller then calls [`Engine::compute`].
+    /// Queues a copy for a PE. A copy without cost completes at once, unless it is a blocking put. The caller then calls
+    /// [`Engine::compute`].
     pub(super) fn copy(&mut self, p: usize, copy: Copying) {
         let cost = &self.step.cost.copy_flop[usize::from(self.is_backward(p))];
         let of = |at: usize, chunk: u32| self.plan(at).chunks[chunk as usize];
@@ -68,7 +69,8 @@ impl Engine<'_> {
         }
     }
 
-    /// Sends the chunks of one window refill, starting with the next PE; returns the number of chunks that PEs then receive.
+    /// Queues the puts of one window of chunks to each other PE, beginning with the next PE. Returns the number of chunks that PEs receive
+    /// by these puts.
     pub(super) fn send_chunks(&mut self, p: usize, round: u32) -> u32 {
         let n = self.step.groups[self.pes[p].group as usize].members.len() as u32;
         let me = self.pes[p].index;
@@ -97,7 +99,7 @@ impl Engine<'_> {
         }
     }
 
-    /// A message leaves its PE; it arrives after a fraction of the link's latency.
+    /// Sends a message. Its head arrives after `of_latency` of the link's latency, once the port is free.
     pub(super) fn leave(&mut self, Message { from, to, at, chunk, kind, pass }: Message, of_latency: f64) {
         let bytes = self.bytes(at, chunk, kind, pass);
         self.sent_bytes += bytes;
@@ -123,7 +125,7 @@ impl Engine<'_> {
         if kind.is_out() { (other, at) } else { (at, other) }
     }
 
-    /// Rows and slots of a message.
+    /// Number of rows and of slots in a message.
     pub(super) fn size(&self, at: usize, chunk: u32, kind: Kind) -> (u32, u32) {
         let (plan, chunk) = (self.plan(at), chunk as usize);
         match kind {
@@ -147,7 +149,7 @@ impl Engine<'_> {
         rows * cost.row_bytes + beside
     }
 
-    /// The bytes that occupy a port: 0 inside a host whose PEs copy rows themselves.
+    /// The bytes for which a message occupies ports: 0 inside a host if PEs copy rows themselves, as the copy is counted as their work.
     fn on_wire(&self, from: usize, to: usize, bytes: f64, pass: u32) -> f64 {
         let backward = self.step.backward && pass.is_multiple_of(2);
         let copies = self.step.cost.copy_flop[usize::from(backward)].put_row != [0.0; 2];
@@ -168,7 +170,7 @@ impl Engine<'_> {
         self.at(end_s, to, pass, What::Arrived { at: at as u32, chunk, kind });
     }
 
-    /// A message has arrived and is received.
+    /// Handles a received message.
     pub(super) fn arrived(&mut self, to: usize, at: u32, chunk: u32, kind: Kind, pass: u32) {
         match kind {
             Kind::Rows => self.rows_arrived(to, chunk, pass),
@@ -197,7 +199,7 @@ impl Engine<'_> {
         }
     }
 
-    /// A chunk's rows are in their tiles; its slot is returned to the sender.
+    /// The rows of a chunk have been copied to their tiles. The chunk's slot is returned to the sender.
     fn gathered(&mut self, p: usize, chunk: u32) {
         let (tiling, plan) = (self.tiling(p), self.plan(p));
         let pe = &mut self.pes[p];
@@ -217,7 +219,8 @@ impl Engine<'_> {
         }
     }
 
-    /// Returns the slot of a chunk or crossing to its sender; `end` is the end of the sender's chunks.
+    /// Returns the slot of a chunk or crossing to its sender, which may then send the chunk or crossing that uses this slot next. `end` is
+    /// the end of this sender's chunks or crossings at `p`.
     pub(super) fn credit(&mut self, p: usize, chunk: u32, kind: Kind, end: u32, now_s: f64) {
         let next = chunk.saturating_add(self.step.window_chunks as u32);
         if next < end {
@@ -231,7 +234,7 @@ impl Engine<'_> {
         }
     }
 
-    /// The results of a chunk are computed.
+    /// All results of a chunk have been computed.
     pub(super) fn chunk_done(&mut self, p: usize, chunk: u32) {
         if self.plan(p).chunks[chunk as usize].from == self.pes[p].index {
             self.copy(p, Copying::AddOwn { chunk });

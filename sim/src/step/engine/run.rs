@@ -15,7 +15,7 @@ use crate::step::{Schedule, Step, StepTimes};
 /// Simulates the steps. Each step starts when all PEs have ended the last one.
 ///
 /// # Panics
-/// If puts block and relays forward rows: puts of relays are not modelled.
+/// If puts block and relays forward rows: blocking puts of relays are not modelled.
 pub fn simulate(step: &Step) -> StepTimes {
     let mut engine = Engine::new(step);
     let mut times = StepTimes {
@@ -32,7 +32,7 @@ pub fn simulate(step: &Step) -> StepTimes {
     for _ in 0..step.steps {
         let start_s = engine.now_s;
         engine.draw_slowness(&mut rng);
-        // Groups without shared resources are simulated one after the other, which keeps the event queue short.
+        // Groups that share no port or core are simulated one after the other, which keeps the event queue short.
         for groups in &apart {
             engine.now_s = start_s;
             engine.run(groups);
@@ -64,7 +64,7 @@ impl<'a> Engine<'a> {
                 assert!(crossings.is_empty() || !step.puts_block, "relays and puts that block");
                 pes[pe].relaying = crossings.iter().map(Relaying::new).collect();
             }
-            // Dissemination barrier: ceil(log2(n)) messages one after the other.
+            // A dissemination barrier takes ceil(log2(n)) messages one after the other.
             let members = &group.members;
             let alpha_s =
                 members.iter().map(|&pe| if pe == members[0] { 0.0 } else { network.alpha_s(members[0], pe) });
@@ -93,7 +93,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// The groups, joined if they share a port or cores.
+    /// Sets of groups that are simulated together: all groups if some share a port or cores, otherwise each group alone.
     fn apart(&self) -> Vec<Vec<usize>> {
         let groups = 0..self.step.groups.len();
         let (devices, cluster) = (&self.pes, self.step.cluster);
@@ -108,13 +108,13 @@ impl<'a> Engine<'a> {
     fn draw_slowness(&mut self, rng: &mut Option<(ChaCha8Rng, f64)>) {
         let Some((rng, sigma)) = rng else { return };
         for pe in &mut self.pes {
-            // Box and Muller (1958).
+            // Normal random number by the method of Box and Muller (1958).
             let (a, b): (f64, f64) = (1.0 - rng.random::<f64>(), rng.random());
             pe.slowness = (*sigma * (-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos()).exp();
         }
     }
 
-    /// A step of these groups, until all their PEs end.
+    /// Simulates a step of these groups, until all their PEs have ended.
     fn run(&mut self, groups: &[usize]) {
         for &group in groups {
             self.begin_bulk(group);
@@ -195,7 +195,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// A PE has routed its tokens.
+    /// A PE has routed its tokens, or starts a backward pass, in which the routes are known.
     pub(super) fn routed(&mut self, p: usize) {
         let group = self.pes[p].group as usize;
         let members = &self.step.groups[group].members;
@@ -216,7 +216,7 @@ impl<'a> Engine<'a> {
             self.send_chunks(p, 0);
             return self.place(p);
         }
-        // Headers are small and do not occupy a port.
+        // Headers are small, so they are assumed not to occupy a port.
         for &to in members {
             let there_s = match to == p {
                 true => now_s,
@@ -236,7 +236,7 @@ impl<'a> Engine<'a> {
         self.compute(p);
     }
 
-    /// All counts have arrived: tiles are formed, and rows that have arrived are received.
+    /// All counts have arrived: forms the remaining tiles, and gathers rows that arrived before.
     fn place(&mut self, p: usize) {
         let backward = self.is_backward(p);
         if backward {

@@ -1,4 +1,4 @@
-//! Pieces of work, copies and relayed crossings of a PE.
+//! The state of a PE's work, copies and relayed crossings.
 
 use std::collections::VecDeque;
 
@@ -11,13 +11,13 @@ use crate::step::plan::Crossing;
 pub(super) enum Work {
     /// Routes its tokens.
     Route,
-    /// The router's gradients.
+    /// Computes the router's gradients.
     Router,
     Tile(u32),
     Copy(Copying),
-    /// Blocked in a put until its target has received it.
+    /// Waits in a blocking put until the target has received the message.
     Put(Copying),
-    /// Background work: the shared expert, gradients of weights.
+    /// Background work: the shared expert, and gradients of expert weights.
     Filler,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct HostWork {
     pub(super) working: Vec<OnCore>,
     /// Time of the last change, s.
     pub(super) at_s: f64,
-    /// Number of changes; completions expected before a change are void.
+    /// Number of changes. A completion that was scheduled before the last change is ignored.
     pub(super) turn: u64,
 }
 
@@ -40,14 +40,14 @@ pub(super) struct OnCore {
 }
 
 impl HostWork {
-    /// PEs at work on each core.
+    /// Number of PEs at work on each core.
     pub(super) fn on_cores(&self, cores: &Cores) -> Vec<usize> {
         let mut on = vec![0; cores.count];
         self.working.iter().for_each(|own| on[own.core] += 1);
         on
     }
 
-    /// Moves a PE at work from a core with three or more to one that has at least two fewer.
+    /// Moves one PE from the core with the most PEs at work to the one with the fewest, if they have three or more and at least two fewer.
     pub(super) fn balance(&mut self, cores: &Cores) {
         let on = self.on_cores(cores);
         let most = (0..cores.count).max_by_key(|&core| on[core]).unwrap_or(0);
@@ -60,7 +60,7 @@ impl HostWork {
         }
     }
 
-    /// By PE at work, the slowdown of its work.
+    /// For each element of `working`, the factor on the time of its work.
     pub(super) fn slowdowns(&self, cores: &Cores) -> Vec<f64> {
         let on = self.on_cores(cores);
         let busy = on.iter().filter(|&&on| on > 0).count();
@@ -71,13 +71,13 @@ impl HostWork {
 /// A copy of a chunk.
 #[derive(Clone, Copy)]
 pub(super) enum Copying {
-    /// Puts rows to a PE, which receives them as this chunk, or forwards them.
+    /// Puts rows to PE `to`: its chunk `chunk`, or crossing `chunk`, which it forwards.
     Send { to: u32, chunk: u32, kind: Kind },
     /// Gathers received or own rows into their tiles.
     Gather { chunk: u32 },
     /// Sums the results of a chunk, and puts them to the source of its rows.
     Return { chunk: u32 },
-    /// Adds results that arrived from `at`, of its chunk `chunk`, or that it has collected.
+    /// Adds the results of chunk `chunk` of PE `at`, or the sum that relay `at` has returned for crossing `chunk`.
     Add { at: u32, chunk: u32, kind: Kind },
     /// Sums and adds results of its own rows.
     AddOwn { chunk: u32 },
@@ -104,12 +104,12 @@ impl Copies {
         self.0[rank].push_back((copy, flop));
     }
 
-    /// The next copy that other PEs or tiles wait for.
+    /// Removes and returns the next copy for which other PEs or tiles wait: a send, gather or return.
     pub(super) fn urgent(&mut self) -> Option<(Copying, f64)> {
         self.0[..3].iter_mut().find_map(VecDeque::pop_front)
     }
 
-    /// The next of the remaining copies.
+    /// Removes and returns the next addition.
     pub(super) fn last(&mut self) -> Option<(Copying, f64)> {
         self.0[3].pop_front()
     }
@@ -117,10 +117,10 @@ impl Copies {
 
 /// The open parts of a crossing in a pass.
 pub(super) struct Relaying {
-    /// PEs that have not gathered their part of its rows, and the arrival of the latest credit of the others, s.
+    /// Number of PEs that have not gathered their part of its rows, and the time at which the latest credit from the other PEs arrives, s.
     pub(super) ungathered: u32,
     pub(super) free_s: f64,
-    /// PEs whose part of its results has not arrived.
+    /// Number of PEs whose part of its results has not arrived.
     pub(super) uncollected: u32,
 }
 

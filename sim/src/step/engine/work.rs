@@ -20,8 +20,8 @@ impl Engine<'_> {
         let host = self.network.host(p);
         self.advance(host, &cores);
         let (pe, state) = (&mut self.pes[p], &mut self.hosts[host]);
-        // Model of a scheduler: a waking PE returns to its last core if that is idle, else to any idle core. A PE at work moves only away
-        // from a core with three.
+        // Model of the operating system's scheduler: a PE that was idle returns to its last core if no PE works there, otherwise to an idle
+        // core if there is one. A working PE moves only away from a core with three or more.
         if pe.worked_until_s < self.now_s {
             let on = state.on_cores(&cores);
             if on[pe.core] > 0 {
@@ -33,7 +33,7 @@ impl Engine<'_> {
         self.expect_next(host, &cores);
     }
 
-    /// Subtracts the work done since the last change.
+    /// Subtracts the work done since the last change of the host's working PEs.
     fn advance(&mut self, host: usize, cores: &Cores) {
         let host = &mut self.hosts[host];
         let passed_s = self.now_s - host.at_s;
@@ -44,7 +44,8 @@ impl Engine<'_> {
         host.at_s = self.now_s;
     }
 
-    /// A message of `rows` rows has arrived: the receiving thread uses an idle core, or takes time of the PE's own thread.
+    /// A message of `rows` rows has arrived. The PE's receiving thread copies it on an idle core; without one, the time is added to the
+    /// work on the PE's core.
     pub(super) fn take_in(&mut self, p: usize, rows: u32) {
         let cost = &self.step.cost.copy_flop[usize::from(self.is_backward(p))];
         let flop = cost.take_message + f64::from(rows) * cost.take_row;
@@ -60,7 +61,7 @@ impl Engine<'_> {
         self.expect_next(host, &cores);
     }
 
-    /// Schedules the completion of the host's first PE at work, assuming no further changes.
+    /// Schedules the completion of the host's work that ends first, assuming no further changes.
     fn expect_next(&mut self, host: usize, cores: &Cores) {
         let host = &mut self.hosts[host];
         host.turn += 1;
@@ -105,7 +106,7 @@ impl Engine<'_> {
         }
     }
 
-    /// A PE has finished a piece of work, unless its host has changed since this was expected.
+    /// A PE has finished a piece of work. Does nothing if the host has changed since this completion was scheduled.
     pub(super) fn computed(&mut self, p: usize, turn: u64) {
         if let Some(cores) = self.step.cores {
             let host = self.network.host(p);

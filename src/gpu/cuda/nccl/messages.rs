@@ -1,4 +1,5 @@
-//! Two-sided sends and receives between the PEs' devices on the stream: the baseline of the one-sided benchmarks.
+//! Two-sided sends and receives between the PEs' devices, enqueued on the stream. The benchmarks of one-sided communication compare with
+//! them.
 
 use std::ffi::{c_int, c_void};
 use std::time::Duration;
@@ -9,7 +10,8 @@ use super::super::CudaGpu;
 use super::{Communicator, Deadline, Library, SUCCESS, find_library, start};
 use crate::gpu::{GpuError, SymmetricBuffer};
 
-/// A communicator of all PEs on this PE's stream. Dropping it aborts the communicator without waiting for the other PEs.
+/// A communicator of all PEs, whose operations run on this PE's stream. When it is dropped, the communicator is aborted without waiting for
+/// the other PEs.
 pub struct Nccl<'g> {
     gpu: &'g CudaGpu,
     library: &'static Library,
@@ -17,12 +19,12 @@ pub struct Nccl<'g> {
 }
 
 impl CudaGpu {
-    /// Starts NCCL among the PEs and lets every PE send a byte to the next one (collective), using the first 512 bytes of
+    /// Starts NCCL among the PEs and makes every PE send a byte to the next one (collective). This overwrites the first 512 bytes of
     /// `buffer`.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`], on all PEs, if a PE has no NCCL or NCCL refuses, for example because PEs share a device.
-    /// After any other error, such as a time-out after `limit`, the process must exit.
+    /// Returns [`GpuError::Unavailable`], on all PEs, if a PE has no NCCL or NCCL refuses, for example because PEs share a device. After
+    /// any other error, such as a time-out after `limit`, the process must exit.
     ///
     /// # Panics
     /// If `buffer` is shorter than 512 bytes.
@@ -34,8 +36,8 @@ impl CudaGpu {
         let first = move |library: &'static Library, Communicator(communicator)| {
             let (next, before) = (((me + 1) % n) as c_int, ((me + n - 1) % n) as c_int);
             let (stream, byte) = (stream as cudaStream_t, ncclDataType_t::ncclUint8);
-            // SAFETY: `address` and `address + 256` are in device memory of at least 512 bytes, and both PEs of each pair take
-            // part.
+            // SAFETY: `address` and `address + 256` lie in device memory of at least 512 bytes, and both PEs of each pair call this
+            // function.
             let code = unsafe {
                 let f = &library.functions;
                 let codes = [
@@ -60,13 +62,13 @@ impl Nccl<'_> {
         self.gpu.context.stream().cast()
     }
 
-    /// Enqueues a send of `bytes` bytes to `pe`, which must receive as many. Returns without waiting.
+    /// Enqueues a send of `bytes` bytes to `pe`, which must receive the same number of bytes. Returns without waiting.
     ///
     /// # Safety
     /// `from` points to `bytes` bytes of this device's memory, which stay allocated until the send completes.
     ///
     /// # Errors
-    /// NCCL's error.
+    /// Returns NCCL's error.
     pub unsafe fn send(&self, from: u64, bytes: u64, pe: usize) -> Result<(), GpuError> {
         let (from, byte) = (from as *const c_void, ncclDataType_t::ncclUint8);
         // SAFETY: the caller guarantees the buffer; communicator and stream belong to this PE.
@@ -77,13 +79,13 @@ impl Nccl<'_> {
         self.library.check(code, "send by NCCL")
     }
 
-    /// Enqueues a receive of `bytes` bytes from `pe`, which must send as many. Returns without waiting.
+    /// Enqueues a receive of `bytes` bytes from `pe`, which must send the same number of bytes. Returns without waiting.
     ///
     /// # Safety
     /// `to` points to `bytes` bytes of this device's memory, which stay allocated until the receive completes.
     ///
     /// # Errors
-    /// NCCL's error.
+    /// Returns NCCL's error.
     pub unsafe fn receive(&self, to: u64, bytes: u64, pe: usize) -> Result<(), GpuError> {
         let (to, byte) = (to as *mut c_void, ncclDataType_t::ncclUint8);
         // SAFETY: the caller guarantees the buffer; communicator and stream belong to this PE.
@@ -97,12 +99,12 @@ impl Nccl<'_> {
     /// Groups the sends and receives of `work` into one operation of the stream.
     ///
     /// # Errors
-    /// The error of `work`; NCCL's error.
+    /// Returns the error of `work`, or NCCL's error.
     pub fn group(&self, work: impl FnOnce() -> Result<(), GpuError>) -> Result<(), GpuError> {
-        // SAFETY: starts a group of this thread, which is ended below.
+        // SAFETY: the call starts a group of this thread, and the call below ends it.
         self.library.check(unsafe { (self.library.functions.ncclGroupStart)() }, "begin a group of NCCL's")?;
         let done = work();
-        // SAFETY: ends the group started above.
+        // SAFETY: the call ends the group that was started above.
         let ended = self.library.check(unsafe { (self.library.functions.ncclGroupEnd)() }, "end a group of NCCL's");
         done.and(ended)
     }
@@ -113,8 +115,8 @@ impl Drop for Nccl<'_> {
         if self.gpu.context.stuck.get() {
             return;
         }
-        // SAFETY: created by `CudaGpu::nccl`; this is the last use. ncclCommDestroy is not used because it may wait for other
-        // PEs.
+        // SAFETY: `CudaGpu::nccl` created the communicator, and it is not used afterwards. ncclCommDestroy is not called because it may
+        // wait for other PEs.
         unsafe { (self.library.functions.ncclCommAbort)(self.communicator.0) };
     }
 }

@@ -1,11 +1,12 @@
-//! NCCL: its library and a communicator of the PEs. `messages` is the two-sided baseline, `windows` provides symmetric memory.
+//! NCCL: its library, and a communicator of the PEs. The module `messages` has two-sided messages for comparison, and `windows` provides
+//! symmetric memory.
 //!
-//! The library is loaded at run time; if it is missing or refuses to start, the error is [`GpuError::Unavailable`]. The types
-//! come from the crate `cudarc`; as with the driver ([`super::driver`]), codes are integers.
+//! The library is loaded at run time. If it is missing or fails to start, the error is [`GpuError::Unavailable`]. The types come from the
+//! crate `cudarc`, but codes are integers, for the same reason as those of the driver ([`super::driver`]).
 //!
-//! NCCL waits for its peers without a limit when it starts, at the first message between two PEs, and when memory is
-//! registered. These calls therefore run in a second thread, for which this one waits with a limit. NCCL's own non-blocking
-//! mode would create a thread in every call, which would distort measurements.
+//! NCCL waits for its peers without a limit when it starts, at the first message between two PEs, and when memory is registered. These
+//! calls therefore run in a second thread, and the first thread waits for it with a limit. NCCL's own non-blocking mode is not used,
+//! because it would create a thread in every call, which would distort measurements.
 
 mod messages;
 pub(super) mod windows;
@@ -27,19 +28,20 @@ use super::context::Context;
 use crate::gpu::GpuError;
 use crate::gpu::nvshmem::Bootstrap;
 
-/// The library's file name, with NCCL's major version.
+/// The library's file name, which ends with NCCL's major version.
 pub const LIBRARY: &str = "libnccl.so.2";
-/// The oldest version with host access to the addresses of symmetric memory (`ncclGetPeerDevicePointer`).
+/// The oldest version in which the host can ask for the addresses of symmetric memory (`ncclGetPeerDevicePointer`).
 pub const OLDEST_WITH_WINDOWS: [u32; 3] = [2, 29, 2];
-/// The oldest version in which several PEs may use one device, if [`SHARED_DEVICES`] allows it.
+/// The oldest version in which several PEs may use one device. [`SHARED_DEVICES`] must allow it as well.
 pub const OLDEST_WITH_SHARED_DEVICES: [u32; 3] = [2, 30, 0];
-/// Environment variable that allows PEs to share a device if it is 1.
+/// The environment variable that allows PEs to share a device if its value is 1.
 pub const SHARED_DEVICES: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
-/// Makes the PEs of one host connect over the loopback interface, unless the user has set the variable.
+/// The environment variable, and the value that makes the PEs of one host connect over the loopback interface. A value that the user has
+/// set is kept.
 const ONE_HOST: (&str, &str) = ("NCCL_SOCKET_IFNAME", "lo");
 const SUCCESS: u32 = ncclResult_t::ncclSuccess as u32;
 const ID_BYTES: usize = size_of::<ncclUniqueId>();
-/// From Linux's dlfcn.h: succeed only if the library is already loaded.
+/// A flag of Linux's dlfcn.h with which opening a library succeeds only if it is already loaded.
 const RTLD_NOLOAD: c_int = 4;
 
 /// Defines a table of functions with `cudarc`'s types, except that codes are integers.
@@ -50,23 +52,23 @@ macro_rules! functions {
         struct $table { $($name: unsafe extern "C" fn($($arg),*) -> $raw,)* }
 
         impl $table {
-            /// Resolves all functions. The error is the dynamic loader's.
+            /// Looks up all functions. On failure returns the error of the dynamic loader.
             ///
             /// # Safety
             /// `library` is NCCL and stays loaded.
             unsafe fn of(library: &libloading::os::unix::Library) -> Result<$table, libloading::Error> {
-                // SAFETY: the caller guarantees that the library is NCCL; `cudarc` generated these types from its header.
+                // SAFETY: the caller guarantees that the library is NCCL, and `cudarc` generated these types from NCCL's header.
                 unsafe { Ok($table { $($name: *library.get(concat!(stringify!($name), "\0").as_bytes())?,)* }) }
             }
         }
 
-        // Compile-time check of the types. `cudarc`'s functions are never called: they panic if the library is missing.
+        // The compiler checks the types here. `cudarc`'s functions are never called, because they panic if the library is missing.
         $(const _: unsafe fn($($arg),*) -> $code = sys::$name;)*
     };
 }
 
 functions! {
-    /// Functions of all versions from 2.13 on.
+    /// The functions that every version from 2.13 on has.
     Functions {
         ncclGetVersion(*mut c_int) -> ncclResult_t = u32;
         ncclGetLastError(ncclComm_t) -> *const c_char = *const c_char;
@@ -81,7 +83,7 @@ functions! {
 }
 
 functions! {
-    /// Additional functions for symmetric memory.
+    /// The additional functions for symmetric memory.
     WindowFunctions {
         ncclMemAlloc(*mut *mut c_void, usize) -> ncclResult_t = u32;
         ncclMemFree(*mut c_void) -> ncclResult_t = u32;
@@ -94,8 +96,8 @@ functions! {
     }
 }
 
-/// `ncclGetPeerDevicePointer` of nccl_device/host.h, which `cudarc` lacks. Arguments: window, offset, rank, result; the result
-/// is null if loads and stores do not reach the rank.
+/// The type of `ncclGetPeerDevicePointer` in nccl_device/host.h, which `cudarc` lacks. The arguments are the window, the offset, the rank
+/// and the address of the result. The result is null if loads and stores do not reach the rank.
 type GetPeerDevicePointer = unsafe extern "C" fn(ncclWindow_t, usize, c_int, *mut *mut c_void) -> u32;
 
 /// All functions for symmetric memory.
@@ -104,37 +106,37 @@ struct ForWindows {
     peer_pointer: GetPeerDevicePointer,
 }
 
-/// The library. It is never closed, because NCCL leaves threads behind.
+/// NCCL's library. It is never closed, because NCCL's threads go on running in it.
 pub struct Library {
     functions: Functions,
-    /// The error names the missing function.
+    /// The functions for symmetric memory, or an error that names the missing function.
     for_windows: Result<ForWindows, String>,
-    /// Path, or a bare name that the dynamic loader resolved.
+    /// The library's path, or its name if the dynamic loader found it.
     pub path: PathBuf,
-    /// Major, minor, patch.
+    /// The major, minor and patch numbers.
     pub version: [u32; 3],
 }
 
-/// Candidate paths of the library: NCCL_HOME/lib if it has the library, then the loader's path.
+/// Returns the paths at which the library is searched for: first NCCL_HOME/lib if it has the library, then the loader's path.
 pub fn candidate_paths(nccl_home: Option<&OsStr>) -> Vec<PathBuf> {
     let home = nccl_home.filter(|home| !home.is_empty()).map(|home| Path::new(home).join("lib").join(LIBRARY));
     home.into_iter().filter(|path| path.exists()).chain([PathBuf::from(LIBRARY)]).collect()
 }
 
-/// Loads the first candidate, once per process.
+/// Loads the first candidate at the first call in the process.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] if the library is missing or cannot be loaded.
+/// Returns [`GpuError::Unavailable`] if the library is missing or cannot be loaded.
 pub fn find_library() -> Result<&'static Library, GpuError> {
     static FOUND: OnceLock<Result<Library, String>> = OnceLock::new();
     let find = || open(candidate_paths(std::env::var_os("NCCL_HOME").as_deref()).swap_remove(0), RTLD_NOW | RTLD_LOCAL);
     FOUND.get_or_init(find).as_ref().map_err(|message| GpuError::Unavailable(message.clone()))
 }
 
-/// The library already loaded in this process, to which a caller's communicator belongs.
+/// Returns the library that is already loaded in this process. A caller's communicator belongs to it.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`] if no library of this name is loaded, for example because NCCL is linked statically.
+/// Returns [`GpuError::Unavailable`] if no library of this name is loaded, for example because NCCL is linked statically.
 fn loaded_library() -> Result<&'static Library, GpuError> {
     static LOADED: OnceLock<Result<Library, String>> = OnceLock::new();
     let find = || {
@@ -151,7 +153,7 @@ fn open(path: PathBuf, flags: c_int) -> Result<Library, String> {
     let (functions, for_windows) = unsafe {
         let library = libloading::os::unix::Library::open(Some(&path), flags).map_err(error)?;
         let functions = Functions::of(&library).map_err(error)?;
-        // `peer_pointer` has nccl_device/host.h's type, the other functions `cudarc`'s.
+        // The type of `peer_pointer` is that of nccl_device/host.h, and the types of the other functions are those of `cudarc`.
         let for_windows = WindowFunctions::of(&library).and_then(|functions| {
             let peer_pointer = *library.get::<GetPeerDevicePointer>(b"ncclGetPeerDevicePointer\0")?;
             Ok(ForWindows { functions, peer_pointer })
@@ -160,12 +162,13 @@ fn open(path: PathBuf, flags: c_int) -> Result<Library, String> {
         (functions, for_windows.map_err(cause))
     };
     let mut number = 0;
-    // SAFETY: writes the number; may be called at any time.
+    // SAFETY: the function only writes the number, and may be called at any time.
     unsafe { (functions.ncclGetVersion)(&raw mut number) };
     Ok(Library { functions, for_windows, path, version: parse_version(number.unsigned_abs()) })
 }
 
-/// Splits NCCL's version number: 1000 major + 100 minor + patch up to 2.8, 10000 major + ... from 2.9 on.
+/// Splits NCCL's version number, which is the sum of 1000 times the major number, 100 times the minor number, and the patch number. From
+/// 2.9 on the major number is multiplied by 10000 instead.
 fn parse_version(number: u32) -> [u32; 3] {
     let per_major = if number < 10000 { 1000 } else { 10000 };
     [number / per_major, number % per_major / 100, number % 100]
@@ -175,22 +178,22 @@ fn dotted([major, minor, patch]: [u32; 3]) -> String {
     format!("{major}.{minor}.{patch}")
 }
 
-/// The environment variable with which the PE processes of a single host must be started, if it is unset.
+/// Returns the environment variable that must be added when the PE processes of a single host are started, or `None` if it is set already.
 pub fn one_host_environment() -> Option<(String, String)> {
     let (name, value) = ONE_HOST;
     std::env::var_os(name).is_none().then(|| (name.to_string(), value.to_string()))
 }
 
 impl Library {
-    /// The version, such as "2.29.2".
+    /// The version as a text, such as "2.29.2".
     pub fn version_text(&self) -> String {
         dotted(self.version)
     }
 
-    /// Checks that the library has symmetric memory with host access to its addresses.
+    /// Checks that the library provides symmetric memory and the host can ask for its addresses.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`] with the required version.
+    /// Returns [`GpuError::Unavailable`], which names the required version.
     pub fn check_windows(&self) -> Result<(), GpuError> {
         self.for_windows().map(|_| ())
     }
@@ -213,16 +216,16 @@ impl Library {
         if code == SUCCESS { Ok(()) } else { Err(self.failure(code, what)) }
     }
 
-    /// Builds the error of a code, with NCCL's last message if there is one.
+    /// Builds the error of a code. It contains NCCL's last message if there is one.
     fn failure(&self, code: u32, what: &str) -> GpuError {
         let last = self.last_error();
         let says = if last.is_empty() { String::new() } else { format!(" ({last})") };
         GpuError::failed(what, format!("NCCL {} answers {code}{says}", self.version_text()))
     }
 
-    /// NCCL's last message on one line; empty if there is none.
+    /// Returns NCCL's last message on one line, or an empty string if there is none.
     fn last_error(&self) -> String {
-        // SAFETY: accepts a null communicator, and returns null or a NUL-terminated string, which is copied at once.
+        // SAFETY: the function accepts a null communicator, and returns null or a NUL-terminated string, which is copied at once.
         let last = unsafe {
             let text = (self.functions.ncclGetLastError)(ptr::null_mut());
             if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
@@ -231,12 +234,12 @@ impl Library {
     }
 }
 
-/// Converts an error at start to [`GpuError::Unavailable`], so that callers can continue without NCCL.
+/// Converts an error of NCCL's start to [`GpuError::Unavailable`], so that callers can continue without NCCL.
 fn unavailable(error: GpuError) -> GpuError {
     GpuError::Unavailable(error.to_string())
 }
 
-/// Time limit of a start and its first operations.
+/// The time limit of NCCL's start and of the first operations after it.
 #[derive(Clone, Copy)]
 struct Deadline {
     start: Instant,
@@ -257,8 +260,8 @@ impl Deadline {
 #[derive(Clone, Copy)]
 struct Communicator(ncclComm_t);
 
-// SAFETY: NCCL accepts a communicator from any thread, one at a time; a thread that creates one here hands it over or is waited
-// for.
+// SAFETY: any thread may use a communicator if only one does at a time. A thread that creates one here either hands it over, or another
+// thread waits for it.
 unsafe impl Send for Communicator {}
 
 /// Runs `work` in a new thread with the device's context and waits for it until the deadline. After a time-out the context is
@@ -272,7 +275,7 @@ fn within<T: Send + 'static>(
     let (sender, receiver) = sync_channel(1);
     let enter = context.enter();
     let body = move || {
-        // Fails if the deadline has passed; then the process is exiting.
+        // Sending fails if the deadline has passed. The process is exiting then, so the error is ignored.
         let _ = sender.send(enter().and_then(|()| work()));
     };
     std::thread::Builder::new().spawn(body).map_err(|error| GpuError::failed(what, error))?;
@@ -288,10 +291,11 @@ fn within<T: Send + 'static>(
     }
 }
 
-/// Starts a communicator of all PEs and runs `first` with it in the second thread (collective). `found` is this PE's library.
+/// Starts a communicator of all PEs and runs `first` with it in the second thread (collective). `found` is the library that this PE has
+/// found.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`], on all PEs, if a PE has no NCCL or NCCL refuses. After any other error, such as a time-out, the
+/// Returns [`GpuError::Unavailable`], on all PEs, if a PE has no NCCL or NCCL refuses. After any other error, such as a time-out, the
 /// process must exit.
 fn start(
     found: Result<&'static Library, GpuError>,
@@ -303,13 +307,13 @@ fn start(
     let mut id = ncclUniqueId { internal: [0; ID_BYTES] };
     let found = found.and_then(|library| {
         if me == 0 {
-            // SAFETY: fills the id.
+            // SAFETY: the function only writes the id.
             let code = unsafe { (library.functions.ncclGetUniqueId)(&raw mut id) };
             library.check(code, "make a unique id for NCCL").map_err(unavailable)?;
         }
         Ok(library)
     });
-    // PE 0's id, and whether each PE has its library, so that no PE starts alone.
+    // The PEs exchange PE 0's id and whether each PE has a library, so that NCCL starts on all PEs or on none.
     let mut mine = vec![u8::from(found.is_ok())];
     mine.extend(id.internal.iter().map(|c| c.cast_unsigned()));
     let all = bootstrap.all_gather(&mine, deadline.left())?;
@@ -318,7 +322,7 @@ fn start(
 
     let run = move || {
         let mut communicator = ptr::null_mut();
-        // SAFETY: writes the communicator; the id is PE 0's.
+        // SAFETY: the function only writes the communicator, and the id is that of PE 0.
         let code = unsafe { (library.functions.ncclCommInitRank)(&raw mut communicator, n as c_int, id, me as c_int) };
         library.check(code, "start NCCL")?;
         let communicator = Communicator(communicator);
@@ -333,13 +337,13 @@ fn start(
     let all = bootstrap.all_gather(&[started.is_ok().into()], deadline.left())?;
     let agreed = require_all(started, all.iter().map(|ready| *ready == 1));
     if let (Err(_), Some(Communicator(own))) = (&agreed, own) {
-        // SAFETY: created above and not used by another thread.
+        // SAFETY: the communicator was created above, and no other thread uses it.
         unsafe { (library.functions.ncclCommAbort)(own) };
     }
     agreed.map(|communicator| (library, communicator))
 }
 
-/// This PE's result if all PEs succeeded, otherwise an error.
+/// Returns this PE's result if all PEs succeeded, and otherwise an error.
 fn require_all<T>(mine: Result<T, GpuError>, all: impl Iterator<Item = bool>) -> Result<T, GpuError> {
     let lacking = all.enumerate().find(|(_, has)| !has);
     match (mine, lacking) {

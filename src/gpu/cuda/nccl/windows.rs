@@ -1,9 +1,9 @@
-//! Symmetric memory through NCCL: device memory of each PE, registered as a window of a communicator, which maps it on every PE
-//! that can access it by loads and stores (NCCL's LSA team). All PEs must be on one host, and their devices must reach each
-//! other. NCCL runs no device code here; the layer's kernels only see addresses.
+//! Symmetric memory that NCCL provides. Each PE registers device memory as a window of a communicator, and NCCL maps it on every PE that
+//! can access it by loads and stores (NCCL's LSA team). All PEs must be on one host, and their devices must reach each other. NCCL runs no
+//! device code for this, and the layer's kernels only use addresses.
 //!
-//! All functions except [`Windows::peer`] are collective. NCCL waits for a missing PE without naming it, so the PEs synchronise
-//! first and exchange their results afterwards, so that all return the same outcome.
+//! All functions except [`Windows::peer`] are collective. Before NCCL is called, the PEs synchronise, because NCCL waits for a missing PE
+//! without naming it. Afterwards they exchange their results, so that all PEs return the same outcome.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -21,15 +21,15 @@ use super::{
 use crate::gpu::GpuError;
 use crate::gpu::nvshmem::Bootstrap;
 
-/// `NCCL_WIN_COLL_SYMMETRIC` of nccl.h: all ranks register the same number of bytes.
+/// `NCCL_WIN_COLL_SYMMETRIC` of nccl.h, with which all ranks register the same number of bytes.
 const SYMMETRIC: c_int = 1;
 const IN_PROGRESS: u32 = ncclResult_t::ncclInProgress as u32;
-/// Interval between queries of a non-blocking communicator.
+/// The interval at which a non-blocking communicator is queried.
 const POLL: Duration = Duration::from_micros(200);
-/// Size of the trial allocation.
+/// Size of the allocation that tests the windows.
 const TEST_BYTES: u64 = 4096;
 
-/// The context and bootstrap that a collective operation needs.
+/// What a collective operation needs: the context, the bootstrap and a time limit.
 #[derive(Clone, Copy)]
 pub(in crate::gpu::cuda) struct CollectiveContext<'a> {
     pub context: &'a Context,
@@ -42,26 +42,26 @@ pub(in crate::gpu::cuda) struct Windows {
     library: &'static Library,
     functions: &'static ForWindows,
     communicator: Communicator,
-    /// Whether this value owns the communicator and ends it.
+    /// Whether this value owns the communicator, and therefore ends it.
     own: bool,
-    /// Keyed by this PE's address.
+    /// The key is the address of the memory on this PE.
     allocations: RefCell<BTreeMap<u64, Allocation>>,
 }
 
 struct Allocation {
     bytes: u64,
     window: Window,
-    /// Addresses on this PE of each PE's memory.
+    /// For each PE: the address at which this PE accesses that PE's memory.
     peers: Vec<u64>,
 }
 
 #[derive(Clone, Copy)]
 struct Window(ncclWindow_t);
 
-// SAFETY: an opaque handle, which NCCL accepts from any thread.
+// SAFETY: the value is an opaque handle, which NCCL accepts from any thread.
 unsafe impl Send for Window {}
 
-/// Result of a registration on one PE, sent to all: a state, and for [`UNREACHABLE`] the unreachable PE.
+/// The result of a registration on one PE, which is sent to all PEs: a state and a PE, which for [`UNREACHABLE`] is the unreachable PE.
 type Outcome = [u8; 5];
 const REGISTERED: u8 = 0;
 const FAILED: u8 = 1;
@@ -78,8 +78,8 @@ impl Windows {
     /// PE's device.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`], on all PEs, if NCCL is missing or too old, PEs share a device without permission, or devices
-    /// do not reach each other.
+    /// Returns [`GpuError::Unavailable`], on all PEs, if NCCL is missing or too old, PEs share a device without permission, or devices do
+    /// not reach each other.
     pub fn start(pes: CollectiveContext<'_>, sharing: usize) -> Result<Self, GpuError> {
         let found = find_library().and_then(|library| {
             library.check_windows()?;
@@ -95,17 +95,17 @@ impl Windows {
         Ok(windows)
     }
 
-    /// Uses the caller's communicator, whose ranks must be the PEs, and checks that every PE reaches every other.
+    /// Uses a communicator of the caller and checks that every PE reaches every other. The communicator's ranks must be the PEs.
     ///
     /// # Safety
-    /// `communicator` belongs to the NCCL loaded in this process and to the context's device, and outlives this value. It is
-    /// not used otherwise during a call of this type.
+    /// `communicator` belongs to the NCCL that is loaded in this process and to the context's device, and outlives this value. Nothing else
+    /// uses it during a call of a function of this type.
     ///
     /// # Errors
-    /// As for [`Windows::start`]; [`GpuError::Unavailable`] if the ranks differ from the PEs.
+    /// Returns the same errors as [`Windows::start`], and [`GpuError::Unavailable`] if the ranks differ from the PEs.
     pub unsafe fn share(communicator: usize, pes: CollectiveContext<'_>) -> Result<Self, GpuError> {
         let communicator = Communicator(communicator as *mut _);
-        // SAFETY: by this function's contract.
+        // SAFETY: the caller meets this function's conditions.
         let found = unsafe { ranks(communicator) }.and_then(|(library, rank, of)| {
             let (me, n) = (pes.bootstrap.my_pe(), pes.bootstrap.n_pes());
             if (rank, of) != (me, n) {
@@ -125,37 +125,37 @@ impl Windows {
 
     fn test_allocation(&self, pes: CollectiveContext<'_>) -> Result<(), GpuError> {
         let address = self.alloc(pes, TEST_BYTES).map_err(unavailable)?;
-        // SAFETY: allocated above and not used; all PEs have registered it.
+        // SAFETY: the memory was allocated above and is not used, and all PEs have registered it.
         unsafe { self.free(address) };
         Ok(())
     }
 
-    /// Allocates and registers memory; returns this PE's address.
+    /// Allocates and registers memory, and returns its address on this PE.
     ///
     /// # Errors
-    /// [`GpuError::OutOfMemory`], on every PE, if one has too little memory; [`GpuError::Failed`] if the PEs request different
-    /// sizes; [`GpuError::Barrier`] if a PE is missing.
+    /// Returns [`GpuError::OutOfMemory`], on every PE, if one has too little memory, [`GpuError::Failed`] if the PEs request different
+    /// sizes, and [`GpuError::Barrier`] if a PE is missing.
     pub fn alloc(&self, pes: CollectiveContext<'_>, bytes: u64) -> Result<u64, GpuError> {
         let functions = &self.functions.functions;
         let mut address = ptr::null_mut();
-        // SAFETY: writes the address; the device's context is current in this thread.
+        // SAFETY: the function only writes the address, and the device's context is current in this thread.
         let code = unsafe { (functions.ncclMemAlloc)(&raw mut address, bytes as usize) };
         let made = self.library.check(code, &format!("allocate {bytes} bytes of symmetric memory"));
-        // NCCL returns one code for all driver errors, so the message decides.
+        // NCCL returns the same code for all driver errors, so NCCL's message is searched.
         let (free, total) = pes.context.memory().unwrap_or((0, 0));
         let full = made.is_err() && (bytes > free || self.library.last_error().contains("out of memory"));
         let mine = AllocResult { state: if full { FULL } else { u64::from(made.is_err()) }, bytes, free, total };
         let all = pes.bootstrap.all_gather(&mine.to_bytes(), pes.limit)?;
         if let Err(error) = agree_on_size(made, bytes, &all) {
             if code == SUCCESS {
-                // SAFETY: allocated above, not registered, last use.
+                // SAFETY: the memory was allocated above, is not registered, and is not used afterwards.
                 self.log_error("free symmetric memory", unsafe { (functions.ncclMemFree)(address) });
             }
             return Err(error);
         }
         self.register(pes, address as u64, bytes).inspect_err(|_| {
             if !pes.context.stuck.get() {
-                // SAFETY: allocated above, not registered any more, last use.
+                // SAFETY: the memory was allocated above, is no longer registered, and is not used afterwards.
                 self.log_error("free symmetric memory", unsafe { (functions.ncclMemFree)(address) });
             }
         })
@@ -169,8 +169,8 @@ impl Windows {
         let work = move || {
             let handle = communicator;
             let mut window = ptr::null_mut();
-            // SAFETY: `address` points to `bytes` bytes of this device's memory. `window` is written before the communicator has
-            // settled.
+            // SAFETY: `address` points to `bytes` bytes of this device's memory. `window` is valid until NCCL has written it, which happens
+            // before the communicator has settled.
             let code = unsafe {
                 let register = functions.functions.ncclCommWindowRegister;
                 let code = register(handle.0, address as *mut c_void, bytes as usize, &raw mut window, SYMMETRIC);
@@ -180,7 +180,7 @@ impl Windows {
             // SAFETY: the window was just registered, or is null.
             let peers = unsafe { peers_of(functions, window, n) }.map_err(|code| {
                 let error = library.failure(code, "ask NCCL where a peer's memory is");
-                // SAFETY: the window was just registered; last use.
+                // SAFETY: the window was just registered, and is not used afterwards.
                 unsafe { (functions.functions.ncclCommWindowDeregister)(handle.0, window) };
                 error
             })?;
@@ -240,7 +240,8 @@ impl Windows {
     pub unsafe fn free(&self, address: u64) {
         let Some(allocation) = self.allocations.borrow_mut().remove(&address) else { return };
         self.deregister(allocation.window);
-        // SAFETY: allocated by `alloc` and deregistered. A peer that still maps it keeps it alive until it unmaps it.
+        // SAFETY: `alloc` allocated the memory, and it is deregistered. If a peer still maps the memory, it stays valid until the peer
+        // unmaps it.
         self.log_error("free symmetric memory", unsafe {
             (self.functions.functions.ncclMemFree)(address as *mut c_void)
         });
@@ -248,20 +249,20 @@ impl Windows {
 
     fn deregister(&self, window: Window) {
         if !window.0.is_null() {
-            // SAFETY: registered with this communicator; last use.
+            // SAFETY: the window is registered with this communicator, and is not used afterwards.
             let code = unsafe { (self.functions.functions.ncclCommWindowDeregister)(self.communicator.0, window.0) };
             self.log_error("deregister symmetric memory", code);
         }
     }
 
-    /// Logs a teardown error and continues.
+    /// Logs the error of a call that frees something, so that the caller can continue.
     fn log_error(&self, what: &str, code: u32) {
         if let Err(error) = self.library.check(code, what) {
             tracing::warn!("{error}");
         }
     }
 
-    /// The address on this PE of `pe`'s copy of `address`; 0 if `address` is not in registered memory.
+    /// Returns the address at which this PE accesses `pe`'s copy of `address`, or 0 if `address` is not in registered memory.
     pub fn peer(&self, address: u64, pe: usize) -> u64 {
         let allocations = self.allocations.borrow();
         let Some((first, allocation)) = allocations.range(..=address).next_back() else { return 0 };
@@ -270,50 +271,51 @@ impl Windows {
         peer.map_or(0, |peer| peer + offset)
     }
 
-    /// Ends the communicator and frees remaining memory, once all PEs have finished their work.
+    /// Frees the remaining memory and ends the communicator. All PEs must have finished their work.
     pub fn finish(self) {
         let left: Vec<u64> = self.allocations.borrow().keys().copied().collect();
         for address in left {
-            // SAFETY: returned by `alloc`; all PEs have finished their work.
+            // SAFETY: `alloc` returned the address, and all PEs have finished their work.
             unsafe { self.free(address) };
         }
         if self.own {
-            // SAFETY: created by `start`; last use. ncclCommDestroy is not used because it may wait for other PEs.
+            // SAFETY: `start` created the communicator, and it is not used afterwards. ncclCommDestroy is not called because it may wait
+            // for other PEs.
             let code = unsafe { (self.library.functions.ncclCommAbort)(self.communicator.0) };
             self.log_error("end NCCL", code);
         }
     }
 }
 
-/// A communicator's library, this process's rank, and the number of ranks.
+/// Returns a communicator's library, this process's rank in it, and the number of ranks.
 ///
 /// # Safety
-/// As for [`Windows::share`].
+/// The conditions are those of [`Windows::share`].
 unsafe fn ranks(communicator: Communicator) -> Result<(&'static Library, usize, usize), GpuError> {
     let (mut rank, mut of) = (0, 0);
-    // SAFETY: the caller guarantees the communicator; the results are written to locals.
+    // SAFETY: the caller guarantees the communicator, and the results are written to local variables.
     let library =
         unsafe { query(communicator, |f| [(f.ncclCommUserRank, &raw mut rank), (f.ncclCommCount, &raw mut of)]) }?;
     Ok((library, usize::try_from(rank).unwrap_or(usize::MAX), usize::try_from(of).unwrap_or(0)))
 }
 
-/// The index of a communicator's device.
+/// Returns the index of a communicator's device.
 ///
 /// # Safety
-/// As for [`Windows::share`].
+/// The conditions are those of [`Windows::share`].
 pub(in crate::gpu::cuda) unsafe fn device_of(communicator: usize) -> Result<usize, GpuError> {
     let mut device = 0;
-    // SAFETY: the caller guarantees the communicator; the result is written to a local.
+    // SAFETY: the caller guarantees the communicator, and the result is written to a local variable.
     unsafe { query(Communicator(communicator as *mut _), |f| [(f.ncclCommCuDevice, &raw mut device)]) }?;
     usize::try_from(device).map_err(|error| GpuError::failed("ask the communicator for its device", error))
 }
 
 type Query = (unsafe extern "C" fn(cudarc::nccl::sys::ncclComm_t, *mut c_int) -> u32, *mut c_int);
 
-/// Queries integers of a caller's communicator.
+/// Calls functions that return integers of a caller's communicator.
 ///
 /// # Safety
-/// As for [`Windows::share`]; the result pointers are valid.
+/// The conditions are those of [`Windows::share`], and the pointers to the results are valid.
 unsafe fn query<const N: usize>(
     communicator: Communicator,
     queries: impl FnOnce(&super::WindowFunctions) -> [Query; N],
@@ -329,16 +331,16 @@ unsafe fn query<const N: usize>(
     Ok(library)
 }
 
-/// Addresses of the `n` ranks' parts of a window; 0 if loads and stores do not reach a rank, all 0 if the window is null. The
-/// error is NCCL's code.
+/// Returns the addresses of the `n` ranks' parts of a window. An address is 0 if loads and stores do not reach the rank, and all are 0 if
+/// the window is null. On failure returns NCCL's code.
 ///
 /// # Safety
-/// The window is registered or null.
+/// The window is either registered or null.
 unsafe fn peers_of(functions: &ForWindows, window: ncclWindow_t, n: usize) -> Result<Vec<u64>, u32> {
     let mut peers = vec![0; n];
     for (pe, peer) in peers.iter_mut().enumerate().filter(|_| !window.is_null()) {
         let mut address = ptr::null_mut();
-        // SAFETY: the caller guarantees the window; writes an address or null.
+        // SAFETY: the caller guarantees the window, and the function only writes an address or null.
         match unsafe { (functions.peer_pointer)(window, 0, pe as c_int, &raw mut address) } {
             SUCCESS => *peer = address as u64,
             code => return Err(code),
@@ -347,7 +349,7 @@ unsafe fn peers_of(functions: &ForWindows, window: ncclWindow_t, n: usize) -> Re
     Ok(peers)
 }
 
-/// Waits until an operation of a non-blocking communicator has completed; returns its code.
+/// Waits until an operation of a non-blocking communicator has completed, and returns its code. `code` is what the call returned.
 ///
 /// # Safety
 /// The communicator is valid.
@@ -355,7 +357,7 @@ unsafe fn wait_until_settled(functions: &ForWindows, communicator: Communicator,
     while code == IN_PROGRESS {
         std::thread::sleep(POLL);
         let mut state = SUCCESS;
-        // SAFETY: the caller guarantees the communicator; NCCL's enum has the size of `state`.
+        // SAFETY: the caller guarantees the communicator, and NCCL's enum has the size of `state`.
         let asked = unsafe { (functions.functions.ncclCommGetAsyncError)(communicator.0, (&raw mut state).cast()) };
         code = if asked == SUCCESS { state } else { asked };
     }
@@ -381,10 +383,10 @@ pub(in crate::gpu::cuda) fn check_sharing(
     )))
 }
 
-/// A PE's allocation result, sent to all.
+/// The result of an allocation on one PE, which is sent to all PEs.
 #[derive(Clone, Copy)]
 struct AllocResult {
-    /// 0: allocated; 1: failed; [`FULL`]: out of memory.
+    /// 0 if the PE has allocated the memory, [`FULL`] if it has too little, and 1 after another error.
     state: u64,
     bytes: u64,
     free: u64,
@@ -406,7 +408,7 @@ impl AllocResult {
     }
 }
 
-/// Derives the same outcome on all PEs from everyone's [`AllocResult`].
+/// Derives the outcome of an allocation from the [`AllocResult`]s of all PEs. It is the same on all PEs.
 fn agree_on_size(mine: Result<(), GpuError>, bytes: u64, all: &[u8]) -> Result<(), GpuError> {
     let all: Vec<AllocResult> = all.chunks_exact(size_of::<AllocResult>()).map(AllocResult::read).collect();
     let first = all.first().map_or(bytes, |first| first.bytes);

@@ -1,4 +1,4 @@
-//! Returns partial sums to the tokens' PEs and adds them there.
+//! Returns the sums of each row's results to the token's PE, and adds returned sums to the output.
 
 use super::dispatch::put_pieces;
 use super::wire::WireRows;
@@ -9,7 +9,7 @@ use crate::moe::spec::metrics::{Phase, Recorder};
 use crate::shmem::Transport;
 
 impl<T: Transport, E: Element> Engine<'_, T, E> {
-    /// Returns the results of all chunks whose slots are computed.
+    /// Returns the results of all chunks whose slots have been computed.
     pub(super) fn return_chunks(&mut self) {
         for pe in self.peers() {
             while self.is_computed(pe, self.progress.returned[pe]) {
@@ -20,7 +20,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Whether chunk `chunk` of results for `pe` exists and all of its rows are computed.
+    /// Whether chunk `chunk` of results for `pe` exists and all of its rows have been computed.
     fn is_computed(&mut self, pe: usize, chunk: usize) -> bool {
         let from = &self.saved.inbound[pe];
         let (range, p) = (self.chunk_range(from.rows, chunk), &mut self.progress);
@@ -81,8 +81,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         put_pieces(self.shmem, dst, pieces.into_iter(), (signal, self.pass), to, traffic);
     }
 
-    /// Adds the returned results, in the order of PEs whatever their order of arrival, so that sums are reproducible.
-    /// Returns true if it added any.
+    /// Adds the returned results in the order of PEs, regardless of their order of arrival, so that sums are reproducible. Returns true if
+    /// it added any.
     pub(super) fn combine_arrived(&mut self) -> bool {
         let (me, n) = (self.me(), self.shmem.n_pes());
         let mut new = false;
@@ -124,7 +124,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             let j = j as usize;
             let token = routes.tokens[j] as usize;
             let batch_rows = from.batch_rows(j);
-            // Summed separately before it is added, as a returned row is, so that both round alike.
+            // Like a returned row, an own row is summed before it is added to the output, so that both are rounded in the same way.
             let row = &mut self.progress.row;
             row.fill(0.0);
             sum_batch_rows(&self.saved.batches, batch_rows, self.direction, row);
@@ -171,7 +171,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 }
 
-/// Starts the phase in which forward weights and sums results; backward does not weight them.
+/// In forward, enters the phase in which results are multiplied by their weights and summed. Backward does not multiply them.
 fn enter_scale(rec: &mut Recorder, direction: Direction) {
     if direction == Direction::Forward {
         rec.enter(Phase::Scale);

@@ -33,7 +33,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             };
             let is_relayed = self.relay_map.as_ref().is_some_and(|map| map.relay[pe] != pe);
             let [rows, slots, first_row, first_slot] = match announced {
-                // This PE's results return through the relay.
+                // The results for this PE return through the relay, so no part of its return area is needed.
                 Some(announced) if is_relayed => [announced.rows, announced.slots, 0, 0],
                 _ => [routes.tokens.len(), routes.slots.len(), row, slot],
             };
@@ -64,7 +64,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Reads the headers that have arrived, and assigns batch rows once all have. Returns true if it did either.
+    /// Reads the headers that have arrived. After the last header, assigns batch rows. Returns true if it did either.
     pub(super) fn receive_headers(&mut self) -> Result<bool, MoeError> {
         if self.progress.batches_assigned {
             return Ok(false);
@@ -333,7 +333,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 continue;
             }
             let first = row.iter().step_by(2).min().copied().unwrap_or(0);
-            // The order of results relies on this order.
+            // The order in which results return is derived from this order.
             if first < before {
                 return protocol_error("out of the order of experts");
             }
@@ -356,7 +356,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Ok(())
     }
 
-    /// Counts rows that are now in their batches towards their tiles.
+    /// Records that rows have been copied to their batches, and queues the tiles that are complete.
     fn mark_gathered(&mut self, pe: usize, range: Range<usize>) {
         let (start, partials) = (range.start, self.partials_awaited(pe, range.clone()));
         let from = &self.saved.inbound[pe];
@@ -365,7 +365,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             let batch_rows = from.batch_rows(row);
             for &(e, batch_row) in batch_rows {
                 p.origin[e as usize][batch_row as usize] = (pe as u32, row as u32);
-                // Own rows may be gathered before the tiles exist; `add_tiles` accounts for them.
+                // Own rows may be gathered before the tiles exist. `add_tiles` does not count them as missing.
                 if let Some(tile) = p.maps[e as usize].tile(batch_row as usize) {
                     p.tiles[tile].missing -= 1;
                     if p.tiles[tile].missing == 0 {
@@ -379,8 +379,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 }
 
-/// Puts `pieces` back to back at `dst` on `pe`, then signals. Directly reachable memory gets one put per piece and a
-/// fence; otherwise all pieces and the signal go in one message.
+/// Puts `pieces` one after the other to `dst` on `pe`, then signals. If `pe`'s memory is directly reachable, each piece is a put, and a
+/// fence follows. Otherwise all pieces and the signal are sent in one message.
 pub(super) fn put_pieces<'d, T: Transport>(
     shmem: &Shmem<T>,
     dst: Sym<u8>,

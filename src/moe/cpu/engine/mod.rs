@@ -24,7 +24,7 @@ use crate::moe::spec::metrics::{Phase, Recorder};
 use crate::moe::spec::{GradientSink, LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS};
 use crate::shmem::{Cmp, Shmem, Transport, Wait};
 
-/// Rows received from one PE (or kept: this PE's own rows), and the destination of their results.
+/// Rows received from one PE, or this PE's own rows, and the destination of their results.
 #[derive(Debug, Default)]
 pub(super) struct Inbound {
     rows: usize,
@@ -32,18 +32,18 @@ pub(super) struct Inbound {
     /// Offsets of this PE's rows and slots in the sender's return area.
     return_row: usize,
     return_slot: usize,
-    /// By local expert: the rows received for it, and the first of them in its batch.
+    /// By local expert: number of rows received for the expert, and the first of these rows in the expert's batch.
     counts: Vec<usize>,
     starts: Vec<usize>,
     /// The slots of row `j` are `batch_rows[slot_start[j]..slot_start[j + 1]]`, each as (local expert, row of its
     /// batch).
     slot_start: Vec<u32>,
     batch_rows: Vec<(u32, u32)>,
-    /// Rows in the order in which their results return (`Routes::returns`); a prefix until all rows have arrived.
+    /// Rows in the order in which their results return (`Routes::returns`). Until all rows have arrived, only a prefix of this order.
     returns: Vec<u32>,
     /// `returns` covers the rows whose last expert is below this one.
     returns_until: u32,
-    /// Set if this PE relays the rows: their slots on all PEs of this host, and one stream per member of the host.
+    /// Set if this PE is the relay for the rows: their slots on all PEs of this host, and one stream per PE of the host.
     relayed: Option<RelayedSlots>,
     streams: Vec<Stream>,
 }
@@ -67,8 +67,8 @@ impl Inbound {
         self.batch_rows(row).iter().map(|slot| slot.0).max().unwrap_or(0)
     }
 
-    /// Called once the first `rows` rows have arrived: extends `returns` by the rows whose position is final. It is
-    /// final because rows are sorted by first expert, so no later row can have a smaller one.
+    /// Call it when the first `rows` rows have arrived. Extends `returns` by the rows whose position is final: rows are sorted by first
+    /// expert, so later rows have no expert below `until`.
     fn extend_returns(&mut self, rows: usize) {
         let until = if rows == self.rows { u32::MAX } else { self.first_expert(rows - 1) };
         if until == self.returns_until {
@@ -92,7 +92,7 @@ pub struct Saved<E> {
     pub(super) external: bool,
     /// Routing decisions for this PE's tokens.
     pub(super) routing: Routing,
-    /// The rows to send to each PE. With relays, the rows for all PEs of another host are merged at the relay's index.
+    /// The rows to send to each PE. With relays, the rows for all PEs of another host are merged, at the index of their relay.
     pub(super) routes: Vec<Routes>,
     /// With relays: the rows that each PE finally receives. Otherwise empty.
     pub(super) announced: Vec<Announced>,
@@ -125,7 +125,7 @@ pub enum Direction {
 
 struct Tile {
     expert: usize,
-    /// Whether all rows are this PE's own, so that no other PE waits for the tile.
+    /// Whether all rows are this PE's own. No other PE waits for the results of such a tile.
     is_own: bool,
     rows: Range<usize>,
     missing: usize,
@@ -160,7 +160,7 @@ pub struct Engine<'a, T: Transport, E: Element> {
     pub scratch: &'a mut [Scratch],
     pub rec: &'a mut Recorder,
     pub credits_used: &'a mut [u64],
-    /// Set if rows cross to another host once and are relayed there.
+    /// Set if a row is sent to another host only once, to a relay.
     pub relay_map: Option<RelayMap>,
     /// Like `credits_used`, indexed by relayed stream.
     pub stream_credits: &'a mut [u64],
@@ -199,15 +199,15 @@ pub struct PassProgress {
     batches_assigned: bool,
     received_slots: Vec<Vec<usize>>,
     gathered: Vec<usize>,
-    /// By source and received row: slots whose tile is not computed yet, and partial results not yet received from this
-    /// host.
+    /// By source and received row: number of slots whose tile has not been computed, plus number of partial results of this host's PEs that
+    /// have not arrived.
     pending: Vec<Vec<u32>>,
-    /// By source: the number of leading entries of `returns` whose rows are computed.
+    /// By source: the number of leading entries of `returns` whose rows have been computed.
     computed: Vec<usize>,
-    /// By source: chunks of results sent, and slots of their rows.
+    /// By source: number of chunks of results sent, and of the slots in these chunks.
     returned: Vec<usize>,
     returned_slots: Vec<usize>,
-    /// By local expert and row of its batch: the row's source and its number there.
+    /// By local expert and row of the expert's batch: the source PE, and the number of the row among those of the source.
     origin: Vec<Vec<(u32, u32)>>,
     tiles: Vec<Tile>,
     maps: Vec<TileMap>,
@@ -221,9 +221,9 @@ pub struct PassProgress {
     combine: (usize, usize),
     combined_slots: usize,
     row: Vec<f32>,
-    /// By source: received rows that this PE still has to forward; empty unless this PE relays for that source.
+    /// By source: bytes of the received rows, for forwarding. Empty unless this PE is the relay for the source.
     relay_rows: Vec<Vec<u8>>,
-    /// By source and member of this host: chunks forwarded, and chunks of partial results received.
+    /// By source and PE of this host: number of chunks forwarded, and of chunks of partial results received.
     forwarded: Vec<Vec<usize>>,
     partials: Vec<Vec<usize>>,
 }
@@ -262,8 +262,8 @@ impl IdleWork {
     }
 }
 
-/// Minimum multiplications of a product that make a tile worth another thread: these take some hundred microseconds, and starting a
-/// thread takes about 20.
+/// Minimum number of multiplications per product for which a tile is computed by another thread. They take some hundred microseconds, while
+/// starting a thread takes about 20.
 const THREAD_WORK: usize = 4 << 20;
 
 /// Computes tiles in parallel.
@@ -280,7 +280,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 
     fn peers(&self) -> impl Iterator<Item = usize> + use<T, E> {
-        // Starting with the next PE keeps the PEs from all writing to PE 0 first.
+        // Each PE starts with the next PE, so that not all write to PE 0 first.
         let (me, n) = (self.me(), self.shmem.n_pes());
         (1..n).map(move |k| (me + k) % n)
     }
@@ -299,7 +299,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         rows.div_ceil(self.chunk_rows())
     }
 
-    /// Signal value of a chunk in this pass: increasing, and different for each reuse of a window slot.
+    /// Signal value of a chunk in this pass. Values increase from pass to pass and with each reuse of a window slot.
     fn stamp(&self, chunk: usize) -> u64 {
         (self.pass << ROUND_BITS) + (chunk / self.memory.layout.window_chunks) as u64 + 1
     }
@@ -364,8 +364,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
         }
         self.gather_chunks()?;
-        // Forwarding by relays and partial results stay within a host, and each PE detects their end by itself, without
-        // a barrier.
+        // Relays forward rows and receive partial results only within a host, and each PE detects by itself when both are complete, so no
+        // barrier is needed.
         while !self.has_forwarded() {
             if !(self.forward_rows() | self.gather_chunks()?) {
                 self.wait()?;
@@ -433,7 +433,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             for (e, rows) in counts.into_iter().enumerate() {
                 self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, rows);
                 self.progress.origin[e].resize(rows, (0, 0));
-                // Enough own rows for tiles of their own, which can run before any other row arrives.
+                // The own rows are enough for separate tiles, which can be computed before other PEs' rows arrive.
                 if 2 * rows >= self.options.tile_rows() {
                     self.add_tiles(e, 0..rows, 0);
                 }
@@ -451,7 +451,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.begin_streams();
     }
 
-    /// Splits rows of an expert into tiles. Rows below `present` are in the batch already.
+    /// Splits rows of an expert into tiles. Rows below `present` have been copied to the batch already.
     fn add_tiles(&mut self, expert: usize, rows: Range<usize>, present: usize) {
         let own = self.saved.inbound[self.me()].counts[expert];
         let p = &mut self.progress;
@@ -490,13 +490,13 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
             self.progress.origin[e].resize(total, (0, 0));
             let tiled = self.progress.maps[e].segments.last().map_or(0, |s| s.1);
-            // Backward gathers its own rows after this call, forward has gathered them before.
+            // Forward has gathered its own rows before this call. Backward gathers them after it.
             self.add_tiles(e, tiled..total, if forward { own } else { 0 });
         }
         self.progress.batches_assigned = true;
     }
 
-    /// Work items to run before polling the peers again: one per thread, or all of them if there are no peers.
+    /// Maximum number of work items to run before the peers are polled again: one per thread. Without peers, threads run all items at once.
     fn pieces(&self) -> usize {
         match self.scratch.len() {
             1 => 1,
@@ -547,7 +547,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         true
     }
 
-    /// Runs items of idle work, all of one kind. Returns false if none was left.
+    /// Runs one or more items of idle work of the same kind. Returns false if no idle work was left.
     fn run_idle_work(&mut self) -> bool {
         let pieces = self.pieces();
         let idle_work = &mut self.progress.idle_work;
@@ -622,8 +622,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 waits.push(self.header_wait(pe));
                 names.push((pe, "its counts"));
             } else if self.progress.batches_assigned && self.progress.gathered[pe] < self.chunks(incoming) {
-                // Chunks that arrived before the last header are not waited for: they cannot be gathered yet, so the wait would return
-                // immediately and spin.
+                // Chunks cannot be gathered before the last header has arrived. A wait for a chunk that has arrived already would return
+                // immediately, and this PE would spin.
                 waits.push(self.chunk_wait(pe, self.progress.gathered[pe]));
                 names.push((self.writer_of(pe), "its rows"));
             }
@@ -670,7 +670,7 @@ mod tests {
     use super::super::router::{Routing, routes};
     use super::*;
 
-    /// The receiver's view of `routes`.
+    /// The rows of `routes` as their receiver stores them.
     fn inbound(routes: &Routes) -> Inbound {
         let batch_rows = routes.slots.iter().map(|slot| (slot.expert, 0)).collect();
         Inbound { rows: routes.tokens.len(), slot_start: routes.slot_start.clone(), batch_rows, ..Inbound::default() }

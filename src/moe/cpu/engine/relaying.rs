@@ -38,7 +38,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Header extension for a relay: the number of rows for each PE of its host.
+    /// The header's extension for a relay: the number of rows for each PE of the relay's host. Empty if `pe` is no relay for this PE.
     pub(super) fn host_row_counts(&self, pe: usize) -> Vec<u32> {
         let Some(map) = &self.relay_map else { return Vec::new() };
         let targets: Vec<usize> = (0..map.relay.len()).filter(|target| map.relay[*target] == pe).collect();
@@ -71,8 +71,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Stores the slots of a chunk of `pe` for all PEs of this host; row `i` has `counts[i]` of them. Reduces `counts`
-    /// to this PE's own slots and returns these as (local expert, weight) words.
+    /// Stores the slots on all PEs of this host for a chunk of `pe`; row `i` has `counts[i]` slots. Then sets `counts` to the numbers of
+    /// slots on this PE, and returns those slots as (local expert, weight) words.
     pub(super) fn read_relayed_slots(
         &mut self,
         pe: usize,
@@ -113,8 +113,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Ok(own_slots)
     }
 
-    /// Called once the first `arrived` rows of `pe` have arrived: extends the streams by the rows whose position is
-    /// final.
+    /// Call it when the first `arrived` rows of `pe` have arrived. Extends the streams by the rows whose position is final.
     pub(super) fn extend_streams(&mut self, pe: usize, arrived: usize) -> Result<(), MoeError> {
         let from = &mut self.saved.inbound[pe];
         let (Some(map), Some(relayed)) = (&self.relay_map, &from.relayed) else { return Ok(()) };
@@ -134,7 +133,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Ok(())
     }
 
-    /// Whether all rows for this PE are gathered, and all rows that it relays are forwarded.
+    /// Whether this PE has gathered all rows for itself, and has forwarded all rows for which it is the relay.
     pub(super) fn has_forwarded(&self) -> bool {
         let p = &self.progress;
         let gathered = |pe: usize| p.gathered[pe] == self.chunks(self.saved.inbound[pe].rows);
@@ -144,7 +143,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             })
     }
 
-    /// The streams that this PE relays, as (source, index of the source, member of the host, index of the member among
+    /// The streams that this PE forwards, as (source, index of the source, index of the receiver in the host, index of the receiver among
     /// the siblings).
     fn streams(&self) -> Vec<(usize, usize, usize, usize)> {
         let Some(map) = &self.relay_map else { return Vec::new() };
@@ -180,7 +179,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         (reused > 0).then_some(Wait { signal, cmp: Cmp::Ge, value: used + reused })
     }
 
-    /// Forwards each chunk once its rows have arrived and its window slot is free. Returns true if there were any.
+    /// Forwards the chunks whose rows have arrived and whose window slot is free. Returns true if there were any.
     pub(super) fn forward_rows(&mut self) -> bool {
         let mut any = false;
         for (pe, served, member, sibling) in self.streams() {
@@ -260,8 +259,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         rows.map(|row| others().filter(|member| has(row, *member)).count() as u32).collect()
     }
 
-    /// Adds the partial results of a row of `pe` to `sum`, in the order of this host's PEs, and appends its gradients
-    /// of routing weights to `d_weights`.
+    /// Adds the partial results of a row of `pe` to `sum`, in the order of this host's PEs. In backward, also appends the gradients of the
+    /// row's routing weights to `d_weights`.
     pub(super) fn sum_partials(&self, pe: usize, row: usize, sum: &mut [f32], d_weights: &mut Vec<f32>) {
         let (from, me) = (&self.saved.inbound[pe], self.me());
         let Some((map, served)) = self.relay_map.as_ref().and_then(|map| Some((map, map.served[pe]?))) else {
@@ -303,7 +302,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Adds the waits of the streams.
+    /// Appends the waits of the streams: for window slots and for partial results.
     pub(super) fn add_stream_waits(&self, waits: &mut Vec<Wait>, names: &mut Vec<(usize, &'static str)>) {
         for (pe, served, member, sibling) in self.streams() {
             let Some(map) = &self.relay_map else { return };
@@ -322,7 +321,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Counts the credits that the streams used in this pass.
+    /// Adds the credits that the streams used in this pass to `stream_credits`.
     pub(super) fn record_stream_credits(&mut self) {
         let (window, siblings) = (self.memory.layout.window_chunks, self.memory.layout.siblings);
         for (pe, served, member, sibling) in self.streams() {

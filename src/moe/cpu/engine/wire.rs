@@ -1,11 +1,11 @@
-//! Element type of rows in transit.
+//! The element type of rows that are sent.
 
 use half::bf16;
 
 use crate::moe::cpu::kernels::Element;
 use crate::moe::spec::Dtype;
 
-/// Rows in transit, in the layer's element type or rounded to bf16 ([`Options::wire`](crate::moe::Options::wire)).
+/// Rows to send or received rows, in the layer's element type or rounded to bf16 ([`Options::wire`](crate::moe::Options::wire)).
 pub(super) enum WireRows<E> {
     Own(Vec<E>),
     Bf16(Vec<bf16>),
