@@ -76,23 +76,20 @@ impl InstructionSet {
     }
 }
 
-/// Whether this process may use AMX. The first call requests Linux's permission for the whole process, including later threads and forks.
+/// Whether this process may use AMX. Requests Linux's permission, which holds for the whole process, including later threads and forks.
 #[cfg(target_arch = "x86_64")]
 fn amx_is_supported() -> bool {
     use std::arch::x86_64::{__cpuid_count, _xgetbv};
-    static SUPPORTED: OnceLock<bool> = OnceLock::new();
-    *SUPPORTED.get_or_init(|| {
-        /// AMX-BF16 and AMX-TILE in EDX of leaf 7.
-        const AMX: u32 = 1 << 22 | 1 << 24;
-        /// The tile configuration and data among the states that the kernel saves.
-        const TILE_STATE: u64 = 3 << 17;
-        if !is_x86_feature_detected!("xsave") || __cpuid_count(7, 0).edx & AMX != AMX {
-            return false;
-        }
-        // SAFETY: the CPU has XSAVE, and the kernel has enabled it.
-        let state = unsafe { _xgetbv(0) };
-        state & TILE_STATE == TILE_STATE && permitted()
-    })
+    /// AMX-BF16 and AMX-TILE in EDX of leaf 7.
+    const AMX: u32 = 1 << 22 | 1 << 24;
+    /// The tile configuration and data among the states that the kernel saves.
+    const TILE_STATE: u64 = 3 << 17;
+    if !is_x86_feature_detected!("xsave") || __cpuid_count(7, 0).edx & AMX != AMX {
+        return false;
+    }
+    // SAFETY: the CPU has XSAVE, and the kernel has enabled it.
+    let state = unsafe { _xgetbv(0) };
+    state & TILE_STATE == TILE_STATE && permitted()
 }
 
 /// Requests permission to use tile data. Kernels before Linux 5.16, sandboxes and too small signal stacks refuse.
@@ -100,7 +97,7 @@ fn amx_is_supported() -> bool {
 fn permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: the call has no pointers; without the permission it changes nothing.
+    // SAFETY: the call takes no pointers. If it is refused, it has no effect.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
 }
 

@@ -344,12 +344,12 @@ pub(super) fn product_transposed(
     assert_eq!(w.len(), n * stride, "weight of shape [{n}, {k}]");
     let mut sums = [Line([0; 16]); BLOCK * BLOCK / 16];
     let sums: &mut [f32] = bytemuck::cast_slice_mut(&mut sums);
+    // Tile loads of unaligned rows take twice the time.
+    let in_place = stride.is_multiple_of(STEP) && w.as_ptr().cast::<Line>().is_aligned();
     let _tiles = Tiles::configure(amx);
     for summed in summed_blocks(k) {
         let steps = summed.len().div_ceil(STEP);
         let add = accumulate || summed.start > 0;
-        // Tile loads of unaligned rows take twice the time.
-        let in_place = stride.is_multiple_of(STEP) && w.as_ptr().cast::<Line>().is_aligned();
         for tokens in resident_blocks(m, summed.len()) {
             let panels = scratch::<u32>(right_buffer, tokens.len().div_ceil(NR) * steps * STEP_WORDS);
             for (j, panel) in panels.chunks_mut(steps * STEP_WORDS).enumerate() {
