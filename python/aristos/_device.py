@@ -30,21 +30,6 @@ def kind(tensor):
     return named
 
 
-class Part:
-    """This process's part of the tokens that the processes of a batch group have in common. Without a batch group it is all tokens."""
-
-    def __init__(self, batch_group, tokens):
-        self._group = None if batch_group < 0 else _group.numbered(batch_group)
-        self._counts = self._group and [len(part) for part in torch.arange(tokens).tensor_split(self._group.size)]
-
-    def mine(self, rows):
-        return rows if self._group is None else rows.tensor_split(len(self._counts))[self._group.rank]
-
-    def all(self, rows):
-        """Returns all rows, given this process's part of them. Collective."""
-        return rows if self._group is None else self._group.gather_rows(rows, self._counts)
-
-
 def _layer(group, tokens, x, top_k, up, down, up_bias, form):
     """The native layer of this process for these tensors, of which it computes `tokens` rows. The first call is collective."""
     owner = _group.numbered(group)
@@ -104,8 +89,8 @@ def _forward(
     from . import _experts
 
     _experts._check(x, ids, weights, up, down, up_bias, down_bias, gated, limit)
-    part = Part(batch_group, x.shape[0])
-    x, ids, weights = part.mine(x), part.mine(ids), part.mine(weights)
+    part = _group.Part(batch_group, x.shape[0])
+    x, ids, weights = part.mine("x", x), part.mine("ids", ids), part.mine("weights", weights)
     native = _layer(group, x.shape[0], x, ids.shape[1], up, down, up_bias, (activation, gated, limit, limit_after, plus_one))
     wide = ids.dtype != torch.int32
     ids, weights = _plain(ids, torch.int64 if wide else None), _plain(weights, torch.float32)
@@ -143,8 +128,8 @@ def _check_backward(grad_output, x, weights, up, down, up_bias, down_bias, into)
 def _run_backward(grad_output, state, x, weights, up, down, up_bias, down_bias, group, batch_group, form, into):
     """Runs the backward pass. It adds to the f32 gradients `into`, or writes new f32 gradients if `into` is empty."""
     _check_backward(grad_output, x, weights, up, down, up_bias, down_bias, into)
-    part = Part(batch_group, x.shape[0])
-    x, grad_output, weights = part.mine(x), part.mine(grad_output), part.mine(weights)
+    part = _group.Part(batch_group, x.shape[0])
+    x, grad_output, weights = part.mine("x", x), part.mine("grad_output", grad_output), part.mine("weights", weights)
     native = _layer(group, x.shape[0], x, weights.shape[1], up, down, up_bias, form)
     if state.dtype != torch.uint8 or state.numel() != native.state_bytes():
         raise ValueError(f"state has {state.numel()} elements of {state.dtype}, expected the {native.state_bytes()} bytes of a forward pass")

@@ -125,26 +125,11 @@ def _check_backward(tensors):
 
 
 class _Pass:
-    """What a forward pass keeps until its backward pass: the state that the native layer saved, and how a batch group divides the
-    tokens."""
+    """What a forward pass keeps until its backward pass: the state that the native layer saved, and this process's part of the tokens."""
 
-    def __init__(self, tokens, batch_group):
+    def __init__(self, part):
         self.saved = None
-        self.tokens = tokens
-        self.batch_group = batch_group
-        self.counts = None if batch_group is None else [len(part) for part in torch.arange(tokens).tensor_split(batch_group.size)]
-
-    def mine(self, name, rows):
-        """Returns this process's part of the rows, which are those of a batch group."""
-        if rows.dim() != 2 or rows.shape[0] != self.tokens:
-            raise ValueError(f"{name} has shape {list(rows.shape)}, expected 2 dimensions with {self.tokens} tokens, as in the forward pass")
-        if self.counts is None:
-            return rows
-        return rows.tensor_split(len(self.counts))[self.batch_group.rank]
-
-    def all(self, rows):
-        """Returns all rows, given this process's part of them. Collective."""
-        return rows if self.counts is None else self.batch_group.gather_rows(rows, self.counts)
+        self.part = part
 
 
 # The passes, keyed by the address of their tickets. A ticket is a tensor that represents a pass in autograd's graph. The pass is kept until
@@ -202,8 +187,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit)
     owner = _group.numbered(group)
-    one = _Pass(x.shape[0], None if batch_group == -1 else _group.numbered(batch_group))
-    x, ids, weights = (one.mine(name, tensor) for name, tensor in (("x", x), ("ids", ids), ("weights", weights)))
+    one = _Pass(_group.Part(batch_group, x.shape[0]))
+    x, ids, weights = (one.part.mine(name, tensor) for name, tensor in (("x", x), ("ids", ids), ("weights", weights)))
     native = owner.layer(
         x.shape[0],
         hidden=x.shape[1],
@@ -223,7 +208,7 @@ def _forward(
     up_bias, down_bias = _float(up_bias), _float(down_bias)
     output = torch.empty(x.shape, dtype=torch.float32)
     one.saved = native.forward(_views(x, ids, weights, output), _views(up, down, up_bias, down_bias))
-    return one.all(output.to(x.dtype)), _ticket(one)
+    return one.part.all(output.to(x.dtype)), _ticket(one)
 
 
 @_forward.register_fake
@@ -249,7 +234,7 @@ def _backward(
     one = _passes.get(ticket.data_ptr())
     if one is None:
         raise ValueError("the forward pass is not available: its ticket was copied")
-    x, grad_output, weights = (one.mine(name, tensor) for name, tensor in (("x", x), ("grad_output", grad_output), ("weights", weights)))
+    x, grad_output, weights = (one.part.mine(name, tensor) for name, tensor in (("x", x), ("grad_output", grad_output), ("weights", weights)))
     weights_dtype, pairs = weights.dtype, weights.shape
     x, grad_output, up, down = _contiguous_all(x, grad_output.to(x.dtype), up, down)
     up32, down32 = _float(up_bias), _float(down_bias)
@@ -258,7 +243,7 @@ def _backward(
     one.saved.backward(_views(x, grad_output, grad_x, grad_weights), _views(up, down, up32, down32), _views(*grads))
     for index, bias in ((2, up_bias), (3, down_bias)):
         grads[index] = torch.empty(0, dtype=torch.float32) if bias is None else grads[index].to(bias.dtype)
-    return one.all(grad_x.to(x.dtype)), one.all(grad_weights.to(weights_dtype)), *grads
+    return one.part.all(grad_x.to(x.dtype)), one.part.all(grad_weights.to(weights_dtype)), *grads
 
 
 @_backward.register_fake

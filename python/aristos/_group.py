@@ -75,6 +75,25 @@ def numbered(number):
     return _groups[number]
 
 
+class Part:
+    """This process's part of the tokens that the processes of a batch group have in common. Without a batch group (-1) it is all tokens."""
+
+    def __init__(self, batch_group, tokens):
+        self._tokens = tokens
+        self._group = None if batch_group == -1 else numbered(batch_group)
+        self._counts = self._group and [len(part) for part in torch.arange(tokens).tensor_split(self._group.size)]
+
+    def mine(self, name, rows):
+        """Returns this process's part of the rows, which are those of a batch group."""
+        if rows.dim() != 2 or rows.shape[0] != self._tokens:
+            raise ValueError(f"{name} has shape {list(rows.shape)}, expected 2 dimensions with {self._tokens} tokens, as in the forward pass")
+        return rows if self._group is None else rows.tensor_split(len(self._counts))[self._group.rank]
+
+    def all(self, rows):
+        """Returns all rows, given this process's part of them. Collective."""
+        return rows if self._group is None else self._group.gather_rows(rows, self._counts)
+
+
 @functools.cache
 def of(process_group):
     """The `Group` of a process group, which all layers over that process group share. The first call is collective."""
