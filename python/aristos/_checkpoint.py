@@ -5,6 +5,7 @@ The folder therefore always holds the weights of exactly one save, even if a pro
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -242,6 +243,11 @@ def _open_shard(path):
         return safe_open(path, "pt")
     except SafetensorError as error:
         raise ValueError(f"{path}: {error}") from None
+    except RuntimeError:
+        # safe_open opens the file twice. torch, which opens it last, raises this error if the file is missing by then.
+        if not os.path.exists(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+        raise
 
 
 def _read_index(folder):

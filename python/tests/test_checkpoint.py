@@ -286,6 +286,26 @@ def loads_during_saves_read_one_moment(options):
     return f"{loads} loads"
 
 
+def shards_removed_while_they_are_opened_are_read_anew(options):
+    # safetensors opens a shard, and then torch opens it again. A save ends in between.
+    open_again, opened = torch.UntypedStorage.from_file, []
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder, 1)
+
+        def save_first(*arguments, **named):
+            opened.append(arguments)
+            if len(opened) in (1, 4):
+                save(folder, len(opened) + 1)
+            return open_again(*arguments, **named)
+
+        torch.UntypedStorage.from_file = save_first
+        try:
+            assert moment_in(folder, [1, 2, 5]) == 2, opened
+            assert moment_in(folder, [1, 2, 5]) == 5, opened
+        finally:
+            torch.UntypedStorage.from_file = open_again
+
+
 def index_entries_outside_the_folder_are_refused(options):
     with tempfile.TemporaryDirectory() as base:
         base = pathlib.Path(base)
@@ -325,6 +345,7 @@ CASES = [
     second_save_into_a_folder_is_refused,
     failed_write_of_a_process_is_raised_on_all,
     loads_during_saves_read_one_moment,
+    shards_removed_while_they_are_opened_are_read_anew,
     index_entries_outside_the_folder_are_refused,
 ]
 
