@@ -15,8 +15,22 @@ from ._experts import experts
 from ._group import Group, init
 from ._moe import MoE
 from ._routing import Routing
+from ._training import clip_grad_norm_, exclude_experts, expert_parameters
 
-__all__ = ["AristosError", "Group", "MoE", "Routing", "experts", "families", "init", "load", "save"]
+__all__ = [
+    "AristosError",
+    "Group",
+    "MoE",
+    "Routing",
+    "clip_grad_norm_",
+    "exclude_experts",
+    "expert_parameters",
+    "experts",
+    "families",
+    "init",
+    "load",
+    "save",
+]
 
 try:
     from . import _transformers as _transformers

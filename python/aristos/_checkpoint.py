@@ -14,10 +14,13 @@ import secrets
 import shutil
 import stat
 
-from . import _group
-from ._moe import MoE
+import torch
+
+from . import _group, _parameters
+from ._moe import EXPERT_NAMES, MoE
 
 _INDEX = "model.safetensors.index.json"
+_ONE_FILE = "model.safetensors"
 _LOCK = ".aristos-save.lock"
 # The names that a save uses for its shards, for the folders in which they are written, and for its index before the rename.
 _OWN_NAMES = re.compile(r"model-[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors|\.aristos-[0-9a-f]{16}-(\d+|index)\.tmp")
@@ -92,10 +95,18 @@ class _Save:
             os.makedirs(self.folder, exist_ok=True)
             self.held.enter_context(_locked(self.folder))
             token = secrets.token_hex(8)
-        state = self.module.state_dict()
-        parts = [(f"{name}." if name else "", part) for name, part in self.module.named_modules() if isinstance(part, MoE)]
-        own = {name for prefix, part in parts for name, _ in part._matrices(prefix)}
-        self.tensors = {name: tensor.contiguous() for name, tensor in state.items() if name in own or self.group.rank == 0}
+        state, own = self.module.state_dict(), {}
+        for prefix, part in _layers(self.module):
+            blocks = []
+            for name in EXPERT_NAMES:
+                if prefix + name not in state:
+                    raise ValueError(f"{prefix}{name} is missing from the module's state_dict: merge adapters before a save")
+                blocks.append(_parameters.local(state.pop(prefix + name)))
+            own |= part.matrices(prefix, *blocks)
+        # Other DTensors are gathered on all processes, because that is collective.
+        rest = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in state.items()}
+        tensors = own if self.group.rank else own | rest
+        self.tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         return token, sum(tensor.nbytes for tensor in self.tensors.values())
 
     def temporary(self, part):
@@ -194,9 +205,15 @@ def _sync(path):
         os.close(opened)
 
 
+def _layers(module):
+    """Returns the `MoE` layers of a module, each after the prefix of its names."""
+    return [(f"{name}." if name else "", part) for name, part in module.named_modules() if isinstance(part, MoE)]
+
+
 def load(module, folder):
-    """Loads a checkpoint that `save` has written, or any sharded safetensors checkpoint with the same names. The number of processes need
-    not be that of the save.
+    """Loads a checkpoint that `save` has written, or any safetensors checkpoint with the same names, in shards with an index or in the file
+    `model.safetensors`. The experts may also have the names of the parameters. The number of processes need not be that of the save.
+    Parameters on the device "meta" are replaced by tensors in host memory.
 
     Reads only files in the folder. All weights come from the same checkpoint, even if a save into the folder ends at the same time.
 
@@ -207,16 +224,30 @@ def load(module, folder):
     from safetensors import SafetensorError
 
     folder = os.fspath(folder)
+    parameters = module.state_dict()
+    names, blocks = set(parameters), {}
+    for prefix, part in _layers(module):
+        names.update(name for name, _ in part.matrices(prefix, *(_parameters.local(part.get_parameter(one)) for one in EXPERT_NAMES)))
+        blocks |= dict.fromkeys((prefix + one for one in EXPERT_NAMES), part)
     with contextlib.ExitStack() as opened:
-        weight_map, files = _open_shards(folder, set(module.state_dict()), opened)
+        weight_map, files = _open_shards(folder, names, opened)
         state = {}
-        for name in module.state_dict():
-            if name in weight_map:
-                try:
-                    state[name] = files[weight_map[name]].get_tensor(name)
-                except SafetensorError as error:
-                    raise ValueError(f"{os.path.join(folder, weight_map[name])}: {name}: {error}") from None
-        module.load_state_dict(state)
+        for name in names & weight_map.keys():
+            try:
+                if name in blocks:
+                    # Only the rows of this process's experts are read.
+                    part, stored = blocks[name], files[weight_map[name]].get_slice(name)
+                    rows = slice(part.local[0], part.local[-1] + 1)
+                    fits = stored.get_shape() == list(parameters[name].shape)
+                    state[name] = _parameters.sharded(stored[rows], part.group) if fits else stored[:]
+                    continue
+                state[name] = files[weight_map[name]].get_tensor(name)
+            except SafetensorError as error:
+                raise ValueError(f"{os.path.join(folder, weight_map[name])}: {name}: {error}") from None
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.shape == state[name].shape:
+                state[name] = _parameters.distributed_like(state[name], parameter)
+        module.load_state_dict(state, assign=any(tensor.is_meta for tensor in parameters.values()))
 
 
 def _open_shards(folder, names, opened):
@@ -253,6 +284,10 @@ def _open_shard(path):
 def _read_index(folder):
     """Returns the file of each tensor, by the tensor's name. Every file is a name without a folder."""
     path = os.path.join(folder, _INDEX)
+    one_file = os.path.join(folder, _ONE_FILE)
+    if not os.path.exists(path) and os.path.exists(one_file):
+        with _open_shard(one_file) as opened:
+            return dict.fromkeys(opened.keys(), _ONE_FILE)
     expected = "expected an object with a weight_map"
     try:
         with open(path, encoding="utf-8") as index:

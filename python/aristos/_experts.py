@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _device, _group
+from ._parameters import local
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -34,7 +35,8 @@ def experts(
 
     Collective: every process of the group makes the same calls in the same order, each with its own tokens, or with none. The result is
     differentiable with respect to all tensors except ``ids``. The gradients of expert weights are sums over the tokens of all processes.
-    Each call reads ``up`` and ``down`` in place and keeps no copy, so changed weights take effect at once.
+    Each call reads ``up`` and ``down`` in place and keeps no copy, so changed weights take effect at once. Of a DTensor it reads this
+    process's part. Under autocast the experts compute in autocast's type, as matrix products do.
 
     Args:
         x: tokens, [T, hidden], float32 or bfloat16.
@@ -59,6 +61,9 @@ def experts(
         AristosError: if another process is missing after the wait limit. The group cannot be used any more.
     """
     group = group or _group.default()
+    up, down, up_bias, down_bias = (local(tensor) for tensor in (up, down, up_bias, down_bias))
+    if torch.is_autocast_enabled(x.device.type):
+        x, up, down = (tensor.to(torch.get_autocast_dtype(x.device.type)) for tensor in (x, up, down))
     _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit)
     shared = -1 if batch_group is None else batch_group.number
     form = (activation, gated, float(limit), limit_after, plus_one)

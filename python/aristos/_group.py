@@ -75,6 +75,23 @@ def numbered(number):
     return _groups[number]
 
 
+def has_mesh(mesh):
+    """Whether the experts of a group are sharded over this mesh."""
+    return any(group._mesh == mesh for group in _groups)
+
+
+def _with_ranks(ranks):
+    """The group of these processes of torch.distributed, which is one of the groups that exist, or the group of this process alone."""
+    if ranks is None:
+        return alone()
+    everyone = default()
+    for group in _groups:
+        # A group that does not use torch.distributed has no process group to ask.
+        if group.__reduce__()[1][0] == ranks:
+            return group
+    raise ValueError(f"the layer's group had the processes {ranks}, expected those of a group here, such as all {everyone.size}")
+
+
 class Part:
     """This process's part of the tokens that the processes of a batch group have in common. Without a batch group (-1) it is all tokens."""
 
@@ -113,12 +130,17 @@ class Group:
     the maximum number of tokens are those of `init`.
 
     Args:
-        group: a process group, or None for the default process group. If torch.distributed is not initialised, None stands for this process
-            alone.
+        group: a process group, a device mesh of one dimension, or None for the default process group. If torch.distributed is not
+            initialised, None stands for this process alone.
     """
 
     def __init__(self, group=None):
+        mesh = group if hasattr(group, "mesh_dim_names") else None
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(f"the mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}, expected one, such as mesh['ep']")
+        group = group if mesh is None else mesh.get_group()
         self._begin(group)
+        self._mesh = mesh
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             drawn = [secrets.token_hex(16)]
@@ -139,6 +161,7 @@ class Group:
 
     def _begin(self, group):
         self._group = group
+        self._mesh = None
         self._starts = 0
         self.number = len(_groups)
         self._restart()
@@ -149,6 +172,26 @@ class Group:
         self._layers = {}
         self._starts += 1
         self._pid = os.getpid()
+
+    @property
+    def mesh(self):
+        """The device mesh of the group's processes, over which the weights of experts are sharded. Its dimension is named "ep", unless the
+        group was made of a mesh."""
+        if self._mesh is None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            device = "cuda" if "nccl" in dist.get_backend(self._group) else "cpu"
+            self._mesh = DeviceMesh.from_group(self._group or dist.group.WORLD, device, mesh_dim_names=("ep",))
+        return self._mesh
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        ranks = None
+        if self._group is not None or self.size > 1:
+            ranks = tuple(dist.get_process_group_ranks(self._group or dist.group.WORLD))
+        return _with_ranks, (ranks,)
 
     def local_experts(self, experts):
         """The indices of this process's experts. They are contiguous, and every process has the same number of experts."""

@@ -1,23 +1,32 @@
 """A Mixture-of-Experts layer with router and shared expert."""
 
-import math
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import _group, _routing
+from . import _group, _optimizers, _parameters, _routing
 from ._experts import experts as run_experts
+from ._parameters import local
+
+# The parameters of the experts.
+EXPERT_NAMES = ("gate_up_proj", "down_proj")
 
 
 class MoE(nn.Module):
     """``sum over the top_k experts of weight * expert(x)``, plus a shared expert. This is the layer of Qwen2-MoE, and without the shared
     expert that of Mixtral.
 
-    The experts are distributed over the group in contiguous blocks of equal size. Every process has a copy of the router and of the shared
-    expert. The gradients of the experts are sums over the tokens of all processes. The gradients of the router and the shared expert cover
-    only the tokens of this process, so the caller must average them. If the loss is a mean over processes, the caller must also divide the
-    gradients of the experts by the group's size, which `scale_gradients` does.
+    The experts are distributed over the group in contiguous blocks of equal size. Their weights, `gate_up_proj` and `down_proj`, are DTensors
+    that are sharded over the group's mesh, `Group.mesh`, and plain tensors if the group has one process. Every process has a copy of the
+    router and of the shared expert.
+
+    The start weights depend on a number that the first process draws from torch's default generator. They do not depend on the generators
+    of the other processes or on the number of processes. Creating a layer is therefore collective, except on the device "meta".
+    `reset_parameters` draws new start weights.
+
+    The gradients of the router and the shared expert cover only the tokens of this process, so the caller must average them, which DDP and
+    FSDP do. The gradients of the experts are sums over the tokens of all processes. If the loss is a mean over processes, they must be
+    divided by the group's size, by `mean_gradients=True` or by `scale_gradients`.
 
     A forward pass sets `aux_loss`, `z_loss` and `expert_tokens`. The two losses are multiplied by their coefficients, and are 0 if the
     coefficient is 0; the caller adds them to the model's loss. `expert_tokens`, [experts], is the number of this process's tokens per
@@ -37,7 +46,8 @@ class MoE(nn.Module):
         aux_loss_coef: coefficient of the load-balancing loss (Fedus et al., Switch Transformers, section 2.2, summed over the top_k
             choices), which counts the tokens of the whole group. z_loss_coef: coefficient of the router z-loss (Zoph et al., ST-MoE,
             section 3.2, equation 5).
-        dtype: type of all weights, float32 or bfloat16.
+        mean_gradients: whether the gradients of the experts are divided by the group's size.
+        dtype, device: type and device of all weights. The type is float32 or bfloat16.
     """
 
     def __init__(
@@ -56,7 +66,9 @@ class MoE(nn.Module):
         shared_gate=False,
         aux_loss_coef=0.0,
         z_loss_coef=0.0,
+        mean_gradients=False,
         dtype=torch.float32,
+        device=None,
     ):
         super().__init__()
         self.group = group or _group.default()
@@ -77,14 +89,46 @@ class MoE(nn.Module):
         self.activation, self.gated = activation, gated
         self.scoring, self.normalise = scoring, normalise
         self.aux_loss_coef, self.z_loss_coef = aux_loss_coef, z_loss_coef
+        self.mean_gradients = mean_gradients
         self.local = self.group.local_experts(experts)
-        self.gate = nn.Linear(hidden, experts, bias=False, dtype=dtype)
+        self.gate = _parameters.Linear(hidden, experts, dtype, device)
         wide = intermediate * (2 if gated else 1)
-        self.gate_up_proj = nn.Parameter(_uniform(len(self.local), wide, hidden, dtype))
-        self.down_proj = nn.Parameter(_uniform(len(self.local), hidden, intermediate, dtype))
-        self.shared_expert = _Mlp(hidden, shared_intermediate, activation, gated, dtype) if shared_intermediate else None
-        self.shared_expert_gate = nn.Linear(hidden, 1, bias=False, dtype=dtype) if shared_intermediate and shared_gate else None
+        for name, shape in zip(EXPERT_NAMES, ((wide, hidden), (hidden, intermediate))):
+            block = torch.empty(len(self.local), *shape, dtype=dtype, device=device)
+            setattr(self, name, nn.Parameter(_parameters.sharded(block, self.group)))
+        self.shared_expert = _Mlp(hidden, shared_intermediate, activation, gated, dtype, device) if shared_intermediate else None
+        self.shared_expert_gate = _parameters.Linear(hidden, 1, dtype, device) if shared_intermediate and shared_gate else None
         self.aux_loss = self.z_loss = self.expert_tokens = None
+        self.reset_parameters()
+        if self.group.size > 1:
+            _optimizers.check_all()
+
+    def reset_parameters(self):
+        """Draws new start weights for the experts, the router and the shared expert. Collective, except on the device "meta", where it does
+        nothing."""
+        if self.down_proj.is_meta:
+            return
+        seed = _parameters.draw_seed(self.group)
+        for name in EXPERT_NAMES:
+            block = local(self.get_parameter(name).detach())
+            if len(block) != len(self.local):
+                raise ValueError(f"{name} has {len(block)} experts here, expected {len(self.local)}: reset the layer before it is sharded again")
+            for expert, matrix in zip(self.local, block):
+                matrix.copy_(_parameters.start_weights(matrix.shape, matrix.dtype, seed, name, expert))
+        for name, part in self.named_modules():
+            if isinstance(part, _parameters.Linear):
+                part.place = (seed, name)
+                part.reset_parameters()
+
+    def extra_repr(self):
+        hidden, intermediate = self.down_proj.shape[1:]
+        here = "" if self.group.size == 1 else f", here {self.local[0]} to {self.local[-1]}"
+        form = f"activation={self.activation}, gated={self.gated}, scoring={self.scoring}, normalise={self.normalise}"
+        return f"hidden={hidden}, intermediate={intermediate}, experts={self.experts}{here}, top_k={self.top_k}, {form}"
+
+    def __getstate__(self):
+        # The results of a pass are part of its graph, which cannot be copied.
+        return self.__dict__ | dict(aux_loss=None, z_loss=None, expert_tokens=None)
 
     def forward(self, hidden_states):
         """Computes the layer's output for [..., hidden], which has the same shape. Collective."""
@@ -96,8 +140,11 @@ class MoE(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         self._losses(logits, scores, ids)
         _routing.note(ids)
-        form = dict(activation=self.activation, gated=self.gated)
-        output = run_experts(x, ids, weights, self.gate_up_proj, self.down_proj, group=self.group, **form)
+        # The weights of the experts may have another type than x, because FSDP's mixed precision does not convert parameters that it ignores.
+        up, down = (local(self.get_parameter(name)).to(x.dtype) for name in EXPERT_NAMES)
+        if self.mean_gradients:
+            up, down = (_parameters.Mean.apply(weight, self.group.size) for weight in (up, down))
+        output = run_experts(x, ids, weights, up, down, group=self.group, activation=self.activation, gated=self.gated)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_expert_gate is not None:
@@ -120,48 +167,63 @@ class MoE(nn.Module):
     def scale_gradients(self):
         """Divides the gradients of the experts by the group's size. They are sums over the group, and the gradients of other parameters are
         averages."""
-        for parameter in (self.gate_up_proj, self.down_proj):
-            if parameter.grad is not None:
-                parameter.grad /= self.group.size
+        if self.mean_gradients:
+            raise RuntimeError("the gradients of the experts are divided already, because mean_gradients is True")
+        for name in EXPERT_NAMES:
+            if self.get_parameter(name).grad is not None:
+                local(self.get_parameter(name).grad).div_(self.group.size)
 
-    def _matrices(self, prefix):
-        """For each matrix of this process's experts, yields its name in a Hugging Face checkpoint and a view of the parameter."""
-        inner = self.down_proj.shape[2]
-        for local, expert in enumerate(self.local):
-            names = {"gate_proj": self.gate_up_proj[local, :inner], "up_proj": self.gate_up_proj[local, inner:]}
-            if not self.gated:
-                names = {"up_proj": self.gate_up_proj[local]}
-            names["down_proj"] = self.down_proj[local]
-            for name, matrix in names.items():
+    def matrices(self, prefix, up, down):
+        """For each matrix of this process's experts, yields its name in a Hugging Face checkpoint and its view of `up` or `down`, which are
+        this process's blocks of the parameters, or tensors like these."""
+        inner = down.shape[2]
+        for at, expert in enumerate(self.local):
+            names = dict(gate_proj=up[at, :inner], up_proj=up[at, inner:]) if self.gated else dict(up_proj=up[at])
+            for name, matrix in (names | dict(down_proj=down[at])).items():
                 yield f"{prefix}experts.{expert}.{name}.weight", matrix
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        for name, matrix in self._matrices(prefix):
-            destination[name] = matrix if keep_vars else matrix.detach()
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        """Accepts the weights of all experts in two more forms: as plain tensors, and as a matrix per expert, as in Hugging Face
+        checkpoints."""
+        for name in EXPERT_NAMES:
+            parameter, given = self.get_parameter(name), state_dict.get(prefix + name)
+            if given is not None and not hasattr(given, "to_local") and given.shape == parameter.shape:
+                block = given[self.local[0] : self.local[-1] + 1]
+                state_dict[prefix + name] = _parameters.sharded(block, self.group)
+        given = {name: state_dict[name] for name in state_dict if name.startswith(f"{prefix}experts.")}
+        if given and not any(prefix + name in state_dict for name in EXPERT_NAMES):
+            self._stack(given, state_dict, prefix, missing_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        for name, matrix in self._matrices(prefix):
-            if name not in state_dict:
+    def _stack(self, given, state_dict, prefix, missing_keys, error_msgs):
+        """Replaces the matrices of experts in a state dict by this layer's parameters."""
+        parameters = [self.get_parameter(name).detach() for name in EXPERT_NAMES]
+        first = next(iter(given.values()))
+        blocks = [torch.empty_like(local(parameter), dtype=first.dtype, device=first.device) for parameter in parameters]
+        complete = True
+        for name, matrix in self.matrices(prefix, *blocks):
+            if name not in given:
                 missing_keys.append(name)
-            elif state_dict[name].shape != matrix.shape:
-                got, want = list(state_dict[name].shape), list(matrix.shape)
-                error_msgs.append(f"{name} has shape {got}, expected {want}")
+            elif given[name].shape != matrix.shape:
+                error_msgs.append(f"{name} has shape {list(given[name].shape)}, expected {list(matrix.shape)}")
             else:
-                with torch.no_grad():
-                    matrix.copy_(state_dict[name])
-        if strict:
-            known = {f"{prefix}experts.{e}." for e in range(self.experts)}
-            for name in state_dict:
-                if name.startswith(f"{prefix}experts.") and not any(name.startswith(one) for one in known):
-                    unexpected_keys.append(name)
+                matrix.copy_(given[name])
+                continue
+            complete = False
+        known = {f"{prefix}experts.{expert}." for expert in range(self.experts)}
+        for name in given:
+            if any(name.startswith(one) for one in known):
+                del state_dict[name]
+        for name, parameter, block in zip(EXPERT_NAMES, parameters, blocks):
+            state_dict[prefix + name] = _parameters.sharded(block, self.group) if complete else parameter
 
 
 class _Mlp(nn.Module):
-    def __init__(self, hidden, intermediate, activation, gated, dtype):
+    def __init__(self, hidden, intermediate, activation, gated, dtype, device):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False, dtype=dtype) if gated else None
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False, dtype=dtype)
+        self.gate_proj = _parameters.Linear(hidden, intermediate, dtype, device) if gated else None
+        self.up_proj = _parameters.Linear(hidden, intermediate, dtype, device)
+        self.down_proj = _parameters.Linear(intermediate, hidden, dtype, device)
         self.activation = activation
 
     def forward(self, x):
@@ -178,9 +240,3 @@ _ACTIVATIONS = {
     "relu2": lambda x: F.relu(x).square(),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
-
-
-def _uniform(experts, out, width, dtype):
-    """Weights initialised like those of nn.Linear."""
-    bound = 1 / math.sqrt(width)
-    return torch.empty(experts, out, width, dtype=dtype).uniform_(-bound, bound)

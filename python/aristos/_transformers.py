@@ -6,10 +6,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from . import _aristos, _group, _routing
 from ._experts import experts as run_experts
-
-
-def _local(parameter):
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+from ._parameters import local
 
 
 class _Stored:
@@ -30,17 +27,18 @@ class _Stored:
     def weights(self):
         """Returns up, down, and their biases by name. They are views if the module has this layout, and otherwise copies that autograd
         tracks."""
-        module, parameters, gated = self._module, self._module._parameters, self.form["gated"]
+        module, gated = self._module, self.form["gated"]
         name = "gate_up_proj" if gated else "up_proj"
-        up, down = _local(parameters[name]), _local(parameters["down_proj"])
-        up_bias = _local(parameters[f"{name}_bias"]) if self._has_bias else None
+        # An attribute has the effective weight, also if a parametrization such as an adapter computes it.
+        up, down = local(getattr(module, name)), local(module.down_proj)
+        up_bias = local(getattr(module, f"{name}_bias")) if self._has_bias else None
         if getattr(module, "is_transposed", False):
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         if gated and not getattr(module, "is_concatenated", True):
             # In this module the rows of gate and up are interleaved.
             up = torch.cat([up[:, 0::2], up[:, 1::2]], dim=1)
             up_bias = None if up_bias is None else torch.cat([up_bias[:, 0::2], up_bias[:, 1::2]], dim=1)
-        biases = dict(up_bias=up_bias, down_bias=_local(parameters["down_proj_bias"])) if self._has_bias else {}
+        biases = dict(up_bias=up_bias, down_bias=local(module.down_proj_bias)) if self._has_bias else {}
         return up, down, biases
 
     def run(self, hidden_states, top_k_index, top_k_weights, group, batch_group=None):

@@ -11,10 +11,7 @@ from torchtitan.models.common.moe import RoutedExperts
 
 from . import _group, _routing
 from ._experts import experts as run_experts
-
-
-def _local(parameter):
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+from ._parameters import local
 
 
 class AristosRoutedExperts(RoutedExperts):
@@ -28,7 +25,7 @@ class AristosRoutedExperts(RoutedExperts):
         """Like `RoutedExperts.forward`, except that the given number of tokens per expert is not used, because it is counted again."""
         mesh, inner = getattr(self.token_dispatcher, "ep_mesh", None), self.inner_experts
         group = _group.alone() if mesh is None else _group.of(mesh.get_group())
-        gate, up, down = (_local(weight).bfloat16() for weight in (inner.w1_EFD, inner.w3_EFD, inner.w2_EDF))
+        gate, up, down = (local(weight).bfloat16() for weight in (inner.w1_EFD, inner.w3_EFD, inner.w2_EDF))
         x, ids, scores = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
         _routing.note(ids)
         out = run_experts(x.bfloat16(), ids, scores, torch.cat([gate, up], dim=1), down, group=group)

@@ -10,6 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 from harness import refused, relative_error
+from test_moe import moe_of
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -214,72 +215,6 @@ def group_of_a_subset():
         output = aristos.experts(full.all_x, full.all_ids, full.all_w, full.all_up, full.all_down, group=group)
         want, _ = full.wanted()
         assert relative_error(output[full.mine], want) <= 1e-5
-
-
-def moe_of(group, **more):
-    torch.manual_seed(3)
-    whole = dict(aux_loss_coef=0.01, z_loss_coef=0.001, shared_intermediate=12, shared_gate=True) | more
-    return aristos.MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=group, **whole)
-
-
-def moe_equals_one_process():
-    size, rank = dist.get_world_size(), dist.get_rank()
-    group = aristos.init()
-    alone = aristos.Group.alone()
-    single = moe_of(alone)
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    if rank == 0:
-        aristos.save(single, folder[0], alone)
-    dist.barrier()
-    spread = moe_of(group)
-    # The weights differ from those of `single`, so that a load which does nothing is detected.
-    with torch.no_grad():
-        for parameter in spread.parameters():
-            parameter.fill_(9.0)
-    aristos.load(spread, folder[0])
-    torch.manual_seed(4)
-    x = torch.randn(size, 6, HIDDEN)
-
-    def loss(module, x):
-        output = module(x)
-        return output, output.square().mean() + module.aux_loss + module.z_loss
-
-    want, want_loss = loss(single, x)
-    want_loss.backward()
-    output, mean = loss(spread, x[rank])
-    mean.backward()
-    spread.scale_gradients()
-    assert relative_error(output, want[rank]) <= 1e-5
-    dist.all_reduce(mean)
-    assert abs(mean.item() / size - want_loss.item()) <= 1e-5 * abs(want_loss.item())
-    for name, parameter in spread.named_parameters():
-        got, whole = parameter.grad.clone(), single.get_parameter(name).grad
-        if parameter.shape != whole.shape:
-            whole = whole[spread.local]
-        else:
-            dist.all_reduce(got)
-            got /= size
-        assert relative_error(got, whole) <= 1e-5, f"{name}: {relative_error(got, whole)}"
-    counts = spread.expert_tokens.clone()
-    dist.all_reduce(counts)
-    assert counts.tolist() == single.expert_tokens.tolist() and counts.sum() == size * 6 * TOP_K
-    # All processes save, and one loads.
-    again = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(again)
-    aristos.save(spread, again[0], group)
-    names = spread.state_dict().keys()
-    assert f"experts.{spread.local[0]}.gate_proj.weight" in names and "shared_expert_gate.weight" in names
-    other = moe_of(alone, aux_loss_coef=0.0)
-    aristos.load(other, again[0])
-    for name, parameter in other.named_parameters():
-        assert torch.equal(parameter, single.get_parameter(name)), name
-    partial = {name: tensor for name, tensor in other.state_dict().items() if "experts.3.up" not in name}
-    try:
-        other.load_state_dict(partial)
-        raise AssertionError("a missing expert was not noticed")
-    except RuntimeError as error:
-        assert "experts.3.up_proj.weight" in str(error)
 
 
 def invalid_arguments_are_named_and_the_next_pass_works():
@@ -492,7 +427,6 @@ CASES = [
     ("weights_are_never_stale", weights_are_never_stale),
     ("finite_differences", finite_differences),
     ("group_of_a_subset", group_of_a_subset),
-    ("moe_equals_one_process", moe_equals_one_process),
     ("invalid_arguments_are_named_and_the_next_pass_works", invalid_arguments_are_named_and_the_next_pass_works),
     ("operators_check_their_arguments", operators_check_their_arguments),
     ("invalid_settings_are_named", invalid_settings_are_named),
