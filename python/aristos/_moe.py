@@ -150,7 +150,8 @@ class MoE(nn.Module):
             if self.shared_expert_gate is not None:
                 shared = self.shared_expert_gate(x).sigmoid() * shared
             output = output + shared
-        return output.reshape(hidden_states.shape)
+        # FSDP warns of outputs that are views, so this is done as in torch's linear layers.
+        return torch.ops.aten._unsafe_view(output, hidden_states.shape)
 
     def _losses(self, logits, scores, ids):
         self.expert_tokens = torch.bincount(ids.reshape(-1), minlength=self.experts)
