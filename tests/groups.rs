@@ -39,18 +39,19 @@ fn world_heap(config: &LayerConfig, groups: &Groups, n: usize, max_tokens: usize
 
 /// Runs `steps` steps of all groups and merges each step. If `lost` is (PE, local expert), that expert's gradients on
 /// that PE are missing from the sum over replicas.
+#[allow(clippy::too_many_arguments)]
 fn run_groups<T: Transport + Send>(
     transports: Vec<T>,
     source: &Synthetic,
     groups: &Groups,
     tokens: usize,
+    max_tokens: usize,
     options: &Options,
     steps: usize,
     lost: Option<(usize, usize)>,
 ) -> Result<Vec<Step>, MoeError> {
     let (n, config) = (transports.len(), source.config());
     let splits = even(tokens, n);
-    let max_tokens = tokens.div_ceil(n);
     let heap = group_heap(config, groups, max_tokens, options);
     let by_pe = on_pes(transports, |world| {
         let me = world.my_pe();
@@ -155,11 +156,11 @@ fn check(config: LayerConfig, what: &str) {
     let source = synthetic(config.clone(), 3);
     for (name, n, groups) in groupings(config.n_experts) {
         for mode in [Mode::Pipelined, Mode::Bulk] {
-            for tokens in [37usize, 2] {
-                let what = format!("{what}, {name}, {tokens} tokens, {mode:?}");
+            for (tokens, max_tokens) in [(37, 37usize.div_ceil(n)), (37, 3), (2, 1)] {
+                let what = format!("{what}, {name}, {tokens} tokens, {max_tokens} per pass, {mode:?}");
                 let options = small(mode);
-                let heap = world_heap(&config, &groups, n, tokens.div_ceil(n), &options);
-                let steps = run_groups(shm(n, heap), &source, &groups, tokens, &options, 2, None).unwrap();
+                let heap = world_heap(&config, &groups, n, max_tokens, &options);
+                let steps = run_groups(shm(n, heap), &source, &groups, tokens, max_tokens, &options, 2, None).unwrap();
                 assert_eq!((&steps[0].output, &steps[0].grads), (&steps[1].output, &steps[1].grads), "{what}");
                 assert_close(&steps[0], &reference::<f32>(&source, tokens, &steps[0].chosen), TOLERANCE_F32, &what);
             }
@@ -198,10 +199,10 @@ fn results_do_not_depend_on_delivery_order() {
     for (name, n, groups) in groupings(config.n_experts) {
         let (tokens, options) = (17usize, small(Mode::Pipelined));
         let heap = world_heap(config, &groups, n, tokens.div_ceil(n), &options);
-        let want = run_groups(shm(n, heap), &source, &groups, tokens, &options, 3, None).unwrap();
+        let want = run_groups(shm(n, heap), &source, &groups, tokens, tokens.div_ceil(n), &options, 3, None).unwrap();
         for seed in 0..60 {
             let world: Vec<ReorderTransport> = ReorderWorld::new(n, heap, seed);
-            let got = run_groups(world, &source, &groups, tokens, &options, 3, None).unwrap();
+            let got = run_groups(world, &source, &groups, tokens, tokens.div_ceil(n), &options, 3, None).unwrap();
             assert_eq!(got, want, "{name}, seed {seed}");
         }
         if groups.len() == 1 {
@@ -220,7 +221,7 @@ fn replicas_compute_what_one_holder_computes() {
     let (tokens, options) = (90usize, small(Mode::Pipelined));
     let run = |groups: &Groups| {
         let heap = world_heap(config, groups, 4, tokens.div_ceil(4), &options);
-        run_groups(shm(4, heap), &source, groups, tokens, &options, 1, None).unwrap().remove(0)
+        run_groups(shm(4, heap), &source, groups, tokens, tokens.div_ceil(4), &options, 1, None).unwrap().remove(0)
     };
     let plain = groups(4, &[&[0, 1, 2, 3]], 7, |_, e| e);
     let (want, got) = (run(&plain), run(&replicated(4, &plain)));
@@ -245,7 +246,7 @@ fn omitted_replica_is_detected() {
     let groups = replicated(4, &groups(4, &[&[0, 1, 2, 3]], 7, |_, e| e));
     let (tokens, options) = (90usize, small(Mode::Pipelined));
     let heap = world_heap(config, &groups, 4, tokens.div_ceil(4), &options);
-    let step = run_groups(shm(4, heap), &source, &groups, tokens, &options, 1, Some((2, 0)));
+    let step = run_groups(shm(4, heap), &source, &groups, tokens, tokens.div_ceil(4), &options, 1, Some((2, 0)));
     let step = match step {
         Ok(mut steps) => steps.remove(0),
         Err(error) => unreachable!("{error}"),

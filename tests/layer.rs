@@ -3,17 +3,22 @@
 #[macro_use]
 mod common;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aristos::check::{TOLERANCE_BF16, TOLERANCE_F32};
 use aristos::moe::kernels::Element;
+use aristos::moe::metrics::Traffic;
 use aristos::moe::synthetic::Synthetic;
 use aristos::moe::{
     Dtype, Layer, LayerConfig, Mode, MoeError, MoeLayer, Options, Placement, SharedConfig, WeightSource,
 };
 use aristos::shmem::{ShmTransport, Shmem};
-use common::{assert_close, even, heap_bytes, hot, mixtral, on_pes, reference, run, shm, synthetic, variants};
+use common::{
+    Step, assert_close, even, heap_bytes, hot, mixtral, most_tokens, on_pes, reference, run, run_ahead, shm, synthetic,
+    variants,
+};
 use half::bf16;
 
 fn small_options(mode: Mode) -> Options {
@@ -40,6 +45,51 @@ fn every_layer_matches_the_reference_on_any_number_of_pes() {
             }
         }
         check::<bf16>(&source, 37, 3, &small_options(Mode::Pipelined), TOLERANCE_BF16, &format!("{name} in bf16"));
+    }
+}
+
+/// Batches of more tokens than `max_tokens`, on all PEs or on one, take several passes.
+#[test]
+fn long_batches_match_the_reference() {
+    const MAX_TOKENS: usize = 4;
+    for (name, layer) in variants(24, 20, 33) {
+        let source = synthetic(layer.clone(), 3);
+        for n in [1, 2, 3, 4] {
+            let last = |tokens| (0..n).map(|pe| if pe + 1 < n { 0..0 } else { 0..tokens }).collect::<Vec<_>>();
+            let splits = [even(37, n), last(11), even(3, n)];
+            for mode in [Mode::Pipelined, Mode::Bulk] {
+                let (what, options) = (format!("{name}, {n} PEs, {mode:?}"), small_options(mode));
+                let run = |splits: &[Vec<Range<usize>>], steps, max_tokens| {
+                    let heap = heap_bytes::<f32>(&layer, n, max_tokens, &options);
+                    run_ahead::<_, f32>(shm(n, heap), &source, splits, &options, steps, 0, max_tokens).unwrap()
+                };
+                let got = run(&splits, 6, MAX_TOKENS);
+                let one_pass = run(&splits, 3, 37);
+                for (k, (got, one_pass)) in got.iter().zip(&one_pass).enumerate() {
+                    let tokens = [37, 11, 3][k];
+                    assert_close(got, &reference::<f32>(&source, tokens, &got.chosen), TOLERANCE_F32, &what);
+                    assert_eq!(got.chosen, one_pass.chosen, "{what}");
+                    // Passes beyond the first add a header without the sums for the losses.
+                    let passes = if n == 1 { 1 } else { most_tokens(&splits[k..=k]).div_ceil(MAX_TOKENS).max(1) };
+                    let header = 4 * (n - 1) * (6 * n + layer.n_experts);
+                    let sent = |step: &Step, bytes: fn(&Traffic) -> u64| step.traffic.iter().map(bytes).sum::<u64>();
+                    let headers = sent(one_pass, |t| t.header_bytes) + ((passes - 1) * header) as u64;
+                    assert_eq!(sent(got, |t| t.header_bytes), headers, "{what}");
+                    let rows = |t: &Traffic| t.total_bytes() - t.header_bytes;
+                    assert_eq!(sent(got, rows), sent(one_pass, rows), "{what}");
+                }
+                for (step, again) in got[..3].iter().zip(&got[3..]) {
+                    assert_eq!((&step.output, &step.grads), (&again.output, &again.grads), "{what}: not repeatable");
+                    assert_eq!(step.traffic, again.traffic, "{what}");
+                }
+                // Long batches leave no trace in the messages of the others.
+                assert_eq!(
+                    got[2],
+                    with!(run(&splits[2..], 1, MAX_TOKENS).remove(0); peak_bytes = got[2].peak_bytes.clone()),
+                    "{what}"
+                );
+            }
+        }
     }
 }
 

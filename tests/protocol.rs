@@ -11,15 +11,17 @@ use std::time::Instant;
 use aristos::moe::{Hosts, Mode, MoeError, Options};
 use aristos::shmem::reorder::ReorderWorld;
 use aristos::shmem::{RawWait, SignalOp, Transport};
-use common::{Case, Step, ahead_cases, even, heap_bytes, hot, mixtral, run_ahead, shm, synthetic};
+use common::{Case, Step, ahead_cases, even, heap_bytes, hot, mixtral, most_tokens, run_ahead, shm, synthetic};
 use sample::Sample;
 
 impl Case {
+    fn max_tokens(&self) -> usize {
+        self.max_tokens.unwrap_or(most_tokens(&self.splits))
+    }
+
     fn heap(&self) -> usize {
         use aristos::moe::WeightSource;
-        let n = self.splits[0].len();
-        let max_tokens = self.splits.iter().flatten().map(Range::len).max().unwrap();
-        heap_bytes::<f32>(self.source.config(), n, max_tokens, &self.options)
+        heap_bytes::<f32>(self.source.config(), self.splits[0].len(), self.max_tokens(), &self.options)
     }
 
     fn on_shm(&self) -> Vec<Step> {
@@ -33,7 +35,7 @@ impl Case {
     }
 
     fn on<T: Transport + Send>(&self, transports: Vec<T>) -> Result<Vec<Step>, MoeError> {
-        run_ahead::<_, f32>(transports, &self.source, &self.splits, &self.options, STEPS, AHEAD)
+        run_ahead::<_, f32>(transports, &self.source, &self.splits, &self.options, STEPS, AHEAD, self.max_tokens())
     }
 }
 
@@ -56,25 +58,50 @@ fn cases() -> Vec<Case> {
             name: "rows once per host, through small windows",
             source: synthetic(mixtral(10, 4, 9, 4), 5),
             splits: vec![even(30, 4), vec![0..3, 3..3, 3..20, 20..20]],
+            max_tokens: None,
             options: with!(options.clone(); budget_factor = 0.5, hosts = Hosts::new(vec![0, 1, 0, 1])),
         },
         Case {
             name: "hosts of three PEs, of two and of one",
-            source: synthetic(limited, 6),
+            source: synthetic(limited.clone(), 6),
             splits: vec![even(26, 6), vec![0..0, 0..9, 9..9, 9..9, 9..10, 10..10]],
+            max_tokens: None,
             options: with!(options.clone(); hosts = Hosts::new(vec![0, 1, 1, 0, 2, 1])),
         },
         Case {
             name: "all rows to one expert of another host, whose relay has none",
             source: hot(&mixtral(6, 4, 3, 1), 0.4, 1.0),
             splits: vec![even(24, 4)],
+            max_tokens: None,
             options: with!(options.clone(); budget_factor = 0.5, hosts = Hosts::new(vec![1, 1, 0, 0])),
         },
         Case {
             name: "a token's rows to another PE of its host, and through a relay",
             source: synthetic(mixtral(6, 4, 5, 3), 3),
             splits: vec![even(5, 5), even(10, 5)],
-            options: with!(options; hosts = Hosts::new(vec![0, 1, 0, 0, 1])),
+            max_tokens: None,
+            options: with!(options.clone(); hosts = Hosts::new(vec![0, 1, 0, 0, 1])),
+        },
+        Case {
+            name: "long batches in several passes, on other PEs each step, with losses and a capacity",
+            source: synthetic(limited.clone(), 8),
+            splits: vec![vec![0..10, 10..10, 10..12], vec![0..2, 2..5, 5..6], vec![0..0, 0..12, 12..12]],
+            max_tokens: Some(3),
+            options: options.clone(),
+        },
+        Case {
+            name: "long batches of PEs with neither tokens nor experts, through small windows",
+            source: hot(&mixtral(6, 4, 2, 1), 0.5, 1.0),
+            splits: vec![vec![0..8, 8..8, 8..8, 8..8], vec![0..1, 1..2, 2..2, 2..2], vec![0..0, 0..0, 0..8, 8..8]],
+            max_tokens: Some(3),
+            options: with!(options.clone(); budget_factor = 0.5),
+        },
+        Case {
+            name: "long batches with rows once per host",
+            source: synthetic(limited, 9),
+            splits: vec![even(30, 4), vec![0..3, 3..3, 3..20, 20..20]],
+            max_tokens: Some(5),
+            options: with!(options; hosts = Hosts::new(vec![0, 1, 0, 1])),
         },
     ]);
     all

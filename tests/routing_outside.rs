@@ -88,7 +88,19 @@ fn run<T: Transport + Send, E: Element>(
     tokens: usize,
 ) -> Outcome {
     let n = transports.len();
-    let spec = spec::<E>(source.config(), n, tokens.div_ceil(n));
+    run_in_passes::<T, E>(transports, source, routing, tokens, tokens.div_ceil(n))
+}
+
+/// Like [`run`], in passes of at most `max_tokens` tokens of a PE.
+fn run_in_passes<T: Transport + Send, E: Element>(
+    transports: Vec<T>,
+    source: &Synthetic,
+    routing: &Routing,
+    tokens: usize,
+    max_tokens: usize,
+) -> Outcome {
+    let n = transports.len();
+    let spec = spec::<E>(source.config(), n, max_tokens);
     let by_pe = on_pes(transports, |shmem| {
         let me = shmem.my_pe();
         let mine = block(tokens, n, me);
@@ -264,6 +276,8 @@ fn any_routing_matches_the_dense_sum() {
             assert_dense(&got, &Problem::new::<f32>(&source, &routing, 29).solve(), 1e-5, &what);
             let got = run::<_, bf16>(shm(n, heap(29)), &source, &routing, 29);
             assert_dense(&got, &Problem::new::<bf16>(&source, &routing, 29).solve(), 2e-2, &what);
+            let got = run_in_passes::<_, f32>(shm(n, heap(29)), &source, &routing, 29, 4);
+            assert_dense(&got, &Problem::new::<f32>(&source, &routing, 29).solve(), 1e-5, &what);
         }
     }
 }

@@ -13,6 +13,7 @@ from ._aristos import AristosError, families
 from ._checkpoint import load, save
 from ._experts import experts
 from ._group import Group, init
+from ._memory import memory
 from ._moe import MoE
 from ._routing import Routing
 from ._training import clip_grad_norm_, exclude_experts, expert_parameters
@@ -29,6 +30,7 @@ __all__ = [
     "families",
     "init",
     "load",
+    "memory",
     "save",
 ]
 

@@ -34,8 +34,9 @@ def init(*, wait_limit_s=60.0, max_tokens=None):
 
     Args:
         wait_limit_s: seconds after which a process stops waiting for another one and names it.
-        max_tokens: maximum number of tokens of a process per pass. By default, it is the largest number that any process has in a layer's
-            first pass.
+        max_tokens: number of tokens for which a layer's windows have room. A batch in which a process has more is sent in parts, which
+            is slower. By default, it is the largest number that any process has in a layer's first pass, and the windows grow before the
+            next pass after a larger batch. If given, they keep this size. On a device it is the maximum, and does not grow.
 
     Returns:
         The `Group`.
@@ -169,7 +170,7 @@ class Group:
 
     def _restart(self):
         self.wait_limit_s, self.max_tokens = _settings["wait_limit_s"], _settings["max_tokens"]
-        self._layers = {}
+        self._layers, self._made = {}, 0
         self._starts += 1
         self._pid = os.getpid()
 
@@ -205,9 +206,18 @@ class Group:
         if key not in self._layers:
             self._layers[key] = self._make(tokens, device, shape)
         native, max_tokens = self._layers[key]
-        if tokens > max_tokens:
-            raise ValueError(f"x has {tokens} tokens, expected at most {max_tokens}, the group's max_tokens")
+        if device is not None and tokens > max_tokens:
+            longest = f"aristos.init(max_tokens={tokens}) before the first pass makes room for more"
+            raise ValueError(f"x has {tokens} tokens, expected at most {max_tokens} on a device: {longest}")
+        # A forward pass is collective, and all processes know of a larger batch after the pass in which it occurred.
+        if device is None and self.max_tokens is None and (grown := native.grown(self._next_key())):
+            self._layers[key] = grown, None
+            self._made += 1
+            return grown
         return native
+
+    def _next_key(self):
+        return f"{self._key}-{self._starts}-{self._made}"
 
     def sent_bytes(self):
         """The number of bytes that this process has put to other processes, summed over all layers on the CPU."""
@@ -228,7 +238,8 @@ class Group:
                     theirs = their_shape.get(field)
                     raise ValueError(f"{field} is {value} here (rank {self.rank}), but {theirs} on rank {rank}: expected the same on all")
             tokens = max(tokens, theirs)
-        key = f"{self._key}-{self._starts}-{len(self._layers)}"
+        key = self._next_key()
+        self._made += 1
         kind = _aristos.Layer
         if device is not None:
             kind, shape = _aristos.DeviceLayer, dict(shape, device=device, spare_multiprocessors=_SPARE_FOR_NCCL if device == "cuda" else 0)

@@ -3,6 +3,7 @@
 
 use std::marker::PhantomData;
 use std::slice;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
@@ -11,7 +12,9 @@ use aristos::moe::cpu::BorrowedGradients;
 use aristos::moe::cpu::experts::Mlp;
 use aristos::moe::kernels::{Borrowed, Element, InstructionSet};
 use aristos::moe::placement::block;
-use aristos::moe::{self, Dtype, LayerConfig, MatrixGradientMut, MlpGradientsMut, MoeLayer, Proj, proj_index};
+use aristos::moe::{
+    self, Dtype, LayerConfig, LayerSpec, MatrixGradientMut, MlpGradientsMut, MoeLayer, Proj, proj_index,
+};
 use aristos::shmem::{ShmTransport, Shmem};
 use half::bf16;
 use pyo3::exceptions::PyValueError;
@@ -30,6 +33,9 @@ use views::{ExpertViews, Of, Shapes, View};
 
 type CpuLayer<E> = moe::Layer<Shmem<ShmTransport>, E>;
 type SavedOf<E> = <CpuLayer<E> as MoeLayer>::Saved;
+
+/// A layer that grows has room for this fraction of the largest batch more, so that slowly growing batches seldom need a new one.
+const SPARE_PART: usize = 32;
 
 /// A layer whose element type is either f32 or bf16.
 enum Engine {
@@ -240,6 +246,13 @@ struct State {
     has_spare: bool,
     failed: Option<String>,
     signals: Arc<Signals>,
+    sent: Sent,
+}
+
+/// The bytes that a layer and the smaller layers that it replaced have put to other processes: their sum, and this layer's part of it.
+struct Sent {
+    all: Arc<AtomicU64>,
+    counted: u64,
 }
 
 /// This process's part of a layer whose experts and routing come from the caller. All identical layers of a model share the same value.
@@ -247,6 +260,40 @@ struct State {
 struct Layer {
     state: Arc<Mutex<State>>,
     shapes: Shapes,
+    sent: Arc<AtomicU64>,
+}
+
+impl Layer {
+    /// Creates process `rank`'s part of a layer (collective).
+    fn make(py: Python<'_>, key: &str, rank: usize, spec: LayerSpec, sent: Arc<AtomicU64>) -> PyResult<Layer> {
+        let (size, local) = (spec.placement.n_pes(), spec.placement.experts(rank).len());
+        let LayerConfig { hidden, expert, router, .. } = &spec.config;
+        let shapes = Shapes {
+            hidden: *hidden,
+            intermediate: expert.intermediate,
+            gated: expert.gated,
+            bias: expert.bias,
+            top_k: router.top_k,
+            local,
+            dtype: spec.dtype,
+        };
+        let signals = Arc::new(Signals::new(rank));
+        let watch = signals.clone();
+        let engine = py.detach(|| {
+            spec.validate(size).map_err(moe_error)?;
+            let heap_bytes = spec.heap_bytes().map_err(moe_error)?;
+            let deadline = Instant::now() + spec.options.wait_limit;
+            let met = aristos::shmem::meet(key, rank, size, heap_bytes, deadline);
+            let pe = Shmem::new(met.map_err(error)?.watched((0..size).collect(), watch));
+            Ok::<_, PyErr>(match spec.dtype {
+                Dtype::F32 => Engine::F32(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
+                _ => Engine::Bf16(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
+            })
+        })?;
+        let counted = Sent { all: sent.clone(), counted: 0 };
+        let state = Arc::new(Mutex::new(State { engine, has_spare: false, failed: None, signals, sent: counted }));
+        Ok(Layer { state, shapes, sent })
+    }
 }
 
 /// The saved state of a forward pass. If it is dropped without a backward pass, a later pass may reuse its memory.
@@ -286,6 +333,12 @@ impl State {
             return Err(error(format!("the layer failed before, and needs a new group (aristos.init()): {why}")));
         }
         let ended = run(&mut self.engine).map_err(|error| self.signals.raised().unwrap_or(error));
+        let put = match &self.engine {
+            Engine::F32(layer) => layer.bytes_put(),
+            Engine::Bf16(layer) => layer.bytes_put(),
+        };
+        self.sent.all.fetch_add(put - self.sent.counted, Ordering::Relaxed);
+        self.sent.counted = put;
         ended.inspect_err(|error| {
             if Python::attach(|py| !error.is_instance_of::<PyValueError>(py)) {
                 self.failed = Some(error.to_string());
@@ -332,23 +385,25 @@ impl Layer {
         if spec.dtype == Dtype::F16 {
             return Err(PyValueError::new_err(format!("dtype is {dtype:?}, expected float32 or bfloat16 on the CPU")));
         }
-        let local = spec.placement.experts(rank).len();
-        let shapes = Shapes { hidden, intermediate, gated, bias, top_k, local, dtype: spec.dtype };
-        let signals = Arc::new(Signals::new(rank));
-        let watch = signals.clone();
-        let engine = py.detach(|| {
-            spec.validate(size).map_err(moe_error)?;
-            let heap_bytes = spec.heap_bytes().map_err(moe_error)?;
-            let deadline = Instant::now() + spec.options.wait_limit;
-            let met = aristos::shmem::meet(key, rank, size, heap_bytes, deadline);
-            let pe = Shmem::new(met.map_err(error)?.watched((0..size).collect(), watch));
-            Ok::<_, PyErr>(match spec.dtype {
-                Dtype::F32 => Engine::F32(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
-                _ => Engine::Bf16(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
-            })
+        Layer::make(py, key, rank, spec, Arc::default())
+    }
+
+    /// Returns a layer that runs the largest batch of this layer in one pass, or None if this layer does (collective). All processes decide
+    /// alike, because all of them know the size of that batch.
+    fn grown(&self, py: Python<'_>, key: &str) -> PyResult<Option<Layer>> {
+        let (rank, mut spec, most, failed) = py.detach(|| {
+            let state = lock(&self.state)?;
+            let (rank, spec, most) = match &state.engine {
+                Engine::F32(layer) => (layer.my_pe(), layer.spec().clone(), layer.most_tokens()),
+                Engine::Bf16(layer) => (layer.my_pe(), layer.spec().clone(), layer.most_tokens()),
+            };
+            Ok::<_, PyErr>((rank, spec, most, state.failed.is_some()))
         })?;
-        let state = Arc::new(Mutex::new(State { engine, has_spare: false, failed: None, signals }));
-        Ok(Layer { state, shapes })
+        if most <= spec.max_tokens || spec.placement.n_pes() == 1 || failed {
+            return Ok(None);
+        }
+        spec.max_tokens = most + most / SPARE_PART;
+        Layer::make(py, key, rank, spec, self.sent.clone()).map(Some)
     }
 
     /// Computes `output = sum of weight * expert(x)` (collective). `tensors` holds x, ids, weights and output as in `Forward`, and
@@ -377,15 +432,9 @@ impl Layer {
         Ok(Saved { pass: Mutex::new(Some(pass)), tokens, layer: self.state.clone(), shapes })
     }
 
-    /// Total bytes put to other processes.
-    fn sent_bytes(&self, py: Python<'_>) -> PyResult<u64> {
-        // Without the GIL: a pass of another thread holds the lock, and may need the GIL to end.
-        py.detach(|| {
-            Ok(match &lock(&self.state)?.engine {
-                Engine::F32(layer) => layer.bytes_put(),
-                Engine::Bf16(layer) => layer.bytes_put(),
-            })
-        })
+    /// Total bytes that this layer and the smaller layers that it replaced have put to other processes.
+    fn sent_bytes(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
     }
 }
 
@@ -428,14 +477,18 @@ impl Saved {
     }
 }
 
+fn family_layer(config: &str) -> PyResult<LayerConfig> {
+    let wrong = |e: String| PyValueError::new_err(e);
+    let map =
+        serde_json::from_str(config).map_err(|e| wrong(format!("the configuration is not a JSON object: {e}")))?;
+    Family::first_layer("the configuration", map).map_err(|e| wrong(e.to_string()))
+}
+
 /// Returns what a model's configuration, given as JSON, says about the routed experts: activation, gated, bias, limit, limit_after and
 /// plus_one.
 #[pyfunction]
 fn family_expert<'py>(py: Python<'py>, config: &str) -> PyResult<Bound<'py, PyDict>> {
-    let wrong = |e: String| PyValueError::new_err(e);
-    let map =
-        serde_json::from_str(config).map_err(|e| wrong(format!("the configuration is not a JSON object: {e}")))?;
-    let mlp = Family::expert("the configuration", map).map_err(|e| wrong(e.to_string()))?;
+    let mlp = family_layer(config)?.expert;
     let name = ACTIVATIONS.iter().find(|(_, activation)| *activation == mlp.activation).map_or("", |(name, _)| name);
     let dict = PyDict::new(py);
     dict.set_item("activation", name)?;
@@ -445,6 +498,30 @@ fn family_expert<'py>(py: Python<'py>, config: &str) -> PyResult<Bound<'py, PyDi
     dict.set_item("limit_after", mlp.glu.limit_after)?;
     dict.set_item("plus_one", mlp.glu.plus_one)?;
     Ok(dict)
+}
+
+/// Returns what a model's configuration, given as JSON, says about a layer's sizes: hidden, experts and top_k.
+#[pyfunction]
+fn family_sizes(config: &str) -> PyResult<(usize, usize, usize)> {
+    let layer = family_layer(config)?;
+    Ok((layer.hidden, layer.n_experts, layer.router.top_k))
+}
+
+/// Returns the number of bytes that a layer allocates on each of `size` processes for messages between them.
+#[pyfunction]
+fn window_bytes(
+    hidden: usize,
+    experts: usize,
+    top_k: usize,
+    dtype: &str,
+    max_tokens: usize,
+    size: usize,
+) -> PyResult<usize> {
+    let form = Form { activation: "silu", gated: true, bias: false, limit: 0.0, limit_after: false, plus_one: false };
+    let sizes = SizesOf { hidden, intermediate: 1, experts, top_k, max_tokens };
+    let spec = spec_of(sizes, &form, dtype, size, 1.0)?;
+    spec.validate(size).map_err(moe_error)?;
+    spec.heap_bytes().map_err(moe_error)
 }
 
 /// Returns the supported model families. Each is named by the `model_type` of its text model.
@@ -472,7 +549,9 @@ fn _aristos(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("AristosError", module.py().get_type::<AristosError>())?;
     module.add_function(wrap_pyfunction!(local_experts, module)?)?;
     module.add_function(wrap_pyfunction!(family_expert, module)?)?;
+    module.add_function(wrap_pyfunction!(family_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(families, module)?)?;
+    module.add_function(wrap_pyfunction!(window_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(instruction_set, module)?)?;
     module.add_class::<Layer>()?;
     module.add_class::<Saved>()?;

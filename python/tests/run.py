@@ -1,8 +1,8 @@
 """Runs test cases of this folder and prints a line for each case: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
-A case is ``docs``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, likewise ``moe``, ``training``
-(on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or a case of test_transformers.py. Processes are forked with torchrun's
-variables after importing torch and transformers, because the imports take longer than most cases.
+A case is ``docs``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, likewise ``lengths``, ``moe``,
+``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or a case of test_transformers.py. Processes are forked with
+torchrun's variables after importing torch and transformers, because the imports take longer than most cases.
 """
 
 import os
@@ -16,6 +16,7 @@ import harness
 import test_device
 import test_docs
 import test_experts
+import test_lengths
 import test_moe
 import test_training
 import test_transformers
@@ -49,8 +50,8 @@ def cases_of(text, size):
         return [("megatron::layer_by_specification_equals_megatrons", megatron)]
     if module == "device":
         return test_device.cases(name)
-    if module in ("experts", "moe", "training"):
-        return {"experts": test_experts, "moe": test_moe, "training": test_training}[module].cases(name, size)
+    if module in ("experts", "lengths", "moe", "training"):
+        return {"experts": test_experts, "lengths": test_lengths, "moe": test_moe, "training": test_training}[module].cases(name, size)
     return [test_transformers.case_named(text)]
 
 

@@ -309,6 +309,8 @@ def invalid_arguments_are_named_and_the_next_pass_works():
     refused(ValueError, ["ARISTOS_DEVICE is 'emulate', expected cpu or emulated"], call)
     os.environ["ARISTOS_DEVICE"] = "emulated"
     p.experts()
+    more = Problem(BF16, counts=[100] * dist.get_world_size())
+    refused(ValueError, ["x has 100 tokens, expected at most", "on a device: aristos.init(max_tokens=100)"], more.experts)
     # Only one process makes the invalid choice. The pass ends on all processes, and the next call of this process reports the choice.
     if dist.get_rank() == 0:
         call(ids=p.ids.index_fill(0, torch.tensor([1]), 2**33))

@@ -85,6 +85,8 @@ pub struct Case {
     pub source: Synthetic,
     /// One split of the tokens per step.
     pub splits: Vec<Vec<Range<usize>>>,
+    /// Maximum tokens of a PE in a pass; by default that of all splits, so that each batch is one pass.
+    pub max_tokens: Option<usize>,
     pub options: Options,
 }
 
@@ -99,24 +101,28 @@ pub fn ahead_cases(hidden: usize, intermediate: usize, options: &Options, idle: 
             name: "PEs without tokens, other ones each step",
             source: synthetic(layer, 7),
             splits: vec![vec![0..9, 9..9, 9..12], vec![0..0, 0..12, 12..12], vec![0..0, 0..0, 0..0]],
+            max_tokens: None,
             options: options(),
         },
         Case {
             name: "experts without tokens, all rows to one expert, through small windows in rounds",
             source: hot(&mixtral(hidden, intermediate, 5, 1), 0.2, 1.0),
             splits: vec![even(24, 3)],
+            max_tokens: None,
             options: with!(options(); budget_factor = 0.5),
         },
         Case {
             name: "PEs with neither tokens nor experts run ahead",
             source: hot(&mixtral(hidden, intermediate, 2, 1), 0.5, 1.0),
             splits: idle,
+            max_tokens: None,
             options: options(),
         },
         Case {
             name: "losses and a capacity",
             source: synthetic(limited, 4),
             splits: vec![even(13, 3)],
+            max_tokens: None,
             options: options(),
         },
     ]
@@ -241,10 +247,15 @@ pub fn run<T: Transport + Send, E: Element>(
     options: &Options,
     steps: usize,
 ) -> Result<Vec<Step>, MoeError> {
-    run_ahead::<T, E>(transports, source, splits, options, steps, 0)
+    run_ahead::<T, E>(transports, source, splits, options, steps, 0, most_tokens(splits))
 }
 
-/// Like [`run`], with `ahead` forward passes without backward before each step. In these only the protocol limits how
+/// The most tokens of a PE in any split.
+pub fn most_tokens(splits: &[Vec<Range<usize>>]) -> usize {
+    splits.iter().flatten().map(Range::len).max().unwrap()
+}
+
+/// Like [`run`], by passes of at most `max_tokens` tokens of a PE, and with `ahead` forward passes without backward before each step. In these only the protocol limits how
 /// far a PE without rows to send or receive can run ahead.
 pub fn run_ahead<T: Transport + Send, E: Element>(
     transports: Vec<T>,
@@ -253,10 +264,10 @@ pub fn run_ahead<T: Transport + Send, E: Element>(
     options: &Options,
     steps: usize,
     ahead: usize,
+    max_tokens: usize,
 ) -> Result<Vec<Step>, MoeError> {
     let n = transports.len();
     let config = source.config();
-    let max_tokens = splits.iter().flatten().map(Range::len).max().unwrap();
     let spec = spec::<E>(config, n, max_tokens, options);
     let by_pe = on_pes(transports, |shmem| {
         let me = shmem.my_pe();

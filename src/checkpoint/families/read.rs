@@ -19,18 +19,18 @@ use crate::moe::{Activation, Glu, GroupLimit, LayerConfig, MlpConfig, Norm, Rout
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
 
 impl Family {
-    /// The MLP of a routed expert according to a configuration in the form of `config.json`.
+    /// The first layer with experts according to a configuration in the form of `config.json`.
     ///
     /// # Errors
     ///
     /// Returns an error if the `model_type` is not supported or a field is invalid. `source` is the configuration's
     /// name in errors.
-    pub fn expert(source: &str, config: Map<String, Value>) -> Result<MlpConfig, FileError> {
+    pub fn first_layer(source: &str, config: Map<String, Value>) -> Result<LayerConfig, FileError> {
         let (family, mut fields, layers, _) = open_fields(source.into(), config)?;
         for layer in 0..layers {
             fields.layer = layer;
             if family.0.why_dense(&fields, layers)?.is_none() {
-                return Ok(family.0.layer(&fields)?.expert);
+                return family.0.layer(&fields);
             }
         }
         Err(fields.unexpected(family.0.layers.name(), "a layer with experts among them"))

@@ -34,10 +34,11 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// Exchanges the counts of pairs per expert with the other PEs of the group. Returns the counts of all PEs, by PE.
     fn exchange_counts(&mut self, own: Vec<u32>) -> Result<Vec<Vec<u32>>, MoeError> {
         let (me, n, e) = (self.pe().my_pe(), self.pe().n_pes(), own.len());
+        let forward = self.forwards + 1;
         for pe in (0..n).filter(|&pe| pe != me) {
             let at = self.memory.capacity_counts(me, pe);
             let signal = self.memory.capacity_signal(me, pe);
-            self.pe().put_signal(at, &own, signal, self.forwards, SignalOp::Set, pe);
+            self.pe().put_signal(at, &own, signal, forward, SignalOp::Set, pe);
             let traffic = &mut self.recorder.traffic;
             traffic.header_bytes += 4 * e as u64;
             traffic.puts += 1;
@@ -48,7 +49,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             let signal = self.memory.capacity_signal(pe, me);
             let phase = self.recorder.enter(Phase::Waiting);
             self.pe()
-                .wait_until(Wait { signal, cmp: Cmp::Ge, value: self.forwards }, self.spec.options.deadline())
+                .wait_until(Wait { signal, cmp: Cmp::Ge, value: forward }, self.spec.options.deadline())
                 .map_err(|timeout| MoeError::wait(self.pe(), pe, "its counts for the capacity", phase, timeout))?;
             self.recorder.enter(phase);
             self.pe().get(counts, self.memory.capacity_counts(pe, me), me);

@@ -50,6 +50,7 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) id: u64,
     pub(super) passes: u64,
     pub(super) forwards: u64,
+    pub(super) most_tokens: usize,
     pub(super) credits_used: Vec<u64>,
     pub(super) stream_credits: Vec<u64>,
     pub(super) pool: Vec<Saved<E>>,
@@ -181,6 +182,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             id: new_id(),
             passes: 0,
             forwards: 0,
+            most_tokens: 0,
             credits_used: vec![0; n],
             stream_credits,
             pool: Vec::new(),
@@ -201,6 +203,12 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// Sizes of the symmetric memory.
     pub fn layout(&self) -> &Layout {
         &self.memory.layout
+    }
+
+    /// Maximum tokens of a PE in the largest batch that the layer has run, the same on every PE. If it exceeds [`LayerSpec::max_tokens`], such batches took several
+    /// passes, and a layer with a larger maximum is faster.
+    pub fn most_tokens(&self) -> usize {
+        self.most_tokens
     }
 
     /// The local experts, in the order of [`Placement::experts`](crate::moe::Placement::experts).

@@ -102,7 +102,7 @@ impl LayerMemory {
         self.word(0, from, at, (forward % 2) as usize, 2)
     }
 
-    /// At `at`: number of the last forward pass whose capacity counts from `from` have arrived.
+    /// At `at`: number of the first forward pass of the last batch whose capacity counts from `from` have arrived.
     pub fn capacity_signal(&self, from: usize, at: usize) -> Sym<u64> {
         self.word(2, from, at, 0, 1)
     }

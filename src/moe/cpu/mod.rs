@@ -2,6 +2,7 @@
 //!
 //! The entry point is [`Layer`]. `docs/protocol.md` describes the messages between PEs.
 
+mod blocks;
 mod capacity;
 mod engine;
 pub mod experts;

@@ -2,17 +2,16 @@
 
 use std::borrow::Cow;
 
-use super::engine::{Direction, Engine, ExpertGradients, PassProgress, Saved, SavedStage};
-use super::experts::{Batch, Mlp};
+use super::engine::{Direction, Saved, SavedStage};
+use super::experts::Mlp;
 use super::kernels::{self, Element};
 use super::layer::{Layer, LayerGradients};
-use super::relay::RelayMap;
 use super::replicas::Exchange;
 use super::router::{self, Routing};
 use crate::moe::spec::metrics::{PassOutcome, Phase};
 use crate::moe::spec::{
-    ExpertState, GradientSink, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Options,
-    Routed, WeightId,
+    ExpertState, GradientSink, Gradients, Groups, LayerConfig, LayerSpec, Layout, Load, Mode, MoeError, MoeLayer,
+    Options, Routed, WeightId,
 };
 use crate::shmem::AsShmem;
 
@@ -113,7 +112,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
             seconds: phases_s.iter().sum(),
             phases_s,
             expert_cpu_s: self.recorder.take_expert_cpu_ns() as f64 * 1e-9,
-            rounds: saved.rounds as u64,
+            rounds: saved.blocks.iter().map(|block| block.rounds as u64).sum(),
             traffic,
             all_reduce_bytes,
             spans: self.recorder.take_spans(),
@@ -279,11 +278,13 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
 
     /// Checks the lengths of `x` and `output`, and returns the number of tokens.
     fn tokens(&self, x: &[E], output: &[f32]) -> Result<usize, MoeError> {
-        let h = self.spec.config.hidden;
-        let max = self.memory.layout.max_tokens * h;
-        if !x.len().is_multiple_of(h) || x.len() > max {
-            let expected = format!("a multiple of {h}, the hidden size, up to {max}");
+        let (h, top_k) = (self.spec.config.hidden, self.spec.config.router.top_k);
+        if !x.len().is_multiple_of(h) {
+            let expected = format!("a multiple of {h}, the hidden size");
             return Err(MoeError::Shape { what: "hidden_states".into(), got: x.len(), expected });
+        }
+        if !Layout::can_number(x.len() / h, top_k) {
+            return Err(MoeError::TooLarge { tokens: x.len() / h, top_k });
         }
         expect_len("output", output.len(), x.len())?;
         Ok(x.len() / h)
@@ -301,8 +302,6 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let tokens = x.len() / h;
         self.recorder.enter(Phase::Router);
         let bytes_before = self.all_bytes_put();
-        self.passes += 1;
-        self.forwards += 1;
         let mut saved = self.pool.pop().unwrap_or_default();
         saved.layer = self.id;
         saved.stage = SavedStage::Forward;
@@ -323,12 +322,13 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
                 true => Load { tokens: tokens as u64, ..Load::zeros(config.n_experts) },
             };
         }
-        saved.routes = router::routes(&saved.routing, &self.spec.placement, me, config.router.top_k);
-        let relay_map = self.relay_map();
-        saved.announced = relay_map.map_or(Vec::new(), |relay| relay.merge(&mut saved.routes, &self.spec.placement));
+        let (top_k, block_tokens) = (config.router.top_k, self.memory.layout.block_tokens());
+        let routes = router::block_routes(&saved.routing, &self.spec.placement, me, top_k, block_tokens);
+        saved.blocks = routes.into_iter().enumerate().map(|(number, routes)| self.block(number, routes)).collect();
+        saved.most_tokens = tokens;
 
         output.fill(0.0);
-        self.run_pass(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default(), None)?;
+        self.run_passes(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default(), None)?;
         if let (Some(exchange), true) = (&self.exchange, self.spec.config.has_losses() && !saved.external) {
             self.recorder.enter(Phase::AllReduce);
             saved.loads = exchange.loads(&saved.loads[me], self.spec.options.deadline())?;
@@ -455,20 +455,19 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         sink: Option<&mut GradientSink<'_>>,
     ) -> Result<(), MoeError> {
         self.recorder.enter(Phase::Router);
-        self.passes += 1;
         grad_input.fill(0.0);
         if let Some(grad_weights) = grad_weights {
             grad_weights.fill(0.0);
             grads.replicated().for_each(|grad| grad.fill(0.0));
             let direction = Direction::Backward;
-            return self.run_pass(direction, experts, saved, grad_output, grad_input, grad_weights, grads, sink);
+            return self.run_passes(direction, experts, saved, grad_output, grad_input, grad_weights, grads, sink);
         }
         if self.weights.shared.is_some() {
             saved.shared.g.clear();
             saved.shared.g.extend_from_slice(grad_output);
         }
         let mut d_weights = vec![0.0f32; saved.routing.chosen.len()];
-        self.run_pass(Direction::Backward, experts, saved, grad_output, grad_input, &mut d_weights, grads, None)?;
+        self.run_passes(Direction::Backward, experts, saved, grad_output, grad_input, &mut d_weights, grads, None)?;
 
         self.recorder.enter(Phase::Router);
         if self.spec.config.identity_experts > 0 {
@@ -509,73 +508,6 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             }
         }
         self.reduce(grads)
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn run_pass(
-        &mut self,
-        direction: Direction,
-        experts: &[Mlp<E>],
-        saved: &mut Saved<E>,
-        input: &[E],
-        output: &mut [f32],
-        d_weights: &mut [f32],
-        grads: &mut Gradients,
-        sink: Option<&mut GradientSink<'_>>,
-    ) -> Result<(), MoeError> {
-        self.pass_memory.resize_with(experts.len(), Batch::default);
-        let batches = saved.batches.iter_mut().zip(&mut self.pass_memory);
-        batches.for_each(|(batch, memory)| batch.swap_pass_memory(memory));
-        let relay_map = self.relay_map();
-        let mut exchange = self.exchange.as_mut().filter(|_| direction == Direction::Backward);
-        if let Some(exchange) = &mut exchange {
-            exchange.begin();
-        }
-        let done = Engine {
-            relay_map,
-            stream_credits: &mut self.stream_credits,
-            shmem: self.shmem.as_shmem(),
-            memory: &self.memory,
-            config: &self.spec.config,
-            placement: &self.spec.placement,
-            options: &self.spec.options,
-            experts,
-            shared: self.weights.shared.as_ref().filter(|_| !saved.external),
-            scratch: &mut self.scratch,
-            rec: &mut self.recorder,
-            credits_used: &mut self.credits_used,
-            saved: &mut *saved,
-            direction,
-            pass: self.passes,
-            forward: self.forwards,
-            input,
-            output,
-            d_weights,
-            expert_grads: match sink {
-                Some(sink) => ExpertGradients::Sink(sink),
-                None => ExpertGradients::Own(&mut grads.experts),
-            },
-            shared_grads: &mut grads.shared,
-            exchange: exchange.map(|exchange| exchange as _),
-            progress: PassProgress::default(),
-        }
-        .run();
-        let batches = saved.batches.iter_mut().zip(&mut self.pass_memory);
-        batches.for_each(|(batch, memory)| batch.swap_pass_memory(memory));
-        done?;
-        if direction == Direction::Backward
-            && let Some(exchange) = &mut self.exchange
-        {
-            self.recorder.enter(Phase::AllReduce);
-            exchange.finish(&mut grads.experts, self.spec.options.deadline())?;
-        }
-        Ok(())
-    }
-
-    /// The relays, if rows are sent to another host only once.
-    fn relay_map(&self) -> Option<RelayMap> {
-        let LayerSpec { options, placement, .. } = &self.spec;
-        options.hosts.relays().then(|| RelayMap::new(&options.hosts, placement, self.pe().my_pe()))
     }
 
     fn reduce(&mut self, grads: &mut Gradients) -> Result<(), MoeError> {

@@ -420,8 +420,24 @@ impl Routes {
 
 /// The rows of PE `source` for each PE.
 pub fn routes(routing: &Routing, placement: &Placement, source: usize, top_k: usize) -> Vec<Routes> {
-    let mut all: Vec<Routes> =
-        (0..placement.n_pes()).map(|_| Routes { slot_start: vec![0], ..Routes::default() }).collect();
+    block_routes(routing, placement, source, top_k, usize::MAX).swap_remove(0)
+}
+
+/// No rows for any of `n_pes` PEs.
+pub fn no_routes(n_pes: usize) -> Vec<Routes> {
+    (0..n_pes).map(|_| Routes { slot_start: vec![0], ..Routes::default() }).collect()
+}
+
+/// Like [`routes`], by block of `block_tokens` tokens; there is at least one. Tokens and choices are numbered from the block's first token.
+pub fn block_routes(
+    routing: &Routing,
+    placement: &Placement,
+    source: usize,
+    top_k: usize,
+    block_tokens: usize,
+) -> Vec<Vec<Routes>> {
+    let blocks = routing.tokens.div_ceil(block_tokens).max(1);
+    let mut all: Vec<Vec<Routes>> = (0..blocks).map(|_| no_routes(placement.n_pes())).collect();
     let mut columns: Vec<usize> = (0..top_k).collect();
     let pairs = match placement.has_replicas() {
         true => routing.count(placement.n_experts(), |choice| routing.is_kept(choice)),
@@ -433,20 +449,22 @@ pub fn routes(routing: &Routing, placement: &Placement, source: usize, top_k: us
         columns.sort_unstable_by_key(|&column| chosen[column]);
         for &column in &columns {
             let (expert, choice) = (chosen[column], token * top_k + column);
+            let of_block = token % block_tokens;
             // Neither `NO_EXPERT` nor identity experts are sent.
             if expert as usize >= placement.n_experts() || !routing.is_kept(choice) {
                 continue;
             }
             let (pe, local) = assigner.next(expert as usize);
-            let to = &mut all[pe];
-            if to.tokens.last() != Some(&(token as u32)) {
-                to.tokens.push(token as u32);
+            let to = &mut all[token / block_tokens][pe];
+            if to.tokens.last() != Some(&(of_block as u32)) {
+                to.tokens.push(of_block as u32);
                 to.slot_start.push(to.slots.len() as u32);
             }
-            to.slots.push(RouteSlot { expert: local as u32, weight: routing.weights[choice], choice: choice as u32 });
+            let (weight, choice) = (routing.weights[choice], of_block * top_k + column);
+            to.slots.push(RouteSlot { expert: local as u32, weight, choice: choice as u32 });
             *to.slot_start.last_mut().expect("starts with one element") += 1;
         }
     }
-    all.iter_mut().for_each(Routes::sort);
+    all.iter_mut().flatten().for_each(Routes::sort);
     all
 }

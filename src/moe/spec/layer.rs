@@ -23,7 +23,8 @@ pub struct LayerSpec {
     pub placement: Placement,
     /// Element type of activations and expert weights.
     pub dtype: Dtype,
-    /// Maximum tokens of one PE in a pass.
+    /// Maximum tokens of one PE in a pass, for which symmetric memory is reserved. On a CPU a longer batch runs as several passes; a
+    /// device refuses it.
     pub max_tokens: usize,
     /// Whether backward passes run. If so, gradients are allocated and, on a device, the memory that backward needs.
     pub training: bool,

@@ -9,6 +9,8 @@
 //!
 //! and one return area for the results of all peers. This PE's header to a peer has the offset of the peer's results in the area.
 
+use std::ops::Range;
+
 use super::config::LayerConfig;
 use super::placement::Placement;
 use super::{MoeError, Options};
@@ -29,7 +31,7 @@ pub(crate) fn header_words(config: &LayerConfig, local: usize) -> usize {
 pub struct Layout {
     /// Number of other PEs.
     pub peers: usize,
-    /// Maximum tokens on one PE.
+    /// Maximum tokens on one PE in a pass.
     pub max_tokens: usize,
     /// Bytes of a row that is sent: `hidden` elements.
     pub row_bytes: usize,
@@ -82,10 +84,11 @@ impl Layout {
         let pes = placement.n_pes();
         let peers = pes - 1;
         let top_k = config.router.top_k;
+        let max_tokens = max_tokens.max(1);
         let hosts = if slots.is_some() { pes } else { placement.hosts() };
         let max_local = slots.unwrap_or(placement.max_local());
         let targets = top_k.min(hosts).max(1);
-        if max_tokens.saturating_mul(top_k) > u32::MAX as usize / 8 {
+        if !Self::can_number(max_tokens, top_k) {
             return Err(MoeError::TooLarge { tokens: max_tokens, top_k });
         }
         let row_bytes = config.hidden * element_bytes;
@@ -121,6 +124,28 @@ impl Layout {
             served: if relays { options.hosts.most_served() } else { 0 },
             partial_bytes: max_tokens * row_bytes + max_tokens * max_slots_per_row * 4,
         })
+    }
+
+    /// Whether the (token, expert) pairs of a batch can be numbered.
+    pub(in crate::moe) fn can_number(tokens: usize, top_k: usize) -> bool {
+        tokens.saturating_mul(top_k) <= u32::MAX as usize / 8
+    }
+
+    /// Number of passes for a batch whose largest part has `tokens` tokens on one PE. A PE without peers sends no rows, so it runs every
+    /// batch in one pass.
+    pub(in crate::moe) fn blocks(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.block_tokens()).max(1)
+    }
+
+    /// The tokens of pass `number` of a PE's batch of `tokens` tokens.
+    pub(in crate::moe) fn block(&self, tokens: usize, number: usize) -> Range<usize> {
+        let at = |number: usize| number.saturating_mul(self.block_tokens()).min(tokens);
+        at(number)..at(number + 1)
+    }
+
+    /// Maximum tokens of a PE in a pass.
+    pub(in crate::moe) fn block_tokens(&self) -> usize {
+        if self.peers == 0 { usize::MAX } else { self.max_tokens }
     }
 
     /// Bytes of a full chunk: rows, then one count per row, then (expert, weight) per slot.

@@ -22,7 +22,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     /// Whether chunk `chunk` of results for `pe` exists and all of its rows have been computed.
     fn is_computed(&mut self, pe: usize, chunk: usize) -> bool {
-        let from = &self.saved.inbound[pe];
+        let from = &self.block.inbound[pe];
         let (range, p) = (self.chunk_range(from.rows, chunk), &mut self.progress);
         let pending = &p.pending[pe];
         let computed = from.returns[p.computed[pe]..].iter().take_while(|&&row| pending.get(row as usize) == Some(&0));
@@ -32,7 +32,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     fn return_chunk(&mut self, pe: usize, chunk: usize) {
         let (me, h, row_bytes) = (self.me(), self.config.hidden, self.memory.layout.row_bytes);
-        let from = &self.saved.inbound[pe];
+        let from = &self.block.inbound[pe];
         let range = self.chunk_range(from.rows, chunk);
         let mut rows = WireRows::<E>::zeros(self.options.wire, range.len() * h);
         let mut d_weights = Vec::new();
@@ -56,7 +56,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
         }
         self.rec.enter(Phase::Combine);
-        let from = &self.saved.inbound[pe];
+        let from = &self.block.inbound[pe];
         // A relay has a separate buffer for each PE's partial results, so their offsets start at 0.
         let base = if self.relay_of(pe).is_some() { (0, 0) } else { (from.return_row, from.return_slot) };
         let start = return_offset(base, (range.start, self.progress.returned_slots[pe]), row_bytes, self.direction);
@@ -91,7 +91,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if pe == n {
                 return new;
             }
-            if chunk == self.chunks(self.saved.routes[pe].tokens.len()) {
+            if chunk == self.chunks(self.block.routes[pe].tokens.len()) {
                 self.progress.combine = (pe + 1, 0);
                 self.progress.combined_slots = 0;
                 continue;
@@ -119,7 +119,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     fn combine_own(&mut self, chunk: usize) {
         enter_scale(self.rec, self.direction);
         let (me, h) = (self.me(), self.config.hidden);
-        let (routes, from) = (&self.saved.routes[me], &self.saved.inbound[me]);
+        let (routes, from) = (&self.block.routes[me], &self.block.inbound[me]);
         for &j in &routes.returns[self.chunk_range(routes.tokens.len(), chunk)] {
             let j = j as usize;
             let token = routes.tokens[j] as usize;
@@ -141,9 +141,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let (me, h, row_bytes) = (self.me(), self.config.hidden, self.memory.layout.row_bytes);
         let before = (0..pe).filter(|&p| p != me);
         let (first_row, first_slot) = before.fold((0, 0), |(rows, slots), p| {
-            (rows + self.saved.routes[p].tokens.len(), slots + self.saved.routes[p].slots.len())
+            (rows + self.block.routes[p].tokens.len(), slots + self.block.routes[p].slots.len())
         });
-        let routes = &self.saved.routes[pe];
+        let routes = &self.block.routes[pe];
         let range = self.chunk_range(routes.tokens.len(), chunk);
         let rows = &routes.returns[range.clone()];
         let first = (range.start, self.progress.combined_slots);

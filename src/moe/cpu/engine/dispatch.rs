@@ -6,18 +6,18 @@ use super::wire::WireRows;
 use super::{Direction, Engine, Inbound};
 use crate::moe::cpu::kernels::Element;
 use crate::moe::spec::metrics::{Phase, Traffic};
-use crate::moe::spec::{HEADER_WORDS, Load, MoeError};
+use crate::moe::spec::{HEADER_WORDS, Layout, Load, MoeError};
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
 impl<T: Transport, E: Element> Engine<'_, T, E> {
-    /// Sends each peer its header: its rows and slots, their offsets in this PE's return area, and its slots per
-    /// expert.
+    /// Sends each peer its header: its rows and slots, their offsets in this PE's return area, the tokens of this PE's whole batch, and
+    /// its slots per expert.
     pub(super) fn send_headers(&mut self) {
         if self.direction == Direction::Backward {
             return;
         }
-        let most = self.peers().map(|pe| self.chunks(self.saved.routes[pe].tokens.len())).max().unwrap_or(0);
-        self.saved.rounds = most.div_ceil(self.memory.layout.window_chunks);
+        let most = self.peers().map(|pe| self.chunks(self.block.routes[pe].tokens.len())).max().unwrap_or(0);
+        self.block.rounds = most.div_ceil(self.memory.layout.window_chunks);
         self.rec.enter(Phase::Dispatch);
         let me = self.me();
         let (mut row, mut slot) = (0, 0);
@@ -25,8 +25,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if pe == me {
                 continue;
             }
-            let routes = &self.saved.routes[pe];
-            let announced = self.saved.announced.get(pe);
+            let routes = &self.block.routes[pe];
+            let announced = self.block.announced.get(pe);
             let counts = match announced {
                 None => routes.counts(self.placement.experts(pe).len()),
                 Some(announced) => announced.counts.clone(),
@@ -39,13 +39,13 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             };
             row += routes.tokens.len();
             slot += routes.slots.len();
-            let rounds = self.saved.rounds;
+            let rounds = self.block.rounds;
             let mut words: Vec<u32> = [rows, slots, first_row, first_slot, self.saved.routing.tokens, rounds]
                 .iter()
                 .map(|&w| w as u32)
                 .collect();
             words.extend(counts);
-            if self.config.has_losses() {
+            if self.has_loss_sums() {
                 let load = &self.saved.loads[me];
                 words.extend(load.routed.iter().map(|&r| r as u32));
                 words.extend(std::iter::once(&load.z_sum).chain(&load.prob_sums).flat_map(|x| {
@@ -90,6 +90,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Wait { signal: self.memory.header_signal(pe, self.me(), self.forward), cmp: Cmp::Ge, value: self.forward }
     }
 
+    /// Whether headers have the sums for the losses. The headers of the first block have the sums over the whole batch.
+    fn has_loss_sums(&self) -> bool {
+        self.config.has_losses() && self.block.number == 0
+    }
+
     /// Reads and validates the header from `pe`. A peer's header is untrusted until it is validated here.
     fn read_header(&mut self, pe: usize) -> Result<(), MoeError> {
         let (me, local, e) = (self.me(), self.experts.len(), self.config.n_experts);
@@ -101,19 +106,21 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let top_k = self.config.router.top_k;
         let own_slots = counts.iter().sum::<usize>();
         let is_relay_for = self.is_relay_for(pe);
-        let valid = rows <= tokens
-            && tokens <= layout.max_tokens
+        let of_block = layout.block(tokens, self.block.number).len();
+        let valid = rows <= of_block
+            && Layout::can_number(tokens, top_k)
             && slots <= rows * layout.max_slots_per_row
             && slots >= rows
             && (own_slots == slots || is_relay_for && own_slots < slots)
             && (return_row + rows) * layout.row_bytes + (return_slot + slots) * 4 <= layout.return_bytes
-            && return_slot + slots <= tokens * top_k
+            && return_slot + slots <= of_block * top_k
             && rounds <= layout.max_chunks;
         if !valid {
             let what = format!("counts {:?} that do not fit the layer", &words[..HEADER_WORDS + local]);
             return Err(MoeError::Protocol { pe: self.shmem.world_pe(pe), what });
         }
-        if self.config.has_losses() {
+        self.saved.most_tokens = self.saved.most_tokens.max(tokens);
+        if self.has_loss_sums() {
             let loss = &words[HEADER_WORDS + local..];
             let double = |k: usize| f64::from_bits(u64::from(loss[e + 2 * k]) | u64::from(loss[e + 2 * k + 1]) << 32);
             self.saved.loads[pe] = Load {
@@ -123,11 +130,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 prob_sums: (1..=e).map(double).collect(),
             };
         }
-        self.saved.rounds = self.saved.rounds.max(rounds);
-        self.saved.inbound[pe] =
+        self.block.rounds = self.block.rounds.max(rounds);
+        self.block.inbound[pe] =
             Inbound { rows, slots, return_row, return_slot, counts, starts: vec![0; local], ..Inbound::default() };
         if is_relay_for {
-            let losses = if self.config.has_losses() { 2 + 3 * e } else { 0 };
+            let losses = if self.has_loss_sums() { 2 + 3 * e } else { 0 };
             self.open_streams(pe, &words[HEADER_WORDS + local + losses..])?;
         }
         Ok(())
@@ -137,7 +144,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     pub(super) fn send_chunks(&mut self, limit: usize) {
         let me = self.me();
         for pe in self.peers() {
-            let chunks = self.chunks(self.saved.routes[pe].tokens.len());
+            let chunks = self.chunks(self.block.routes[pe].tokens.len());
             while self.progress.sent[pe] < chunks.min(limit) {
                 let chunk = self.progress.sent[pe];
                 if let Some(wait) = self.credit_wait(pe, chunk)
@@ -162,7 +169,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 
     fn send_chunk(&mut self, pe: usize, chunk: usize, signal: (Sym<u64>, u64)) {
-        let routes = &self.saved.routes[pe];
+        let routes = &self.block.routes[pe];
         let rows = self.chunk_range(routes.tokens.len(), chunk);
         let (h, row_bytes) = (self.config.hidden, self.memory.layout.row_bytes);
         let mut slots: Vec<u32> = Vec::new();
@@ -199,10 +206,10 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     pub(super) fn gather_own(&mut self) {
         self.rec.enter(Phase::Dispatch);
         let (me, h) = (self.me(), self.config.hidden);
-        let rows = self.saved.inbound[me].rows;
+        let rows = self.block.inbound[me].rows;
         if self.direction == Direction::Forward {
-            let routes = &self.saved.routes[me];
-            let from = &mut self.saved.inbound[me];
+            let routes = &self.block.routes[me];
+            let from = &mut self.block.inbound[me];
             let mut next = from.starts.clone();
             from.slot_start = routes.slot_start.clone();
             from.batch_rows = routes
@@ -219,9 +226,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         for chunk in 0..self.chunks(rows) {
             let range = self.chunk_range(rows, chunk);
             for j in range.clone() {
-                let token = self.saved.routes[me].tokens[j] as usize;
+                let token = self.block.routes[me].tokens[j] as usize;
                 let row = &self.input[token * h..(token + 1) * h];
-                let from = &self.saved.inbound[me];
+                let from = &self.block.inbound[me];
                 for &(e, batch_row) in &from.batch_rows[from.slot_start[j] as usize..from.slot_start[j + 1] as usize] {
                     let batch = &mut self.saved.batches[e as usize];
                     let to = if self.direction == Direction::Forward { &mut batch.x } else { &mut batch.g };
@@ -239,7 +246,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
         let mut new = false;
         for pe in self.peers() {
-            let rows = self.saved.inbound[pe].rows;
+            let rows = self.block.inbound[pe].rows;
             while self.progress.gathered[pe] < self.chunks(rows) {
                 let chunk = self.progress.gathered[pe];
                 let wait = self.chunk_wait(pe, chunk);
@@ -266,12 +273,12 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     fn gather_chunk(&mut self, pe: usize, chunk: usize) -> Result<(), MoeError> {
         let (me, h, row_bytes) = (self.me(), self.config.hidden, self.memory.layout.row_bytes);
-        let range = self.chunk_range(self.saved.inbound[pe].rows, chunk);
+        let range = self.chunk_range(self.block.inbound[pe].rows, chunk);
         let data = self.memory.chunk(pe, me, chunk);
         if self.direction == Direction::Forward {
             self.read_slots(pe, &range, data)?;
         }
-        let from = &self.saved.inbound[pe];
+        let from = &self.block.inbound[pe];
         let mut packed = self.options.wire.map(|_| WireRows::<E>::zeros(self.options.wire, h));
         for (k, j) in range.clone().enumerate() {
             let row = data.slice(k * row_bytes..(k + 1) * row_bytes);
@@ -295,7 +302,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
         }
         if self.direction == Direction::Forward {
-            self.saved.inbound[pe].extend_returns(range.end);
+            self.block.inbound[pe].extend_returns(range.end);
             self.extend_streams(pe, range.end)?;
         }
         self.mark_gathered(pe, range);
@@ -319,7 +326,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         if self.is_relay_for(pe) {
             words = self.read_relayed_slots(pe, range, &mut counts, &words)?;
         }
-        let from = &mut self.saved.inbound[pe];
+        let from = &mut self.block.inbound[pe];
         if from.slot_start.is_empty() {
             from.slot_start.push(0);
         }
@@ -359,7 +366,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     /// Records that rows have been copied to their batches, and queues the tiles that are complete.
     fn mark_gathered(&mut self, pe: usize, range: Range<usize>) {
         let (start, partials) = (range.start, self.partials_awaited(pe, range.clone()));
-        let from = &self.saved.inbound[pe];
+        let from = &self.block.inbound[pe];
         let p = &mut self.progress;
         for row in range {
             let batch_rows = from.batch_rows(row);

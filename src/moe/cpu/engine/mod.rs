@@ -92,16 +92,29 @@ pub struct Saved<E> {
     pub(super) external: bool,
     /// Routing decisions for this PE's tokens.
     pub(super) routing: Routing,
-    /// The rows to send to each PE. With relays, the rows for all PEs of another host are merged, at the index of their relay.
-    pub(super) routes: Vec<Routes>,
-    /// With relays: the rows that each PE finally receives. Otherwise empty.
-    pub(super) announced: Vec<Announced>,
-    pub(super) inbound: Vec<Inbound>,
+    /// Maximum tokens of a PE.
+    pub(super) most_tokens: usize,
+    /// The passes of the batch, one per block of tokens.
+    pub(super) blocks: Vec<Block>,
+    /// The rows of all blocks, one block after the other.
     pub(super) batches: Vec<Batch<E>>,
     /// The shared expert's batch; its rows are this PE's tokens.
     pub(super) shared: Batch<E>,
     /// Load sums of each PE; empty if no auxiliary loss has a coefficient.
     pub(super) loads: Vec<Load>,
+}
+
+/// The rows of one pass. A batch of more tokens than [`Layout::max_tokens`](crate::moe::Layout) runs as several passes, each over a block
+/// of that many tokens. Token and choice numbers count from the block's first token.
+#[derive(Debug, Default)]
+pub(super) struct Block {
+    /// Number of the block in the batch.
+    pub(super) number: usize,
+    /// The rows to send to each PE. With relays, the rows for all PEs of another host are merged, at the index of their relay.
+    pub(super) routes: Vec<Routes>,
+    /// With relays: the rows that each PE finally receives. Otherwise empty.
+    pub(super) announced: Vec<Announced>,
+    pub(super) inbound: Vec<Inbound>,
     /// Refills of the receive windows that the pass needs.
     pub(super) rounds: usize,
 }
@@ -165,11 +178,14 @@ pub struct Engine<'a, T: Transport, E: Element> {
     /// Like `credits_used`, indexed by relayed stream.
     pub stream_credits: &'a mut [u64],
     pub saved: &'a mut Saved<E>,
+    pub block: &'a mut Block,
+    /// Whether this is the last pass of the batch. A backward then computes the weight gradients of all blocks.
+    pub is_last: bool,
     pub direction: Direction,
     /// Number of this pass and of its forward pass, each from 1.
     pub pass: u64,
     pub forward: u64,
-    /// `[tokens, hidden]`: inputs, or output gradients.
+    /// `[tokens, hidden]` for the block's tokens: inputs, or output gradients.
     pub input: &'a [E],
     /// `[tokens, hidden]`, accumulated: outputs, or input gradients.
     pub output: &'a mut [f32],
@@ -318,7 +334,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
         let window = self.memory.layout.window_chunks;
         for pe in self.peers() {
-            self.credits_used[pe] += self.chunks(self.saved.routes[pe].tokens.len()).saturating_sub(window) as u64;
+            self.credits_used[pe] += self.chunks(self.block.routes[pe].tokens.len()).saturating_sub(window) as u64;
         }
         self.record_stream_credits();
         Ok(())
@@ -355,11 +371,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.gather_own();
         self.barrier("its counts, at a barrier")?;
         self.receive_headers()?;
-        for round in 0..self.saved.rounds {
+        for round in 0..self.block.rounds {
             self.send_chunks((round + 1) * self.memory.layout.window_chunks);
             self.barrier("its rows, at a barrier")?;
             self.gather_chunks()?;
-            if round + 1 < self.saved.rounds {
+            if round + 1 < self.block.rounds {
                 self.barrier("its windows emptied, at a barrier")?;
             }
         }
@@ -423,19 +439,20 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let me = self.me();
         self.progress.headers[me] = true;
         if self.direction == Direction::Forward {
-            self.saved.inbound = (0..n).map(|_| Inbound::default()).collect();
-            let routes = &self.saved.routes[me];
+            self.block.inbound = (0..n).map(|_| Inbound::default()).collect();
+            let routes = &self.block.routes[me];
             let (rows, slots) = (routes.tokens.len(), routes.slots.len());
             let counts: Vec<usize> = routes.counts(local).iter().map(|&c| c as usize).collect();
-            let (starts, returns) = (vec![0; local], routes.returns.clone());
-            self.saved.inbound[me] =
-                Inbound { rows, slots, counts: counts.clone(), starts, returns, ..Inbound::default() };
-            for (e, rows) in counts.into_iter().enumerate() {
-                self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, rows);
-                self.progress.origin[e].resize(rows, (0, 0));
+            let earlier = |batch: &Batch<E>| if self.block.number == 0 { 0 } else { batch.rows };
+            let (starts, returns) = (self.saved.batches.iter().map(earlier).collect(), routes.returns.clone());
+            self.block.inbound[me] = Inbound { rows, slots, counts, starts, returns, ..Inbound::default() };
+            for e in 0..local {
+                let own = self.own_rows(e);
+                self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, own.end);
+                self.progress.origin[e].resize(own.end, (0, 0));
                 // The own rows are enough for separate tiles, which can be computed before other PEs' rows arrive.
-                if 2 * rows >= self.options.tile_rows() {
-                    self.add_tiles(e, 0..rows, 0);
+                if 2 * own.len() >= self.options.tile_rows() {
+                    self.add_tiles(e, own.clone(), own.start);
                 }
             }
         } else {
@@ -451,14 +468,20 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.begin_streams();
     }
 
+    /// This PE's own rows in a local expert's batch: the first of the block.
+    fn own_rows(&self, expert: usize) -> Range<usize> {
+        let Inbound { starts, counts, .. } = &self.block.inbound[self.me()];
+        starts[expert]..starts[expert] + counts[expert]
+    }
+
     /// Splits rows of an expert into tiles. Rows below `present` have been copied to the batch already.
     fn add_tiles(&mut self, expert: usize, rows: Range<usize>, present: usize) {
-        let own = self.saved.inbound[self.me()].counts[expert];
+        let own = self.own_rows(expert);
         let p = &mut self.progress;
         let first = p.tiles.len();
         for tile in tiles(rows.clone(), self.options.tile_rows()) {
             let missing = tile.end.saturating_sub(present.max(tile.start));
-            p.tiles.push(Tile { expert, is_own: tile.end <= own, rows: tile, missing });
+            p.tiles.push(Tile { expert, is_own: tile.end <= own.end, rows: tile, missing });
             if missing == 0 {
                 p.mark_ready(p.tiles.len() - 1);
             }
@@ -476,22 +499,22 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let (me, n) = (self.me(), self.shmem.n_pes());
         let forward = self.direction == Direction::Forward;
         for e in 0..self.experts.len() {
-            let mut total = 0;
+            let own = self.own_rows(e);
+            let mut total = own.start;
             for k in 0..n {
-                let from = &mut self.saved.inbound[(me + k) % n];
+                let from = &mut self.block.inbound[(me + k) % n];
                 from.starts[e] = total;
                 total += from.counts[e];
             }
-            let own = self.saved.inbound[me].counts[e];
             if forward {
                 self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, total);
-            } else if total == 0 {
+            } else if total == own.start && self.is_last {
                 self.progress.idle_work.push(IdleWork::ExpertGradients(e));
             }
             self.progress.origin[e].resize(total, (0, 0));
-            let tiled = self.progress.maps[e].segments.last().map_or(0, |s| s.1);
+            let tiled = self.progress.maps[e].segments.last().map_or(own.start, |s| s.1);
             // Forward has gathered its own rows before this call. Backward gathers them after it.
-            self.add_tiles(e, tiled..total, if forward { own } else { 0 });
+            self.add_tiles(e, tiled..total, if forward { own.end } else { 0 });
         }
         self.progress.batches_assigned = true;
     }
@@ -540,7 +563,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 p.pending[pe as usize][row as usize] -= 1;
             }
             p.tiles_left[*expert] -= 1;
-            if !is_forward && p.tiles_left[*expert] == 0 {
+            if !is_forward && self.is_last && p.tiles_left[*expert] == 0 {
                 p.idle_work.push(IdleWork::ExpertGradients(*expert));
             }
         }
@@ -602,13 +625,13 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             && p.combine.0 == self.shmem.n_pes()
             && p.idle_work.is_empty()
             && self.has_returned()
-            && self.peers().all(|pe| p.sent[pe] == self.chunks(self.saved.routes[pe].tokens.len()))
+            && self.peers().all(|pe| p.sent[pe] == self.chunks(self.block.routes[pe].tokens.len()))
             && p.tiles_left.iter().all(|&left| left == 0)
     }
 
     /// Whether all results for other PEs have been sent.
     fn has_returned(&self) -> bool {
-        self.peers().all(|pe| self.progress.returned[pe] == self.chunks(self.saved.inbound[pe].rows))
+        self.peers().all(|pe| self.progress.returned[pe] == self.chunks(self.block.inbound[pe].rows))
     }
 
     /// Waits for any event that lets the pass make progress.
@@ -617,7 +640,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         // If all waits time out, the error names the first entry.
         let mut names = Vec::new();
         for pe in self.peers() {
-            let (incoming, outgoing) = (self.saved.inbound[pe].rows, self.saved.routes[pe].tokens.len());
+            let (incoming, outgoing) = (self.block.inbound[pe].rows, self.block.routes[pe].tokens.len());
             if !self.progress.headers[pe] {
                 waits.push(self.header_wait(pe));
                 names.push((pe, "its counts"));

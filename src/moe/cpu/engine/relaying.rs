@@ -44,7 +44,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let targets: Vec<usize> = (0..map.relay.len()).filter(|target| map.relay[*target] == pe).collect();
         match targets.len() {
             0 | 1 => Vec::new(),
-            _ => targets.iter().map(|target| self.saved.announced[*target].rows as u32).collect(),
+            _ => targets.iter().map(|target| self.block.announced[*target].rows as u32).collect(),
         }
     }
 
@@ -52,7 +52,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     /// validated here.
     pub(super) fn open_streams(&mut self, pe: usize, rows: &[u32]) -> Result<(), MoeError> {
         let Some(map) = &self.relay_map else { return Ok(()) };
-        let from = &mut self.saved.inbound[pe];
+        let from = &mut self.block.inbound[pe];
         let rows = &rows[..map.members.len()];
         if rows.iter().any(|rows| *rows as usize > from.rows) {
             let what = format!("counts {rows:?} of rows to pass on, of {}", from.rows);
@@ -84,8 +84,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let protocol_error = |what: &str| Err(MoeError::Protocol { pe: named, what: format!("rows {range:?} {what}") });
         let own = map.own_experts();
         let end = map.first_experts.last().copied().unwrap_or(0);
-        let before = range.start.checked_sub(1).map_or(0, |row| self.saved.inbound[pe].first_expert(row));
-        let from = &mut self.saved.inbound[pe];
+        let before = range.start.checked_sub(1).map_or(0, |row| self.block.inbound[pe].first_expert(row));
+        let from = &mut self.block.inbound[pe];
         let (Some(relayed), all) = (&mut from.relayed, from.slots) else { return Ok(Vec::new()) };
         let (mut own_slots, mut first, mut rest) = (Vec::new(), before, words);
         for count in counts {
@@ -115,7 +115,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     /// Call it when the first `arrived` rows of `pe` have arrived. Extends the streams by the rows whose position is final.
     pub(super) fn extend_streams(&mut self, pe: usize, arrived: usize) -> Result<(), MoeError> {
-        let from = &mut self.saved.inbound[pe];
+        let from = &mut self.block.inbound[pe];
         let (Some(map), Some(relayed)) = (&self.relay_map, &from.relayed) else { return Ok(()) };
         let until = match arrived == from.rows {
             true => u32::MAX,
@@ -136,10 +136,10 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     /// Whether this PE has gathered all rows for itself, and has forwarded all rows for which it is the relay.
     pub(super) fn has_forwarded(&self) -> bool {
         let p = &self.progress;
-        let gathered = |pe: usize| p.gathered[pe] == self.chunks(self.saved.inbound[pe].rows);
+        let gathered = |pe: usize| p.gathered[pe] == self.chunks(self.block.inbound[pe].rows);
         self.peers().all(gathered)
             && self.streams().iter().all(|&(pe, _, member, _)| {
-                p.forwarded[pe][member] == self.chunks(self.saved.inbound[pe].streams[member].announced)
+                p.forwarded[pe][member] == self.chunks(self.block.inbound[pe].streams[member].announced)
             })
     }
 
@@ -149,7 +149,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let Some(map) = &self.relay_map else { return Vec::new() };
         let others: Vec<usize> = (0..map.members.len()).filter(|member| *member != map.own_member()).collect();
         let served = map.served.iter().enumerate().filter_map(|(pe, served)| Some((pe, (*served)?)));
-        let opened = served.filter(|(pe, _)| self.saved.inbound[*pe].relayed.is_some());
+        let opened = served.filter(|(pe, _)| self.block.inbound[*pe].relayed.is_some());
         opened
             .flat_map(|(pe, served)| {
                 others
@@ -163,7 +163,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     /// Rows of the next chunk of a stream, if they have all arrived.
     fn next_to_forward(&self, pe: usize, member: usize) -> Option<Range<usize>> {
-        let (from, chunk) = (&self.saved.inbound[pe], self.progress.forwarded[pe][member]);
+        let (from, chunk) = (&self.block.inbound[pe], self.progress.forwarded[pe][member]);
         let stream = &from.streams[member];
         let range = self.chunk_range(stream.announced, chunk);
         let arrived = (self.progress.gathered[pe] * self.chunk_rows()) as u32;
@@ -200,7 +200,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 
     fn forward_chunk(&mut self, pe: usize, member: usize, chunk: usize, range: Range<usize>) {
-        let from = &self.saved.inbound[pe];
+        let from = &self.block.inbound[pe];
         let (Some(map), Some(relayed)) = (&self.relay_map, &from.relayed) else { return };
         let rows = &from.streams[member].rows[range];
         let experts = map.experts(member);
@@ -232,7 +232,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 if self.shmem.signal_fetch(self.memory.stream_result(served, sibling, chunk)) < self.pass {
                     break;
                 }
-                for row in &self.saved.inbound[pe].streams[member].returns[range] {
+                for row in &self.block.inbound[pe].streams[member].returns[range] {
                     self.progress.pending[pe][*row as usize] -= 1;
                 }
                 self.progress.partials[pe][member] += 1;
@@ -244,14 +244,14 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     /// The next chunk of partial results of a stream, if its rows have been forwarded.
     fn next_partial(&self, pe: usize, member: usize) -> Option<(usize, Range<usize>)> {
-        let (stream, chunk) = (&self.saved.inbound[pe].streams[member], self.progress.partials[pe][member]);
+        let (stream, chunk) = (&self.block.inbound[pe].streams[member], self.progress.partials[pe][member]);
         let range = self.chunk_range(stream.returns.len(), chunk);
         (chunk < self.progress.forwarded[pe][member] && !range.is_empty()).then_some((chunk, range))
     }
 
     /// For each of these rows of `pe`: the number of other PEs that compute a partial result.
     pub(super) fn partials_awaited(&self, pe: usize, rows: Range<usize>) -> Vec<u32> {
-        let (Some(map), Some(relayed)) = (&self.relay_map, &self.saved.inbound[pe].relayed) else {
+        let (Some(map), Some(relayed)) = (&self.relay_map, &self.block.inbound[pe].relayed) else {
             return vec![0; rows.len()];
         };
         let others = || (0..map.members.len()).filter(|member| *member != map.own_member());
@@ -262,7 +262,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     /// Adds the partial results of a row of `pe` to `sum`, in the order of this host's PEs. In backward, also appends the gradients of the
     /// row's routing weights to `d_weights`.
     pub(super) fn sum_partials(&self, pe: usize, row: usize, sum: &mut [f32], d_weights: &mut Vec<f32>) {
-        let (from, me) = (&self.saved.inbound[pe], self.me());
+        let (from, me) = (&self.block.inbound[pe], self.me());
         let Some((map, served)) = self.relay_map.as_ref().and_then(|map| Some((map, map.served[pe]?))) else {
             return;
         };
@@ -325,7 +325,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     pub(super) fn record_stream_credits(&mut self) {
         let (window, siblings) = (self.memory.layout.window_chunks, self.memory.layout.siblings);
         for (pe, served, member, sibling) in self.streams() {
-            let chunks = self.chunks(self.saved.inbound[pe].streams[member].announced);
+            let chunks = self.chunks(self.block.inbound[pe].streams[member].announced);
             self.stream_credits[served * siblings + sibling] += chunks.saturating_sub(window) as u64;
         }
     }
