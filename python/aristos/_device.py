@@ -1,4 +1,4 @@
-"""The routed experts on a device. The operators keep the state of a pass in a tensor. A call only launches kernels, on the current stream.
+"""The routed experts on a CUDA device. The operators keep the state of a pass in a tensor. A call only launches kernels, on the current stream.
 
 If the environment variable ARISTOS_DEVICE is ``emulated`` or ``emulated-hopper``, a tensor on the CPU is treated as a tensor of an emulated
 device. The wheel must be built with the feature `emulate`. This makes it possible to run the code of this file and the device's kernels
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from . import _aristos, _group
+from . import _aristos, _cuda, _group
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -24,8 +24,9 @@ def kind(tensor):
     named = os.environ.get("ARISTOS_DEVICE", "")
     if named in ("", "cpu"):
         return None
-    if named not in _aristos.DEVICES:
-        known = " or ".join(["cpu", *_aristos.DEVICES])
+    emulated = [device for device in _aristos.DEVICES if device != _cuda.KIND]
+    if named not in emulated:
+        known = " or ".join(["cpu", *emulated])
         raise ValueError(f"ARISTOS_DEVICE is {named!r}, expected {known}: emulated devices need a wheel built with --features emulate")
     return named
 
@@ -34,21 +35,23 @@ def _layer(group, tokens, x, top_k, up, down, up_bias, form):
     """The native layer of this process for these tensors, of which it computes `tokens` rows. The first call is collective."""
     owner = _group.numbered(group)
     activation, gated, limit, limit_after, plus_one = form
-    return owner.layer(
-        tokens,
-        kind(x),
-        hidden=int(x.shape[1]),  # symbolic in a compiler's trace, like the following ones
-        intermediate=int(down.shape[2]),
-        experts=int(down.shape[0]) * owner.size,
-        top_k=int(top_k),
-        activation=activation,
-        gated=gated,
-        bias=up_bias is not None,
-        limit=limit,
-        limit_after=limit_after,
-        plus_one=plus_one,
-        dtype=DTYPES[x.dtype],
-    )
+    with _cuda.use(x):
+        return owner.layer(
+            tokens,
+            kind(x),
+            x.device.index,
+            hidden=int(x.shape[1]),  # symbolic in a compiler's trace, like the following ones
+            intermediate=int(down.shape[2]),
+            experts=int(down.shape[0]) * owner.size,
+            top_k=int(top_k),
+            activation=activation,
+            gated=gated,
+            bias=up_bias is not None,
+            limit=limit,
+            limit_after=limit_after,
+            plus_one=plus_one,
+            dtype=DTYPES[x.dtype],
+        )
 
 
 def _plain(tensor, dtype=None):
@@ -65,8 +68,8 @@ def _addresses(*tensors):
 
 
 def _stream(tensor):
-    """The address of the stream on which both the framework and the kernels work, or None on the CPU."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.device.type == "cuda" else None
+    """The address of the stream on which both torch and the kernels work, or None on an emulated device."""
+    return _cuda.stream(tensor) if kind(tensor) == _cuda.KIND else None
 
 
 @torch.library.custom_op("aristos::device_experts", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -99,7 +102,8 @@ def _forward(
     output = torch.empty_like(x)
     state = torch.empty(native.state_bytes(), dtype=torch.uint8, device=x.device)
     tensors, experts = _addresses(x, ids, weights, output), _addresses(up, down, up_bias, down_bias)
-    native.forward(x.shape[0], tensors, experts, state.data_ptr(), wide_ids=wide, stream=_stream(x))
+    with _cuda.use(x):
+        native.forward(x.shape[0], tensors, experts, state.data_ptr(), wide_ids=wide, stream=_stream(x))
     return part.all(output), state
 
 
@@ -141,15 +145,16 @@ def _run_backward(grad_output, state, x, weights, up, down, up_bias, down_bias, 
     new = torch.zeros if into else torch.empty
     grads = list(into) or [torch.empty(one.shape, dtype=torch.float32, device=x.device) for one in (up, down)]
     grads += [new(0 if bias is None else bias.shape, dtype=torch.float32, device=x.device) for bias in (up32, down32)]
-    native.backward(
-        x.shape[0],
-        _addresses(x, grad_output, grad_x, grad_weights),
-        _addresses(up, down, up32, down32),
-        _addresses(*grads),
-        state.data_ptr(),
-        accumulate=bool(into),
-        stream=_stream(x),
-    )
+    with _cuda.use(x):
+        native.backward(
+            x.shape[0],
+            _addresses(x, grad_output, grad_x, grad_weights),
+            _addresses(up, down, up32, down32),
+            _addresses(*grads),
+            state.data_ptr(),
+            accumulate=bool(into),
+            stream=_stream(x),
+        )
     for index, bias in ((2, up_bias), (3, down_bias)):
         if bias is not None:
             grads[index] = grads[index].to(bias.dtype)

@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import _device, _group
+from . import _aristos, _device, _group
 from ._parameters import local
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -72,9 +72,23 @@ def experts(
     return output
 
 
-def _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, device="cpu"):
+_NO_CUDA = "this wheel has no CUDA devices: build one by MATURIN_PEP517_ARGS='--features cuda' pip install ./python (docs/training.md)"
+
+
+def _check_devices(device, tensors):
+    """Checks that tensors, which are given by name, are on the device of x, and that the wheel can use this device."""
+    if device.type not in ("cpu", *_aristos.DEVICES):
+        raise ValueError(f"x is on {device}, expected cpu: {_NO_CUDA if device.type == 'cuda' else 'not a device of aristos'}")
+    for name, tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {device}, as x is")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} has layout {tensor.layout}, expected torch.strided")
+
+
+def _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, meta=False):
     """Checks the arguments of a forward pass. Both `aristos.experts` and the operator call this function, because torch does not call the
-    operator's code for a tensor on another device."""
+    operator's code for a tensor on another device. `meta`: whether tensors on torch's device "meta" are allowed."""
     if not limit >= 0:
         raise ValueError(f"limit is {limit}, expected 0 or more")
     if x.dim() != 2:
@@ -99,6 +113,8 @@ def _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, device="
     for name, tensor, shape in expected:
         if list(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {shape}")
+    if not (meta and x.device.type == "meta"):
+        _check_devices(x.device, [("x", x)] + [(name, tensor) for name, tensor, _ in expected])
     kind = _device.kind(x)
     if kind is None and x.dtype not in _DTYPES:
         raise ValueError(f"x has type {x.dtype}, expected float32 or bfloat16")
@@ -111,11 +127,6 @@ def _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, device="
     for name, tensor in (("up", up), ("down", down)):
         if tensor.dtype != x.dtype:
             raise ValueError(f"{name} has type {tensor.dtype}, expected {x.dtype}, as x has")
-    for name, tensor in [("x", x)] + [(name, tensor) for name, tensor, _ in expected]:
-        if tensor.device.type != device:
-            raise ValueError(f"{name} is on {tensor.device}, expected {device}: this wheel has no CUDA devices")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{name} has layout {tensor.layout}, expected torch.strided")
 
 
 def _check_backward(tensors):
@@ -219,7 +230,7 @@ def _forward(
 @_forward.register_fake
 def _(x, ids, weights, up, down, up_bias, down_bias, group, batch_group, activation, gated, limit, limit_after, plus_one):
     # This function is also called for tensors on torch's device "meta".
-    _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, "meta" if x.device.type == "meta" else "cpu")
+    _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, meta=True)
     return x.new_empty(x.shape), x.new_empty(1, dtype=torch.int64)
 
 

@@ -2,14 +2,16 @@
 
 import datetime
 import functools
+import logging
 import os
+import platform
 import secrets
 import time
 
 import torch
 import torch.distributed as dist
 
-from . import _aristos, _launchers
+from . import _aristos, _cuda, _launchers
 
 _groups = []
 _default = None
@@ -17,23 +19,22 @@ _default = None
 _MAX_WAIT_S = 31_536_000
 # The tag of the messages of `_barrier`. Messages of the program are unlikely to have the same tag.
 _BARRIER_TAG = 0x4152
-# Number of multiprocessors that are left to NCCL's kernels. Those wait for peers too, so they must be able to run beside the experts'
-# kernels.
-_SPARE_FOR_NCCL = 8
 _settings = dict(wait_limit_s=60.0, max_tokens=None)
 
 
-def init(*, wait_limit_s=60.0, max_tokens=None):
+def init(*, wait_limit_s=None, max_tokens=None):
     """Creates the default group of all processes, as given by torch.distributed, torchrun, Slurm or MPI. Without these the group has only
     this process. Collective.
 
-    Initialises torch.distributed (gloo) if the environment variables of a launcher describe several processes. In the shell of a Slurm
+    Initialises torch.distributed (gloo, and NCCL where the wheel has CUDA) if the environment variables of a launcher describe several
+    processes. In the shell of a Slurm
     batch script or of salloc the group has only this process, because only srun starts the tasks of a job. A warning is logged there if the
     job has several tasks. A second call resets all groups, which is needed after an error that made a layer unusable. Patched models then
     use the reset groups.
 
     Args:
-        wait_limit_s: seconds after which a process stops waiting for another one and names it.
+        wait_limit_s: seconds after which a process stops waiting for another one and names it. The default is 60, or 600 if the process
+            has CUDA devices, as in NCCL.
         max_tokens: number of tokens for which a layer's windows have room. A batch in which a process has more is sent in parts, which
             is slower. By default, it is the largest number that any process has in a layer's first pass, and the windows grow before the
             next pass after a larger batch. If given, they keep this size. On a device it is the maximum, and does not grow.
@@ -42,6 +43,8 @@ def init(*, wait_limit_s=60.0, max_tokens=None):
         The `Group`.
     """
     global _default, _settings
+    if wait_limit_s is None:
+        wait_limit_s = 600.0 if _cuda.is_used() else 60.0
     if not (isinstance(wait_limit_s, (int, float)) and 0 < wait_limit_s <= _MAX_WAIT_S):
         raise ValueError(f"wait_limit_s is {wait_limit_s!r}, expected seconds above 0, at most {_MAX_WAIT_S}")
     if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens > 0):
@@ -56,7 +59,7 @@ def init(*, wait_limit_s=60.0, max_tokens=None):
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             os.environ.setdefault("MASTER_PORT", str(29500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1000))
             if size > 1 or name == "RANK":
-                dist.init_process_group("gloo", rank=rank, world_size=size)
+                dist.init_process_group(_cuda.backends(), rank=rank, world_size=size)
     _settings = dict(wait_limit_s=wait_limit_s, max_tokens=max_tokens)
     for group in _groups:
         group._restart()
@@ -181,7 +184,7 @@ class Group:
         if self._mesh is None:
             from torch.distributed.device_mesh import DeviceMesh
 
-            device = "cuda" if "nccl" in dist.get_backend(self._group) else "cpu"
+            device = "cuda" if "nccl" in dist.get_backend_config(self._group) else "cpu"
             self._mesh = DeviceMesh.from_group(self._group or dist.group.WORLD, device, mesh_dim_names=("ep",))
         return self._mesh
 
@@ -198,13 +201,14 @@ class Group:
         """The indices of this process's experts. They are contiguous, and every process has the same number of experts."""
         return _aristos.local_experts(experts, self.rank, self.size)
 
-    def layer(self, tokens, device=None, **shape):
-        """Returns the native layer of this shape on this kind of device, which all identical layers share. The first call is collective."""
+    def layer(self, tokens, device=None, number=None, **shape):
+        """Returns the native layer of this shape on this kind of device, which all identical layers share. The first call is collective.
+        `number` is the index of a CUDA device."""
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked after its group was made: start it by spawn instead, or, alone, call aristos.init() in it")
-        key = (device, *shape.values())
+        key = (device, number, *shape.values())
         if key not in self._layers:
-            self._layers[key] = self._make(tokens, device, shape)
+            self._layers[key] = self._make(tokens, device, number, shape)
         native, max_tokens = self._layers[key]
         if device is not None and tokens > max_tokens:
             longest = f"aristos.init(max_tokens={tokens}) before the first pass makes room for more"
@@ -229,21 +233,25 @@ class Group:
             if not isinstance(native, _aristos.Layer):
                 native.check()
 
-    def _make(self, tokens, device, shape):
+    def _make(self, tokens, device, number, shape):
         # The number is converted because it is symbolic while a compiler traces.
         tokens = int(max(1, tokens if self.max_tokens is None else self.max_tokens))
-        for rank, (theirs, their_shape) in enumerate(self.gather((tokens, dict(shape, device=device)))):
-            for field, value in dict(shape, device=device).items():
-                if their_shape.get(field) != value:
-                    theirs = their_shape.get(field)
+        facts = dict(shape, device=device, **({} if device is None else dict(host=platform.node())))
+        for rank, (theirs, their_facts) in enumerate(self.gather((tokens, facts))):
+            for field, value in facts.items():
+                if their_facts.get(field) != value:
+                    theirs = their_facts.get(field)
                     raise ValueError(f"{field} is {value} here (rank {self.rank}), but {theirs} on rank {rank}: expected the same on all")
             tokens = max(tokens, theirs)
         key = self._next_key()
         self._made += 1
-        kind = _aristos.Layer
-        if device is not None:
-            kind, shape = _aristos.DeviceLayer, dict(shape, device=device, spare_multiprocessors=_SPARE_FOR_NCCL if device == "cuda" else 0)
-        native = kind(key, self.rank, self.size, max_tokens=tokens, wait_limit_s=self.wait_limit_s, **shape)
+        shape = dict(shape, max_tokens=tokens, wait_limit_s=self.wait_limit_s)
+        if device is None:
+            return _aristos.Layer(key, self.rank, self.size, **shape), tokens
+        on_device = _cuda.options(self._group, self.size, number) if device == _cuda.KIND else dict(spare_multiprocessors=0)
+        native = _aristos.DeviceLayer(key, self.rank, self.size, device=device, **shape, **on_device)
+        said = "%d bytes of symmetric memory: windows for %d tokens per process (aristos.init(max_tokens=...)), shared by all layers of this shape"
+        logging.getLogger("aristos").info(said, native.symmetric_bytes(), tokens)
         return native, tokens
 
     def gather(self, value, *, purpose="make a layer", limit_s=None):
@@ -251,7 +259,7 @@ class Group:
         and the error names a missing process."""
         if self.size == 1:
             return [value]
-        if dist.get_backend(self._group) == "gloo":
+        if "cpu:gloo" in dist.get_backend_config(self._group):
             self._barrier(purpose, self.wait_limit_s if limit_s is None else limit_s)
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)

@@ -154,10 +154,11 @@ class MoE(nn.Module):
         return torch.ops.aten._unsafe_view(output, hidden_states.shape)
 
     def _losses(self, logits, scores, ids):
-        self.expert_tokens = torch.bincount(ids.reshape(-1), minlength=self.experts)
+        # Not by bincount, which waits for the device.
+        self.expert_tokens = ids.new_zeros(self.experts).scatter_add_(0, ids.reshape(-1), torch.ones_like(ids).reshape(-1))
         self.aux_loss = self.z_loss = logits.new_zeros(())
         if self.aux_loss_coef:
-            load = self.group.sum(torch.cat([self.expert_tokens, self.expert_tokens.new_tensor([len(ids)])]).double())
+            load = self.group.sum(torch.cat([self.expert_tokens, self.expert_tokens.new_full((1,), len(ids))]).double())
             share = (load[:-1] / load[-1].clamp(min=1)).float()
             probabilities = scores / scores.sum(-1, keepdim=True)
             mean = probabilities.sum(0) / max(1, len(ids))

@@ -3,12 +3,15 @@
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
-use aristos::gpu::Gpu;
+#[cfg(feature = "cuda")]
+use aristos::gpu::cuda::CudaGpu;
+#[cfg(feature = "emulate")]
 use aristos::gpu::emulated::{self, EmulatedDevice};
-use aristos::moe::LayerSpec;
-use aristos::moe::device::{
-    DeviceExperts, DeviceOptions, ExpertAddresses, ExpertsBackward, ExpertsForward, symmetric_bytes,
-};
+use aristos::gpu::{Gpu, GpuError};
+#[cfg(feature = "emulate")]
+use aristos::moe::device::symmetric_bytes;
+use aristos::moe::device::{DeviceExperts, DeviceOptions, ExpertAddresses, ExpertsBackward, ExpertsForward};
+use aristos::moe::{LayerSpec, MoeError};
 use aristos::shmem::{ShmTransport, Shmem};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -16,9 +19,29 @@ use pyo3::prelude::*;
 use crate::spec::{Form, SizesOf, check_rank, error, moe_error, spec_of};
 
 /// The devices that this wheel can use.
-pub(crate) const DEVICES: &[&str] = &["emulated", "emulated-hopper"];
+pub(crate) const DEVICES: &[&str] = &[
+    #[cfg(feature = "emulate")]
+    "emulated",
+    #[cfg(feature = "emulate")]
+    "emulated-hopper",
+    #[cfg(feature = "cuda")]
+    CUDA,
+];
+#[cfg(feature = "cuda")]
+const CUDA: &str = "cuda";
 /// Number of bytes that alignment and a barrier take in addition to the layer's.
 const HEAP_MARGIN: usize = 64 << 10;
+
+/// This process among the processes of a layer, and its device.
+struct Place<'a> {
+    key: &'a str,
+    rank: usize,
+    size: usize,
+    device: &'a str,
+    /// The CUDA device's index among the visible ones, and the address of the processes' NCCL communicator if there are several.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    cuda: (usize, Option<usize>),
+}
 
 /// A layer. If it is no longer usable, `failed` holds the reason.
 struct State {
@@ -35,27 +58,71 @@ unsafe impl Send for State {}
 pub(crate) struct DeviceLayer {
     state: Mutex<State>,
     state_bytes: u64,
+    symmetric_bytes: u64,
+    blocks: u32,
 }
 
 fn addresses([up, down, up_bias, down_bias]: [u64; 4]) -> ExpertAddresses {
     ExpertAddresses { up, down, up_bias, down_bias }
 }
 
-/// Opens this process's device, with symmetric memory for a layer. The device is kept until the process ends, because any thread may drop
-/// the layer.
-fn open(
-    device: &str,
-    (key, rank, size): (&str, usize, usize),
-    spec: &LayerSpec,
-    options: &DeviceOptions,
-) -> PyResult<&'static dyn Gpu> {
-    let mut emulated = EmulatedDevice::default();
-    emulated.hopper = device == "emulated-hopper";
-    let bytes = symmetric_bytes(spec, options, &emulated.limits(), true).map_err(moe_error)?;
-    let heap_bytes = Shmem::<ShmTransport>::heap_bytes_for(size, bytes as usize + HEAP_MARGIN);
-    let deadline = Instant::now() + spec.options.wait_limit;
-    let shmem = Shmem::new(aristos::shmem::meet(key, rank, size, heap_bytes, deadline).map_err(error)?);
-    Ok(Box::leak(Box::new(emulated::attach(shmem, &emulated).map_err(error)?)))
+impl Place<'_> {
+    /// Meets the other processes over shared memory (collective), of which `bytes` can be allocated.
+    fn meet(&self, bytes: usize, spec: &LayerSpec) -> PyResult<Shmem<ShmTransport>> {
+        let heap_bytes = Shmem::<ShmTransport>::heap_bytes_for(self.size, bytes + HEAP_MARGIN);
+        let deadline = Instant::now() + spec.options.wait_limit;
+        let met = aristos::shmem::meet(self.key, self.rank, self.size, heap_bytes, deadline);
+        Ok(Shmem::new(met.map_err(error)?))
+    }
+
+    /// Opens the device, and keeps it open until the process ends, because any thread may drop the layer.
+    fn open(&self, spec: &LayerSpec, options: &DeviceOptions) -> PyResult<&'static dyn Gpu> {
+        #[cfg(feature = "cuda")]
+        if self.device == CUDA {
+            return self.open_cuda(spec);
+        }
+        #[cfg(feature = "emulate")]
+        return self.open_emulated(spec, options);
+        #[cfg(not(feature = "emulate"))]
+        {
+            let _ = options;
+            Err(error("this wheel has no emulated devices"))
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn open_cuda(&self, spec: &LayerSpec) -> PyResult<&'static dyn Gpu> {
+        let (shmem, limit) = (self.meet(0, spec)?, spec.options.wait_limit);
+        let gpu = match self.cuda {
+            (number, None) if self.size == 1 => CudaGpu::attach_device(number, shmem, limit),
+            // SAFETY: the wrapper has taken the address from torch's process group, and torch keeps its communicator until the group is
+            // destroyed. The processes create layers in the same order, and no other thread uses the group meanwhile.
+            (_, Some(communicator)) => unsafe { CudaGpu::attach_communicator(communicator, shmem, limit) },
+            (_, None) => return Err(PyValueError::new_err("several processes need a communicator")),
+        };
+        Ok(Box::leak(Box::new(gpu.map_err(error)?)))
+    }
+
+    #[cfg(feature = "emulate")]
+    fn open_emulated(&self, spec: &LayerSpec, options: &DeviceOptions) -> PyResult<&'static dyn Gpu> {
+        let mut emulated = EmulatedDevice::default();
+        emulated.hopper = self.device == "emulated-hopper";
+        let bytes = symmetric_bytes(spec, options, &emulated.limits(), true).map_err(moe_error)?;
+        let shmem = self.meet(bytes as usize, spec)?;
+        Ok(Box::leak(Box::new(emulated::attach(shmem, &emulated).map_err(error)?)))
+    }
+}
+
+/// Converts an error of the layer's start. For a full device, the message has the use of the memory and ways to reduce it.
+fn with_memory_hint(e: MoeError, max_tokens: usize) -> PyErr {
+    match e {
+        MoeError::Device(GpuError::OutOfMemory { asked, free, total, .. }) => error(format!(
+            "the windows for {max_tokens} tokens per process take {asked} bytes of symmetric memory, and the device has {free} of {total} bytes \
+             free: set a smaller aristos.init(max_tokens=...), or make the first pass before torch's allocator has taken the memory \
+             (torch.cuda.empty_cache(), torch.cuda.set_per_process_memory_fraction)"
+        )),
+        e => moe_error(e),
+    }
 }
 
 impl DeviceLayer {
@@ -82,10 +149,11 @@ impl DeviceLayer {
 #[pymethods]
 impl DeviceLayer {
     /// Creates the layer together with the other processes that pass the same `key` (collective). The arguments that describe the experts
-    /// are the same as for `Layer`.
+    /// are the same as for `Layer`. A CUDA device is given by its index among the visible ones, and several processes with CUDA devices by
+    /// the address of their NCCL communicator.
     #[new]
     #[pyo3(signature = (key, rank, size, *, device, hidden, intermediate, experts, top_k, activation, gated, bias, limit,
-        limit_after, plus_one, dtype, max_tokens, wait_limit_s, spare_multiprocessors))]
+        limit_after, plus_one, dtype, max_tokens, wait_limit_s, spare_multiprocessors, number = 0, communicator = None))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -107,6 +175,8 @@ impl DeviceLayer {
         max_tokens: usize,
         wait_limit_s: f64,
         spare_multiprocessors: u32,
+        number: usize,
+        communicator: Option<usize>,
     ) -> PyResult<DeviceLayer> {
         if !DEVICES.contains(&device) {
             let known = DEVICES.join(" or ");
@@ -120,18 +190,30 @@ impl DeviceLayer {
         options.spare_multiprocessors = spare_multiprocessors;
         let state = py.detach(|| {
             spec.validate(size).map_err(moe_error)?;
-            let gpu = open(device, (key, rank, size), &spec, &options)?;
-            let layer = DeviceExperts::new(gpu, spec, &options).map_err(moe_error)?;
+            let place = Place { key, rank, size, device, cuda: (number, communicator) };
+            let gpu = place.open(&spec, &options)?;
+            let layer = DeviceExperts::new(gpu, spec, &options).map_err(|e| with_memory_hint(e, max_tokens))?;
             Ok::<_, PyErr>(State { layer, failed: None })
         })?;
         // Stored, because awaiting the mutex with the GIL held would block all threads during a pass.
-        let state_bytes = state.layer.state_bytes();
-        Ok(DeviceLayer { state: Mutex::new(state), state_bytes })
+        let (state_bytes, symmetric_bytes) = (state.layer.state_bytes(), state.layer.symmetric_bytes());
+        let blocks = state.layer.blocks();
+        Ok(DeviceLayer { state: Mutex::new(state), state_bytes, symmetric_bytes, blocks })
     }
 
     /// Bytes of a pass's state.
     fn state_bytes(&self) -> u64 {
         self.state_bytes
+    }
+
+    /// Bytes of this process's symmetric memory.
+    fn symmetric_bytes(&self) -> u64 {
+        self.symmetric_bytes
+    }
+
+    /// Number of blocks of a pass's persistent kernel, each of which fills a multiprocessor.
+    fn blocks(&self) -> u32 {
+        self.blocks
     }
 
     /// Launches `output = sum of weight * expert(x)` (collective). `tensors` holds the addresses of x, ids, weights and output, and

@@ -21,7 +21,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-#[cfg(feature = "emulate")]
+#[cfg(any(feature = "cuda", feature = "emulate"))]
 mod device;
 mod signals;
 mod spec;
@@ -555,11 +555,11 @@ fn _aristos(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(instruction_set, module)?)?;
     module.add_class::<Layer>()?;
     module.add_class::<Saved>()?;
-    #[cfg(feature = "emulate")]
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
     module.add_class::<device::DeviceLayer>()?;
-    #[cfg(feature = "emulate")]
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
     let devices = device::DEVICES;
-    #[cfg(not(feature = "emulate"))]
+    #[cfg(not(any(feature = "cuda", feature = "emulate")))]
     let devices: &[&str] = &[];
     module.add("DEVICES", devices)
 }

@@ -1,8 +1,8 @@
 """Runs test cases of this folder and prints a line for each case: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
-A case is ``docs``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, likewise ``lengths``, ``moe``,
-``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or a case of test_transformers.py. Processes are forked with
-torchrun's variables after importing torch and transformers, because the imports take longer than most cases.
+A case is ``docs``, ``docs-device``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, likewise ``lengths``,
+``moe``, ``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or a case of test_transformers.py. Processes are forked
+with torchrun's variables after importing torch and transformers, because the imports take longer than most cases.
 """
 
 import os
@@ -44,6 +44,8 @@ def cases_of(text, size):
     module, _, name = text.partition(":")
     if text == "docs":
         return [("docs::the_ten_lines", test_docs.the_ten_lines)]
+    if text == "docs-device":
+        return [("docs::the_lines_for_one_gpu", test_docs.the_lines_for_one_gpu)]
     if text == "torchtitan":
         return [("torchtitan::overridden_experts_equal_torchtitans", torchtitan)]
     if text == "megatron":

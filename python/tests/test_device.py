@@ -7,11 +7,12 @@ import threading
 import torch
 import torch.distributed as dist
 from harness import refused, relative_error
-from test_experts import Problem, matches
+from test_experts import EXPERTS, HIDDEN, INNER, TOP_K, Problem, matches, tokens_of
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import aristos
-from aristos import _aristos, _group
+from aristos import _aristos, _group, _moe
 
 BF16, F16 = torch.bfloat16, torch.float16
 # The largest relative errors of values and of gradients, compared with float64.
@@ -298,6 +299,105 @@ def batch_of_a_group():
     assert error <= LIMIT[BF16], error
 
 
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class Eager:
+    """Takes the place of `aristos.experts` in a layer: plain torch in float64, on all experts, whose weights are gathered."""
+
+    def __init__(self):
+        self.whole = []
+
+    def __call__(self, x, ids, weights, up, down, **_):
+        size = dist.get_world_size()
+        self.whole = []
+        for part in (up, down):
+            parts = [torch.empty_like(part) for _ in range(size)]
+            dist.all_gather(parts, part.detach().contiguous())
+            self.whole.append(torch.cat(parts).double().requires_grad_())
+        (up, down), x, output = self.whole, x.double(), 0
+        for k in range(ids.shape[1]):
+            gate, wide = torch.einsum("th,toh->to", x, up[ids[:, k]]).chunk(2, -1)
+            output = output + weights[:, k, None] * torch.einsum("ti,thi->th", F.silu(gate) * wide, down[ids[:, k]])
+        return output.to(BF16)
+
+    def gradients(self):
+        """This process's part of the gradients of the experts, summed over all processes' tokens."""
+        for whole in self.whole:
+            dist.all_reduce(whole.grad)
+        return [whole.grad.chunk(dist.get_world_size())[dist.get_rank()] for whole in self.whole]
+
+
+def moe_step(run=None):
+    """Returns the output of a layer with router and shared expert, and the gradients of x, of the experts, and of its other parameters."""
+    torch.manual_seed(7)
+    layer = aristos.MoE(HIDDEN, INNER, EXPERTS, TOP_K, shared_intermediate=INNER, shared_gate=True, aux_loss_coef=0.1, dtype=BF16)
+    torch.manual_seed(8 + dist.get_rank())
+    x = torch.randn(tokens_of(dist.get_rank()), HIDDEN).to(BF16).requires_grad_()
+    original = _moe.run_experts
+    _moe.run_experts = run or original
+    try:
+        output = layer(x)
+    finally:
+        _moe.run_experts = original
+    (output.float().square().sum() + layer.aux_loss).backward()
+    experts = [layer.gate_up_proj, layer.down_proj]
+    parts = run.gradients() if run else [local(parameter.grad) for parameter in experts]
+    return [output, x.grad, *parts] + [p.grad for p in layer.parameters() if all(p is not expert for expert in experts)]
+
+
+def moe_equals_eager():
+    eager = Eager()
+    errors = [relative_error(got, want) for got, want in zip(moe_step(), moe_step(eager), strict=True)]
+    assert max(errors) <= LIMIT[BF16], errors
+    return f"{max(errors):.1e}"
+
+
+def fsdp_shards_the_other_parameters():
+    """FSDP2 over gloo: the parameters around the experts are sharded, the experts' are not. The gradients are those without FSDP."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    size = dist.get_world_size()
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(7)
+            self.before = torch.nn.Linear(HIDDEN, HIDDEN, dtype=BF16)
+            self.moe = aristos.MoE(HIDDEN, INNER, EXPERTS, TOP_K, dtype=BF16)
+            self.after = torch.nn.Linear(HIDDEN, HIDDEN, dtype=BF16)
+
+        def forward(self, x):
+            return self.after(self.moe(self.before(x)))
+
+    results = []
+    for sharded in (False, True):
+        model = Model()
+        experts = {model.moe.gate_up_proj, model.moe.down_proj}
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), ignored_params=experts)
+        torch.manual_seed(8 + dist.get_rank())
+        for _ in range(2):
+            model(torch.randn(tokens_of(dist.get_rank()), HIDDEN).to(BF16)).float().square().sum().backward()
+        gradients = []
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            if any(parameter is expert for expert in experts):
+                gradient = local(gradient)
+            elif sharded:
+                gradient = gradient.full_tensor()
+            else:
+                # FSDP averages over the processes.
+                dist.all_reduce(gradient.div_(size))
+            gradients.append(gradient)
+        results.append(gradients)
+    errors = [relative_error(got, want) for want, got in zip(*results, strict=True)]
+    assert max(errors) <= LIMIT[BF16], errors
+    return f"{max(errors):.1e}"
+
+
 def invalid_arguments_are_named_and_the_next_pass_works():
     p = Problem(BF16)
     call = lambda **changed: aristos.experts(**(dict(x=p.x, ids=p.ids, weights=p.w, up=p.up, down=p.down) | changed))
@@ -356,6 +456,8 @@ CASES = [
     ("compile_of_any_number_of_tokens", compile_has_no_graph_break(True)),
     ("biases_and_forms", biases_and_forms),
     ("batch_of_a_group", batch_of_a_group),
+    ("moe_equals_eager", moe_equals_eager),
+    ("fsdp_shards_the_other_parameters", fsdp_shards_the_other_parameters),
     ("invalid_arguments_are_named_and_the_next_pass_works", invalid_arguments_are_named_and_the_next_pass_works),
     ("stopped_rank_is_named", stopped_rank_is_named),
 ]

@@ -1,5 +1,7 @@
-"""Runs the unmodified Python example of docs/training.md under torchrun from the repository's root."""
+"""Runs the Python examples of docs/training.md under torchrun from the repository's root: the first one unmodified, and that for one GPU on an
+emulated device."""
 
+import os
 import pathlib
 import re
 
@@ -9,11 +11,15 @@ import torch.distributed as dist
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "training.md"
 
 
+def blocks():
+    found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(found) == 3, f"{len(found)} blocks of Python"
+    return [compile(block, str(PAGE), "exec") for block in found], found
+
+
 def the_ten_lines():
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 1, f"{len(blocks)} blocks of Python"
     names = {}
-    exec(compile(blocks[0], str(PAGE), "exec"), names)
+    exec(blocks()[0][0], names)
     loss = names["loss"].item()
     # Training must reduce the loss to much less than ln 128, which is the loss if all outcomes get the same probability.
     assert 0 < loss < 4, loss
@@ -21,3 +27,17 @@ def the_ten_lines():
     assert router is not None and router.norm() > 0
     assert dist.is_initialized() and torch.isfinite(names["loss"])
     return f"loss {loss:.2f} per byte"
+
+
+def the_lines_for_one_gpu():
+    lines = blocks()[1][1].replace('"MODEL"', '"examples/tiny-moe"').replace('"cuda"', '"cpu"')
+    text = torch.tensor([list(b"The laws of most jurisdictions throughout the world")])
+    names = dict(batches=[text, text])
+    os.environ["ARISTOS_DEVICE"] = "emulated"
+    try:
+        exec(compile(lines, str(PAGE), "exec"), names)
+    finally:
+        os.environ["ARISTOS_DEVICE"] = "cpu"
+    layer = names["model"].model.layers[0].mlp.experts
+    moments = names["optimizer"].state[layer.gate_up_proj]["exp_avg"]
+    assert moments.isfinite().all() and moments.any(), "the experts have no gradient"

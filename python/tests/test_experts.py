@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import refused, relative_error
 from test_moe import moe_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -336,6 +337,15 @@ def invalid_settings_are_named():
             refused(ValueError, [str(index), "weight_map"], lambda: aristos.load(layer, folder))
 
 
+def cuda_tensors_need_another_wheel():
+    """With fake tensors of a CUDA device, because there is none."""
+    with FakeTensorMode():
+        new = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="cuda")
+        arguments = new(5, HIDDEN), new(5, TOP_K, dtype=torch.int64), new(5, TOP_K), new(EXPERTS, 2 * INNER, HIDDEN), new(EXPERTS, HIDDEN, INNER)
+        words = ["x is on cuda:0, expected cpu: this wheel has no CUDA devices", "--features cuda", "docs/training.md"]
+        refused(ValueError, words, lambda: aristos.experts(*arguments))
+
+
 def nan_weights_pass_through():
     p = Problem()
     with torch.no_grad():
@@ -426,6 +436,7 @@ CASES = [
     ("invalid_arguments_are_named_and_the_next_pass_works", invalid_arguments_are_named_and_the_next_pass_works),
     ("operators_check_their_arguments", operators_check_their_arguments),
     ("invalid_settings_are_named", invalid_settings_are_named),
+    ("cuda_tensors_need_another_wheel", cuda_tensors_need_another_wheel),
     ("nan_weights_pass_through", nan_weights_pass_through),
     ("different_shapes_are_named", different_shapes_are_named),
     ("stopped_rank_is_named", stopped_rank_is_named),

@@ -1,11 +1,12 @@
 """Output and every parameter's gradient with experts over N processes equal the unpatched model's in one process.
 
 A case is a mode (``fsdp``, ``tp``, ``both``: tp of 2 within fsdp, or ``alone``: one process, without expert parallelism), a colon, and a model
-type; ``:bf16`` for bfloat16; ``:FAULT`` for an injected fault that the comparison must detect.
+type; ``:bf16`` for bfloat16; ``:emulated`` for an emulated device; ``:FAULT`` for an injected fault that the comparison must detect.
 """
 
 import contextlib
 import functools
+import os
 import pathlib
 import sys
 import tempfile
@@ -68,15 +69,16 @@ def with_first_weights(original):
 @contextlib.contextmanager
 def injected(fault):
     """Injects a fault into the plug-in, or leaves it unchanged if there is none."""
-    original = torch.ops.aristos.experts_backward, _transformers.run_experts
+    ops, run = torch.ops.aristos, _transformers.run_experts
+    backwards = ops.experts_backward, ops.device_experts_backward
     if fault == "no-gradient-of-weights":
-        torch.ops.aristos.experts_backward = without_routing_gradient(original[0])
+        ops.experts_backward, ops.device_experts_backward = map(without_routing_gradient, backwards)
     if fault == "stale-weights":
-        _transformers.run_experts = with_first_weights(original[1])
+        _transformers.run_experts = with_first_weights(run)
     try:
         yield
     finally:
-        torch.ops.aristos.experts_backward, _transformers.run_experts = original
+        (ops.experts_backward, ops.device_experts_backward), _transformers.run_experts = backwards, run
 
 
 def steps(model, batches, count):
@@ -176,9 +178,13 @@ def compare(mode, name, dtype):
     return errors[worst], "; rounded alike: ".join([worst] + alike)
 
 
-def case(mode, name, dtype, fault):
+def case(mode, name, dtype, device, fault):
     with injected(fault):
-        error, worst = compare(mode, name, dtype)
+        os.environ["ARISTOS_DEVICE"] = device
+        try:
+            error, worst = compare(mode, name, dtype)
+        finally:
+            os.environ["ARISTOS_DEVICE"] = "cpu"
     seen = error > LIMITS[dtype]
     said = f"{error:.1e}, {worst}"
     assert seen == bool(fault), f"{said}, expected {'more' if fault else 'at most'} {LIMITS[dtype]}"
@@ -189,7 +195,8 @@ def case_named(text):
     """Returns the name and the function of a case."""
     mode, name, *rest = text.split(":")
     dtype = torch.bfloat16 if "bf16" in rest else torch.float32
-    fault = next((word for word in rest if word != "bf16"), "")
+    device = "emulated" if "emulated" in rest else "cpu"
+    fault = next((word for word in rest if word not in ("bf16", "emulated")), "")
     if mode not in ("fsdp", "tp", "both", "alone") or name not in aristos.families() or fault not in ("", "no-gradient-of-weights", "stale-weights"):
         sys.exit(f"no case {text}")
-    return f"transformers::{text.replace(':', '::')}", functools.partial(case, mode, name, dtype, fault)
+    return f"transformers::{text.replace(':', '::')}", functools.partial(case, mode, name, dtype, device, fault)

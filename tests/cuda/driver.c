@@ -9,7 +9,10 @@
 //   FAKE_STUCK        if set, the stream hangs after the first event
 //   FAKE_NO_REACH     if set, no device can access another's memory
 //   FAKE_UNKNOWN      an allocation of this many bytes fails with an unassigned code
+//   FAKE_DRIVER_LOG   a file: every module has every kernel, every stream exists, launches compute nothing, and each call that uses a stream
+//                     or memory appends a line. Words after a launch's "pass" are those of `Pass` of kernels/params.h
 // WITHOUT_TENSOR_MAPS and WITHOUT_VERSION leave these functions out; STUB builds a toolkit's stub library.
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,6 +36,24 @@ static size_t used;
 static unsigned launches, recorded;
 static uint64_t* written; // by the most recently launched or recorded kernel
 static int recording, events;
+
+static __thread Handle current; // this thread's context
+
+static int is_logging(void) { return getenv("FAKE_DRIVER_LOG") != NULL; }
+// Appends a line to the log. Whether the call is a mistake without a log too: `stream` must then be the one that was created.
+static int wrong(Handle stream, const char* format, ...) {
+    if (!is_logging()) return stream != (Handle)7;
+    FILE* file = fopen(getenv("FAKE_DRIVER_LOG"), "a");
+    if (!file) return 1;
+    va_list values;
+    va_start(values, format);
+    fprintf(file, "%sstream %lu: ", current ? "" : "no context: ", (unsigned long)(uintptr_t)stream);
+    vfprintf(file, format, values);
+    va_end(values);
+    fputc('\n', file);
+    fclose(file);
+    return 0;
+}
 
 static int stuck(void) { return events > 0 && getenv("FAKE_STUCK") != NULL; }
 
@@ -60,7 +81,7 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
     case 75: *value = (int)(capability / 10); return 0;
     case 76: *value = (int)(capability % 10); return 0;
     case 95: *value = 1; return 0;
-    case 97: *value = 163 << 10; return 0;
+    case 97: *value = (capability < 90 ? 163 : 227) << 10; return 0;
     default: return 1;
     }
 }
@@ -68,7 +89,10 @@ CUresult cuDeviceCanAccessPeer(int* reaches, int from, int to) { *reaches = !get
 CUresult cuDeviceTotalMem_v2(size_t* bytes, int device) { (void)device; *bytes = number("FAKE_MEMORY", 1 << 20); return 0; }
 CUresult cuDevicePrimaryCtxRetain(Handle* context, int device) { *context = (Handle)(intptr_t)device; return 0; }
 CUresult cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
-CUresult cuCtxSetCurrent(Handle context) { return context ? 0 : 1; }
+CUresult cuCtxSetCurrent(Handle context) {
+    current = context;
+    return context ? 0 : 1;
+}
 CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
     *total = number("FAKE_MEMORY", 1 << 20);
     *free = *total - used;
@@ -78,7 +102,8 @@ CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
 CUresult cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     if (bytes == (size_t)number("FAKE_UNKNOWN", -1)) return 1000;
     if (used + bytes > (size_t)number("FAKE_MEMORY", 1 << 20)) return 2;
-    char* place = malloc(bytes + 256);
+    wrong((Handle)7, "allocates %zu bytes", bytes);
+    char* place = aligned_alloc(256, (bytes + 511) / 256 * 256);
     memset(place, 0xff, bytes + 256);
     memcpy(place, &bytes, sizeof bytes);
     used += bytes;
@@ -86,6 +111,7 @@ CUresult cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     return 0;
 }
 CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned flags) {
+    wrong((Handle)7, "allocates %zu bytes of the host", bytes);
     *memory = flags == 3 ? aligned_alloc(64, (bytes + 63) / 64 * 64) : NULL;
     return *memory ? 0 : 1;
 }
@@ -97,31 +123,32 @@ CUresult cuMemFree_v2(uint64_t address) {
     size_t bytes;
     char* place = (char*)(uintptr_t)address - 256;
     memcpy(&bytes, place, sizeof bytes);
+    wrong((Handle)7, "frees %zu bytes", bytes);
     used -= bytes;
     free(place);
     return 0;
 }
 CUresult cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Handle stream) {
-    if (!stream || recording) return 1;
+    if (!stream || recording || wrong(stream, "copies %zu bytes in", bytes)) return 1;
     memcpy((void*)(uintptr_t)to, from, bytes);
     return 0;
 }
 CUresult cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Handle stream) {
-    if (!stream || recording) return 1;
+    if (!stream || recording || wrong(stream, "copies %zu bytes out", bytes)) return 1;
     memcpy(to, (void*)(uintptr_t)from, bytes);
     return 0;
 }
 CUresult cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, Handle stream) {
-    if (!stream) return 1;
+    if (!stream || wrong(stream, "sets %zu bytes", bytes)) return 1;
     memset((void*)(uintptr_t)to, value, bytes);
     return 0;
 }
 CUresult cuStreamCreate(Handle* stream, unsigned flags) { *stream = flags == 1 ? (Handle)7 : NULL; return flags != 1; }
 CUresult cuStreamDestroy_v2(Handle stream) { return stream != (Handle)7; }
-CUresult cuStreamQuery(Handle stream) { return stuck() ? 600 : stream != (Handle)7; }
+CUresult cuStreamQuery(Handle stream) { return stuck() ? 600 : wrong(stream, "is queried"); }
 CUresult cuStreamSynchronize(Handle stream) {
     while (stuck()) pause();
-    return stream != (Handle)7;
+    return wrong(stream, "is waited for");
 }
 CUresult cuStreamBeginCapture_v2(Handle stream, int mode) {
     recording = 1;
@@ -151,17 +178,37 @@ CUresult cuModuleLoadData(Handle* module, const void* image) {
     return memcmp(image, magic, 4) ? 1 : 0;
 }
 CUresult cuModuleUnload(Handle module) { return module == NULL; }
+static char* names[32]; // of the kernels of a log
+static unsigned kernels;
+static int is_kernel(Handle function) {
+    unsigned i = 0;
+    while (i < kernels && names[i] != function) ++i;
+    return i < kernels;
+}
 CUresult cuModuleGetFunction(Handle* function, Handle module, const char* name) {
+    if (is_logging()) {
+        *function = kernels < 32 ? (names[kernels++] = strdup(name)) : NULL;
+        return *function == NULL;
+    }
     const int loop = !strncmp(name, "p2p_", 4);
     *function = loop ? (Handle)12 : (Handle)11;
     return !module ? 1 : strcmp(name, "aristos_smoke") && !loop ? 500 : 0;
 }
 CUresult cuFuncSetAttribute(Handle function, int attribute, int value) {
+    if (is_kernel(function)) return attribute != 8 || value <= 48 << 10 || value > 227 << 10;
     return function != (Handle)11 || attribute != 8 || value <= 48 << 10 || value > 163 << 10;
 }
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Handle function, int threads, size_t shared) {
     *blocks = function == (Handle)12 ? 4 : shared > 81 << 10 ? 1 : 2;
-    return (function != (Handle)11 && function != (Handle)12) || threads <= 0;
+    return (function != (Handle)11 && function != (Handle)12 && !is_kernel(function)) || threads <= 0;
+}
+// Logs a launch of a layer's kernel. All but the first kernel of a pass have a `Pass` as their second parameter.
+static CUresult launch_logged(const char* name, unsigned grid, unsigned block, Handle stream, void** parameters) {
+    char words[9 * 18 + 1] = "";
+    if (grid == 0 || block == 0) return 1;
+    if (strcmp(name, "aristos_begin_pass"))
+        for (int i = 0; i < 9; ++i) sprintf(words + strlen(words), " %lx", ((unsigned long*)parameters[1])[i]);
+    return wrong(stream, "launches %s, %u blocks, pass%s", name, grid, words);
 }
 static CUresult launch(unsigned grid, unsigned block, Handle stream, void** parameters) {
     if (stream != (Handle)7 || grid == 0 || block == 0) return 1;
@@ -186,6 +233,7 @@ static CUresult launch(unsigned grid, unsigned block, Handle stream, void** para
 CUresult cuLaunchKernel(Handle f, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c, unsigned shared,
                         Handle stream, void** parameters, void** extra) {
     (void)shared;
+    if (is_kernel(f)) return launch_logged(f, x, a, stream, parameters);
     return f != (Handle)11 || y != 1 || z != 1 || b != 1 || c != 1 || extra ? 1 : launch(x, a, stream, parameters);
 }
 // The result of a loop of kernels/p2p.cu: 2 us per operation, 1 us until the call returned.
@@ -200,6 +248,7 @@ static CUresult loop(unsigned grid, unsigned block, Handle stream, void** parame
 CUresult cuLaunchCooperativeKernel(Handle f, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
                                    unsigned shared, Handle stream, void** parameters) {
     (void)shared;
+    if (is_kernel(f)) return launch_logged(f, x, a, stream, parameters);
     if (y != 1 || z != 1 || b != 1 || c != 1) return 1;
     return f == (Handle)12 ? loop(x, a, stream, parameters) : f == (Handle)11 ? launch(x, a, stream, parameters) : 1;
 }
@@ -214,10 +263,11 @@ static int in_pairs(const Config* config, unsigned count) {
 }
 CUresult cuOccupancyMaxActiveClusters(int* clusters, Handle function, const Config* config) {
     *clusters = 3;
-    return function != (Handle)11 || !in_pairs(config, 1);
+    return (function != (Handle)11 && !is_kernel(function)) || !in_pairs(config, 1);
 }
 CUresult cuLaunchKernelEx(const Config* config, Handle f, void** parameters, void** extra) {
-    if (f != (Handle)11 || extra || !in_pairs(config, 2)) return 1;
+    if ((f != (Handle)11 && !is_kernel(f)) || extra || !in_pairs(config, 2)) return 1;
+    if (is_kernel(f)) return launch_logged(f, config->grid[0], config->block[0], config->stream, parameters);
     return launch(config->grid[0], config->block[0], config->stream, parameters);
 }
 CUresult cuEventCreate(Handle* event, unsigned flags) { *event = malloc(sizeof(unsigned)); return flags; }

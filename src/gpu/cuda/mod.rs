@@ -89,7 +89,19 @@ impl CudaGpu {
             SymmetricBy::Nvshmem => SymmetricSource::Nvshmem,
             SymmetricBy::Nccl => SymmetricSource::Nccl,
         };
-        Self::attach_over(source, Box::new(bootstrap), wait_limit)
+        Self::attach_over(source, None, Box::new(bootstrap), wait_limit)
+    }
+
+    /// Like [`CudaGpu::attach`], but uses the device with this index among the visible ones, as a framework numbers them.
+    ///
+    /// # Errors
+    /// Returns the same errors as [`CudaGpu::attach`].
+    pub fn attach_device(
+        number: usize,
+        bootstrap: impl Bootstrap + 'static,
+        wait_limit: Duration,
+    ) -> Result<Self, GpuError> {
+        Self::attach_over(SymmetricSource::Nvshmem, Some(number), Box::new(bootstrap), wait_limit)
     }
 
     /// Like [`CudaGpu::attach_by`] with NCCL, but uses a communicator of the caller, for example that of a PyTorch process group
@@ -109,11 +121,13 @@ impl CudaGpu {
         bootstrap: impl Bootstrap + 'static,
         wait_limit: Duration,
     ) -> Result<Self, GpuError> {
-        Self::attach_over(SymmetricSource::Communicator(communicator), Box::new(bootstrap), wait_limit)
+        Self::attach_over(SymmetricSource::Communicator(communicator), None, Box::new(bootstrap), wait_limit)
     }
 
+    /// `number` is the device's index; without it, the rank on the host chooses the device.
     fn attach_over(
         source: SymmetricSource,
+        number: Option<usize>,
         bootstrap: Box<dyn Bootstrap>,
         wait_limit: Duration,
     ) -> Result<Self, GpuError> {
@@ -125,8 +139,9 @@ impl CudaGpu {
             ));
         }
         let local = exchange::rank_on_host(&*bootstrap, wait_limit)?;
-        let (device, info) = match source {
-            SymmetricSource::Communicator(communicator) => {
+        let (device, info) = match (source, number) {
+            (_, Some(number)) => device::numbered(driver, number)?,
+            (SymmetricSource::Communicator(communicator), None) => {
                 // SAFETY: only `attach_communicator` passes a communicator, and its caller guarantees that it is valid.
                 let number = unsafe { nccl::windows::device_of(communicator) }?;
                 device::numbered(driver, number)?

@@ -1,6 +1,7 @@
 //! A layer in its caller's memory: the caller provides rows, weights, gradients and the state of a pass, for example as tensors of a
 //! framework. A call only launches kernels on the caller's stream, so that a framework can capture the call.
 
+use std::cell::Cell;
 use std::mem::offset_of;
 
 use bytemuck::Zeroable;
@@ -92,14 +93,17 @@ pub struct ExpertsBackward {
 /// A state can be used for one backward. Passes must be called in the same order on all PEs. A call returns before its pass has ended, so a
 /// later call returns errors of the pass.
 pub struct DeviceExperts<'g> {
-    layer: DeviceLayer<'g>,
+    // The first field: dropping it waits for the kernels, and makes the device usable in the thread that drops the others.
     errors: HostRecord<'g>,
+    layer: DeviceLayer<'g>,
 }
 
 /// A [`HostErrors`] in host memory, which kernels write.
 struct HostRecord<'g> {
     gpu: &'g dyn Gpu,
     address: u64,
+    /// The stream of the last call.
+    stream: Cell<Option<u64>>,
 }
 
 impl HostRecord<'_> {
@@ -130,8 +134,8 @@ impl HostRecord<'_> {
 
 impl Drop for HostRecord<'_> {
     fn drop(&mut self) {
-        // Kernels may still write the record, so wait for them. Their errors are not reported any more.
-        let _ = self.gpu.synchronise();
+        // Kernels may still write the record, so wait for them, and ignore their errors. Any thread may drop the value.
+        let _ = self.gpu.use_stream(self.stream.get()).and_then(|()| self.gpu.synchronise());
         // SAFETY: `DeviceExperts::new` allocated the memory, which is not used after this.
         unsafe { self.gpu.free_host_raw(self.address) }
     }
@@ -164,7 +168,7 @@ impl<'g> DeviceExperts<'g> {
             return refuse("several PEs hold an expert: gradients of the caller are not summed");
         }
         let address = gpu.alloc_host_raw(size_of::<HostErrors>() as u64)?;
-        let experts = DeviceExperts { layer, errors: HostRecord { gpu, address } };
+        let experts = DeviceExperts { errors: HostRecord { gpu, address, stream: Cell::new(None) }, layer };
         // No PE may signal before the signal words of all PEs are zero.
         gpu.barrier(experts.layer.spec.options.wait_limit)?;
         Ok(experts)
@@ -342,6 +346,7 @@ impl<'g> DeviceExperts<'g> {
         check_aligned(&[("state", state)], STATE_ALIGN)?;
         let gpu = layer.gpu;
         gpu.use_stream(call.stream)?;
+        self.errors.stream.set(call.stream);
         let mut tables = call.tables;
         if layer.path == GemmPath::Hopper {
             tables.tensor_maps = state;

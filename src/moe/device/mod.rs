@@ -122,7 +122,7 @@ impl<'g> DeviceLayer<'g> {
         let (probed, _) = lay_out(&probe, &weights.tables, 0, 0)?;
         let infix = shape_of.tile(&limits)?.infix();
         let names = Kernel::ALL.map(|kernel| kernel.on(infix, probe.dtype));
-        let mut blocks = u32::MAX;
+        let (mut blocks, mut cluster) = (u32::MAX, 1);
         for kernel in Kernel::ALL.into_iter().filter(|kernel| spec.training || !BACKWARD_ONLY.contains(kernel)) {
             let launch = probed.launch(kernel);
             let shared_bytes = launch.shared_bytes;
@@ -135,9 +135,14 @@ impl<'g> DeviceLayer<'g> {
             gpu.prepare(name, shared_bytes)?;
             if launch.cooperative != 0 {
                 blocks = blocks.min(gpu.resident_blocks(name, launch)?);
+                cluster = cluster.max(launch.cluster);
             }
         }
-        blocks = (u64::from(blocks) * u64::from(limits.multiprocessors) / u64::from(available.max(1))) as u32;
+        if limits.multiprocessors < available {
+            // Blocks are placed on the least loaded multiprocessor, so more blocks than this would take some of the spare ones, even if two
+            // of them fit on one. Other kernels, such as NCCL's, need registers of a whole multiprocessor.
+            blocks = blocks.min(limits.multiprocessors) / cluster * cluster;
+        }
         if blocks < 2 {
             let message = format!("only {blocks} of its blocks run at a time, and the layer needs 2");
             return Err(GpuError::failed("run the layer on this device", message).into());
