@@ -254,7 +254,7 @@ def _backward_formula(ctx, grad_output, _):
     # The backward operators overwrite the state but do not declare it, because a compiler would then copy the state. No other operator
     # reads it.
     if ctx.spent:
-        raise ValueError("the forward pass has had its backward, which overwrites its state")
+        raise ValueError("a pass allows one backward, which overwrites its state, also with retain_graph=True: run the forward pass again")
     state, x, weights, up, down, up_bias, down_bias = ctx.saved_tensors
     # The backward pass must run even if the loss of this process does not depend on these experts, because it is collective and the loss of
     # another process may.

@@ -244,6 +244,7 @@ def _backward(
     down: Tensor,
     up_bias: Optional[Tensor],
     down_bias: Optional[Tensor],
+    experts_need_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = dict(grad_output=grad_output, ticket=ticket, x=x, weights=weights, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
     _check_backward(tensors)
@@ -255,19 +256,27 @@ def _backward(
     x, grad_output, up, down = _contiguous_all(x, grad_output.to(x.dtype), up, down)
     up32, down32 = _float(up_bias), _float(down_bias)
     grad_x, grad_weights = torch.empty(x.shape, dtype=torch.float32), torch.empty(pairs, dtype=torch.float32)
-    grads = [None if tensor is None else torch.empty_like(tensor) for tensor in (up, down, up32, down32)]
-    one.saved.backward(_views(x, grad_output, grad_x, grad_weights), _views(up, down, up32, down32), _views(*grads))
+    grads = None
+    if experts_need_grad:
+        grads = [None if tensor is None else torch.empty_like(tensor) for tensor in (up, down, up32, down32)]
+    one.saved.backward(_views(x, grad_output, grad_x, grad_weights), _views(up, down, up32, down32), grads and _views(*grads))
+    grads = _no_gradients(x) if grads is None else grads
     for index, bias in ((2, up_bias), (3, down_bias)):
-        grads[index] = torch.empty(0, dtype=torch.float32) if bias is None else grads[index].to(bias.dtype)
+        grads[index] = torch.empty(0, dtype=torch.float32) if grads[index] is None else grads[index].to(bias.dtype)
     return one.part.all(grad_x.to(x.dtype)), one.part.all(grad_weights.to(weights_dtype)), *grads
 
 
+def _no_gradients(x):
+    return [x.new_empty(0), x.new_empty(0), None, None]
+
+
 @_backward.register_fake
-def _(grad_output, ticket, x, weights, up, down, up_bias, down_bias):
+def _(grad_output, ticket, x, weights, up, down, up_bias, down_bias, experts_need_grad=True):
     tensors = dict(grad_output=grad_output, ticket=ticket, x=x, weights=weights, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
     _check_backward(tensors)
-    biases = [x.new_empty(0, dtype=torch.float32) if bias is None else bias.new_empty(bias.shape) for bias in (up_bias, down_bias)]
-    return *(tensor.new_empty(tensor.shape) for tensor in (x, weights, up, down)), *biases
+    grads = [up, down, up_bias, down_bias] if experts_need_grad else _no_gradients(x)
+    grads = [x.new_empty(0, dtype=torch.float32) if one is None else one.new_empty(one.shape) for one in grads]
+    return x.new_empty(x.shape), weights.new_empty(weights.shape), *grads
 
 
 def _setup(ctx, inputs, output):
@@ -283,9 +292,11 @@ def _backward_formula(ctx, grad_output, _):
     if grad_output is None:
         grad_output = torch.zeros_like(x)
     tensors = (ticket, x, weights, up, down, up_bias, down_bias)
-    grad_x, grad_weights, grad_up, grad_down, *biases = torch.ops.aristos.experts_backward(grad_output, *tensors)
-    grad_up_bias, grad_down_bias = biases if up_bias is not None else (None, None)
-    return (grad_x, None, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias, *[None] * 7)
+    # The gradients of frozen experts are not computed, because they are half of the work.
+    need = any(ctx.needs_input_grad[3:7])
+    grad_x, grad_weights, *grads = torch.ops.aristos.experts_backward(grad_output, *tensors, need)
+    grads = [grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad[3:7])]
+    return (grad_x, None, grad_weights, *grads, *[None] * 7)
 
 
 _forward.register_autograd(_backward_formula, setup_context=_setup)

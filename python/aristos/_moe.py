@@ -122,7 +122,7 @@ class MoE(nn.Module):
 
     def extra_repr(self):
         hidden, intermediate = self.down_proj.shape[1:]
-        here = "" if self.group.size == 1 else f", here {self.local[0]} to {self.local[-1]}"
+        here = "" if len(self.local) == self.experts else f", here {self.local[0]} to {self.local[-1]}"
         form = f"activation={self.activation}, gated={self.gated}, scoring={self.scoring}, normalise={self.normalise}"
         return f"hidden={hidden}, intermediate={intermediate}, experts={self.experts}{here}, top_k={self.top_k}, {form}"
 
@@ -141,7 +141,8 @@ class MoE(nn.Module):
         self._losses(logits, scores, ids)
         _routing.note(ids)
         # The weights of the experts may have another type than x, because FSDP's mixed precision does not convert parameters that it ignores.
-        up, down = (local(self.get_parameter(name)).to(x.dtype) for name in EXPERT_NAMES)
+        # An attribute is the effective weight, also if a parametrization computes it.
+        up, down = (local(getattr(self, name)).to(x.dtype) for name in EXPERT_NAMES)
         if self.mean_gradients:
             up, down = (_parameters.Mean.apply(weight, self.group.size) for weight in (up, down))
         output = run_experts(x, ids, weights, up, down, group=self.group, activation=self.activation, gated=self.gated)

@@ -49,6 +49,9 @@ enum PassState {
     Bf16(SavedOf<bf16>),
 }
 
+const SECOND_BACKWARD: &str = "a pass allows one backward, which frees what the forward pass saved, also with retain_graph=True: \
+    run the forward pass again";
+
 /// Returns a slice of the caller's memory.
 ///
 /// # Safety
@@ -187,7 +190,8 @@ struct Backward {
     tokens: usize,
     tensors: [usize; 4],
     experts: Weights,
-    gradients: Weights,
+    /// The gradients of the experts, or `None` if they are not computed.
+    gradients: Option<Weights>,
 }
 
 impl Forward {
@@ -224,8 +228,10 @@ impl Backward {
         };
         let config = layer.spec().config.clone();
         let mut write_gradients = |local: usize, compute: &mut dyn FnMut(MlpGradientsMut<'_>)| {
-            // SAFETY: guaranteed by the caller.
-            unsafe { self.gradients.compute_into::<E>(&config, local, compute) };
+            if let Some(gradients) = &self.gradients {
+                // SAFETY: guaranteed by the caller.
+                unsafe { gradients.compute_into::<E>(&config, local, compute) };
+            }
         };
         let gradients = BorrowedGradients { input: grad_x, weights: grad_weights, experts: &mut write_gradients };
         layer.experts_borrowed_backward(&experts, saved, x, grad_output, gradients).map_err(moe_error)
@@ -441,13 +447,13 @@ impl Layer {
 #[pymethods]
 impl Saved {
     /// Runs the backward pass (collective). `tensors` holds x, grad_output, grad_x and grad_weights as in `Backward`, `experts` the weights
-    /// of the experts, and `gradients` their gradients.
+    /// of the experts, and `gradients` their gradients, which are not computed if it is `None`.
     fn backward(
         &self,
         py: Python<'_>,
         tensors: [View; 4],
         experts: ExpertViews,
-        gradients: ExpertViews,
+        gradients: Option<ExpertViews>,
     ) -> PyResult<()> {
         let (shapes, tokens, [x, grad_output, grad_x, grad_weights]) = (self.shapes, self.tokens, &tensors);
         let tensors = [
@@ -457,11 +463,11 @@ impl Saved {
             shapes.pairs("grad_weights", grad_weights, tokens, Of::F32)?,
         ];
         let experts = shapes.experts(&experts, "")?.into();
-        let gradients = shapes.experts(&gradients, "'s gradient")?.into();
+        let gradients = gradients.map(|views| shapes.experts(&views, "'s gradient").map(Weights::from)).transpose()?;
         let backward = Backward { tokens, tensors, experts, gradients };
         py.detach(|| {
             let taken = self.pass.lock().map_err(|_| error("the pass failed before"))?.take();
-            let gone = || PyValueError::new_err("the forward pass has had its backward, and is gone");
+            let gone = || PyValueError::new_err(SECOND_BACKWARD);
             let mut pass = taken.ok_or_else(gone)?;
             let mut state = lock(&self.layer)?;
             state.pass(|engine| match (engine, &mut pass) {

@@ -126,6 +126,72 @@ def forwards_before_backwards():
         matches(problem, output, [leaf.grad for leaf in problem.leaves()])
 
 
+def frozen_experts_cost_no_gradients():
+    """The gradients of frozen experts are not computed, and those of the tokens are equal."""
+    trained, original, asked = Problem(), torch.ops.aristos.experts_backward, []
+    trained.experts().backward(trained.grad)
+
+    def recorded(*arguments):
+        results = original(*arguments)
+        asked.append([result.numel() for result in results[2:]])
+        return results
+
+    torch.ops.aristos.experts_backward = recorded
+    try:
+        for frozen in (("up", "down"), ("down",)):
+            problem = Problem()
+            for name in frozen:
+                getattr(problem, name).requires_grad_(False)
+            problem.experts().backward(problem.grad)
+            for name in ("x", "w", "up", "down"):
+                got, want = getattr(problem, name).grad, getattr(trained, name).grad
+                assert (got is None) if name in frozen else torch.equal(got, want), name
+    finally:
+        torch.ops.aristos.experts_backward = original
+    sizes = [trained.up.numel(), trained.down.numel()]
+    assert asked == [[0, 0, 0, 0], [*sizes, 0, 0]], asked
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x, ids, w, up, down):
+        return aristos.experts(x, ids, w, up, down)
+
+    problem = Problem()
+    compiled(problem.x, problem.ids, problem.w, problem.up.detach(), problem.down.detach()).backward(problem.grad)
+    assert torch.equal(problem.x.grad, trained.x.grad)
+
+
+def autocast_computes_in_its_type():
+    rounded = Problem()
+    leaves = [leaf.detach().bfloat16().requires_grad_() for leaf in (rounded.x, rounded.up, rounded.down)]
+    want = aristos.experts(leaves[0], rounded.ids, rounded.w, *leaves[1:])
+    want.backward(rounded.grad.bfloat16())
+
+    def call(x, ids, w, up, down):
+        with torch.autocast("cpu", torch.bfloat16):
+            return aristos.experts(x, ids, w, up, down)
+
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        problem = Problem()
+        output = run(problem.x, problem.ids, problem.w, problem.up, problem.down)
+        assert output.dtype == torch.bfloat16 and torch.equal(output, want)
+        output.backward(problem.grad.bfloat16())
+        for leaf, one in zip((problem.x, problem.up, problem.down), leaves):
+            assert leaf.grad.dtype == torch.float32 and torch.equal(leaf.grad, one.grad.float())
+        assert torch.equal(problem.w.grad, rounded.w.grad)
+    with torch.autocast("cpu", torch.float16):
+        refused(ValueError, ["x has type torch.float16"], problem.experts)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert problem.experts().dtype == torch.float32
+
+
+def second_backward_names_retain_graph():
+    problem = Problem()
+    output = problem.experts()
+    output.backward(problem.grad, retain_graph=True)
+    refused(ValueError, ["a pass allows one backward", "retain_graph=True", "forward pass again"], lambda: output.backward(problem.grad))
+    return equal_in(torch.float32, 1e-5)()
+
+
 def one_layer_twice_in_a_step():
     problem = Problem()
     (problem.experts() + problem.experts()).backward(problem.grad)
@@ -427,6 +493,9 @@ CASES = [
     ("compile_has_no_graph_break", compile_has_no_graph_break),
     ("checkpointed", checkpointed),
     ("forwards_before_backwards", forwards_before_backwards),
+    ("frozen_experts_cost_no_gradients", frozen_experts_cost_no_gradients),
+    ("autocast_computes_in_its_type", autocast_computes_in_its_type),
+    ("second_backward_names_retain_graph", second_backward_names_retain_graph),
     ("one_layer_twice_in_a_step", one_layer_twice_in_a_step),
     ("without_gradients", without_gradients),
     ("strided_inputs", strided_inputs),
