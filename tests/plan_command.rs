@@ -229,11 +229,25 @@ fn hot_experts_are_replicated() {
     let all = parsed(&rebalance(tokens.clone(), "--physical-experts 16 --devices 8 --json"));
     assert!(all["imbalance"][0].as_f64().unwrap() < 1.0852, "{all}");
     assert_eq!(all["phy2log"][0].as_array().unwrap().len(), 16);
+    // The number of physical experts is found, and a placement in use moves no further than it pays.
+    let many = json!({"weight": [(0..160).map(|e| 1 + e * e % 97).collect::<Vec<u32>>()]});
+    let found = parsed(&rebalance(many.clone(), "--devices 12 --json"));
+    assert_eq!(found["phy2log"][0].as_array().unwrap().len(), 168);
+    let reached =
+        parsed(&rebalance(many.clone(), "--devices 12 --physical-experts auto --imbalance 1.01 --shares --json"));
+    assert!(reached["imbalance"][0].as_f64().unwrap() <= 1.01 && reached["shares"][0].as_array().unwrap().len() >= 168);
+    let current = folder.path().join("current.json");
+    std::fs::write(&current, found.to_string()).unwrap();
+    let args = format!("--devices 12 --current {} --json", current.display());
+    assert_eq!(parsed(&rebalance(many.clone(), &args))["moved"][0], 0);
     let text = rebalance(json!({"weight": [[3, 1], [1, 1]]}), "--physical-experts 4 --devices 2").stdout;
     let text = String::from_utf8(text).unwrap();
     assert!(text.contains("1.0000") && text.contains(" | "), "{text}");
     for (loads, args, part) in [
         (tokens.clone(), "--physical-experts 7 --devices 1", "--physical-experts is 7, expected at least 8"),
+        (many.clone(), "--physical-experts 160 --devices 12", "a multiple of --devices, 12: 168"),
+        (many.clone(), "--devices 12 --imbalance 0.5", "--imbalance is 0.5, expected at least 1"),
+        (many, "--devices 12 --physical-experts 168 --imbalance 2", "--imbalance needs --physical-experts auto"),
         (tokens, "--physical-experts 16 --devices 3", "a multiple of --devices, 3"),
         (json!({"weight": [[1, -2]]}), "--physical-experts 2 --devices 1", "loads.json: weight[0][1] is -2"),
         (json!({}), "--physical-experts 2 --devices 1", "loads.json: weight is missing"),

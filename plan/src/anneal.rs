@@ -7,7 +7,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use crate::random::Random;
+use aristos_balance::Random;
 
 /// Number of steps between updates of temperature and target.
 const SET_EVERY: u64 = 64;

@@ -44,8 +44,6 @@ mod options;
 mod outcome;
 mod placed;
 mod placement;
-mod random;
-mod rebalance;
 mod replan;
 mod replicate;
 mod search;
@@ -55,6 +53,9 @@ mod state;
 use std::time::Instant;
 
 use crate::cluster::Cluster;
+pub use aristos_balance::{
+    Rebalance, Rebalanced, expert_weights, placement_in_use, rebalance_auto, rebalance_experts, rebalance_with,
+};
 use aristos_formats::workload;
 pub use aristos_formats::{Batch, InputError, MODELS, Model, Workload, cluster};
 use choose::{choose, place};
@@ -65,7 +66,6 @@ pub use explain::{Alternative, Explanation, explain};
 use options::placement_kind;
 pub use options::{Algorithm, Objective, Options, PlacementKind, Replication};
 pub use outcome::{Infeasible, Outcome, Plan, PlannedGroup, PlannedReplicas, Terms};
-pub use rebalance::{Rebalanced, expert_weights, rebalance_experts};
 pub use replan::{Replan, check, loads_of_report, replan};
 
 /// Plans groups and placement.

@@ -7,9 +7,9 @@
 use super::anneal::{Annealed, Chain, exponential, in_threads};
 use super::bound::Bounds;
 use super::objective::{IDLE, Problem};
-use super::random::Random;
 use super::state::{Move, State, TOWARD_MOST};
 use crate::cluster::LinkTable;
+use aristos_balance::Random;
 
 /// The target is the best objective with all but its all-reduce term reduced by this share.
 const UNDER: f64 = 0.03;

@@ -100,11 +100,18 @@ pub(crate) fn replan_text(replan: &Replan) -> String {
 
 /// For each layer the largest load over the mean, its lower bound, and the experts of each device.
 pub(crate) fn rebalanced_text(all: &Rebalanced, devices: usize) -> String {
-    let mut table = TextTable::new(3, ["layer", "largest / mean", "least possible", "experts by device"]);
+    let now = (!all.moved.is_empty()).then_some(["now", "moved"]);
+    let columns = ["layer", "largest / mean", "least possible"].into_iter().chain(now.into_iter().flatten());
+    let mut table = TextTable::new(if now.is_some() { 5 } else { 3 }, columns.chain(["experts by device"]));
     for (layer, phy2log) in all.phy2log.iter().enumerate() {
         let held = join(phy2log.chunks(phy2log.len() / devices).map(list), " | ");
         let (imbalance, least) = (all.imbalance[layer], all.imbalance_least[layer]);
-        table.row([layer.to_string(), format!("{imbalance:.4}"), format!("{least:.4}"), held]);
+        let mut row = vec![layer.to_string(), format!("{imbalance:.4}"), format!("{least:.4}")];
+        if let (Some(now), Some(moved)) = (all.imbalance_current.get(layer), all.moved.get(layer)) {
+            row.extend([format!("{now:.4}"), moved.to_string()]);
+        }
+        row.push(held);
+        table.row(row);
     }
     table.render()
 }

@@ -14,7 +14,7 @@ use crate::anneal::{Annealed, between};
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
 use crate::placement::DeviceExperts;
-use crate::random::Random;
+use aristos_balance::Random;
 
 /// Maximum number of devices, the bits of a set.
 pub(crate) const MOST_DEVICES: usize = u128::BITS as usize;

@@ -11,7 +11,7 @@ use crate::anneal::{Chain, exponential};
 use crate::bound::Bounds;
 use crate::cluster::{LinkTable, Matrix};
 use crate::exact::{Improvement, devices, improve_by};
-use crate::random::Random;
+use aristos_balance::Random;
 
 const SCHEDULE: Schedule = Schedule { under: (0.05, 0.002), temperature: (0.02, 0.0005) };
 /// Maximum number of devices for a proof, which evaluates every set of them.

@@ -7,8 +7,8 @@ use super::place::{Known, KnownPlacement, place_thoroughly};
 use crate::anneal::{Chain, exponential, in_threads};
 use crate::bound::Bounds;
 use crate::cluster::LinkTable;
-use crate::random::Random;
 use crate::search::{Evaluate, Found};
+use aristos_balance::Random;
 
 /// A plan within this share of the lower bound ends the search.
 const NEAR: f64 = 1e-3;

@@ -3,7 +3,7 @@
 use super::{Joint, Others, Part, Role, Times, exchange_ms, larger};
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
-use crate::random::Random;
+use aristos_balance::Random;
 
 /// Proposals in four that begin with the slowest group.
 const WORST_IN_FOUR: usize = 3;

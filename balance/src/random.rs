@@ -1,7 +1,7 @@
 //! Random numbers for searches.
 
 /// SplitMix64 (Steele, Lea and Flood 2014): fast, and the same everywhere.
-pub(crate) struct Random(pub u64);
+pub struct Random(pub u64);
 
 impl Random {
     fn next(&mut self) -> u64 {

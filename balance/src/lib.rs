@@ -1,24 +1,20 @@
 //! Balances experts over ranks by replicas of hot experts.
 //!
 //! The meaning of the arguments and of the result is that of EPLB (DeepSeek-AI 2025): the tokens of an expert are split evenly among its replicas, and all
-//! ranks hold the same number of physical experts. The algorithm is not EPLB's: simulated annealing (Kirkpatrick, Gelatt and Vecchi
-//! 1983) of counts and ranks together, starting from EPLB's greedy counts and a packing by LPT (Graham 1969).
+//! ranks hold the same number of physical experts. The algorithm is not EPLB's: an expert has at most one replica on a rank. Replicas are counted for several
+//! largest loads, packed by LPT (Graham 1969), and counts and ranks are annealed together (Kirkpatrick, Gelatt and Vecchi 1983). With unequal shares, which a
+//! a plan has too, all loads become equal: a rank gets whole experts and a part of another one, as in the alias method (Walker 1977).
 
-use crate::InputError;
-use crate::cluster::{Number, parse_json};
-use crate::random::Random;
+mod node;
+mod random;
+mod shares;
 
-/// Annealing steps of a layer or one of its nodes: per physical expert, and the minimum and maximum.
-const STEPS_EACH: u64 = 150;
-const STEPS: (u64, u64) = (30_000, 60_000);
-/// Layers of at most `FEW` physical experts get `ROUNDS_FEW` rounds, larger ones one.
-const FEW: usize = 64;
-const ROUNDS_FEW: u64 = 6;
-/// The target for loads is the largest load of the best placement, less this share.
-const UNDER: f64 = 0.004;
-/// Temperatures at first and at last, as shares of the mean load, squared.
-const HOT: f64 = 0.3;
-const COLD: f64 = 0.001;
+use aristos_formats::InputError;
+use aristos_formats::cluster::{Number, parse_json};
+pub use random::Random;
+
+use node::{improve, least_load, matched, place};
+use shares::{fill, largest, level};
 
 /// Maximum physical experts of a layer, of all layers together, and numbers in `log2phy`: they bound the time to seconds a layer and the result to 512 MiB.
 const MOST: usize = 16_384;
@@ -26,7 +22,7 @@ const MOST_IN_ALL: usize = 262_144;
 const MOST_LISTED: usize = 1 << 26;
 
 /// The placement of the physical experts of some layers.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Rebalanced {
     /// `[layers][replicas]`: the logical expert of each physical one; rank r has the physical experts from `r * replicas / ranks` on.
@@ -39,6 +35,26 @@ pub struct Rebalanced {
     pub imbalance: Vec<f64>,
     /// `[layers]`: a lower bound for any placement of as many physical experts.
     pub imbalance_least: Vec<f64>,
+    /// `[layers][replicas]`, with unequal shares: the part of its expert's tokens that each physical expert gets.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<Vec<f64>>,
+    /// `[layers]`, with a placement in use: its imbalance.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub imbalance_current: Vec<f64>,
+    /// `[layers]`, with a placement in use: the physical experts that are new on their rank.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub moved: Vec<usize>,
+}
+
+/// What [`rebalance_with`] does beyond [`rebalance_experts`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rebalance<'a> {
+    /// Whether the tokens of an expert may be split unequally among its replicas.
+    pub shares: bool,
+    /// The placement in use, as [`Rebalanced::phy2log`].
+    pub current: Option<&'a [Vec<usize>]>,
+    /// The part of the mean load by which each move of a physical expert to another rank must lower the largest load.
+    pub move_cost: f64,
 }
 
 /// Replicates and places the experts of each layer: `weight[layer][expert]` is an expert's load in any unit, `num_replicas` the physical experts of a layer,
@@ -54,25 +70,85 @@ pub fn rebalance_experts(
     num_nodes: usize,
     num_ranks: usize,
 ) -> Result<Rebalanced, InputError> {
+    rebalance_with(Rebalance::default(), weight, num_replicas, num_groups, num_nodes, num_ranks)
+}
+
+/// As [`rebalance_with`], with the least number of physical experts that reaches an `imbalance`, or, without one, that holds all experts.
+///
+/// # Errors
+/// As [`rebalance_with`], and if no allowed number reaches the imbalance.
+pub fn rebalance_auto(
+    how: Rebalance,
+    weight: &[Vec<f64>],
+    imbalance: Option<f64>,
+    num_groups: usize,
+    num_nodes: usize,
+    num_ranks: usize,
+) -> Result<Rebalanced, InputError> {
+    let experts = weight.first().map_or(0, Vec::len);
+    let most = imbalance.unwrap_or(f64::INFINITY);
+    if most.is_nan() || most < 1.0 {
+        return Err(InputError::value("imbalance", format!("is {most}"), "at least 1"));
+    }
+    let mut replicas = experts.div_ceil(num_ranks.max(1)).saturating_mul(num_ranks.max(1));
+    check(weight, experts, replicas, num_groups, num_nodes, num_ranks)?;
+    let mean = |weight: &[f64]| weight.iter().sum::<f64>() / num_ranks as f64;
+    let above = |weight: &Vec<f64>, replicas| {
+        least_load(weight, num_ranks, replicas, how.shares) > most * mean(weight) * (1.0 + 1e-9)
+    };
+    loop {
+        // A layer whose bound is above the imbalance rules a number out without a search.
+        if !weight.iter().any(|weight| above(weight, replicas)) {
+            let all = rebalance_with(how, weight, replicas, num_groups, num_nodes, num_ranks)?;
+            if all.imbalance.iter().all(|reached| *reached <= most) {
+                return Ok(all);
+            }
+        }
+        replicas += num_ranks;
+        if replicas > MOST.min(MOST_IN_ALL / weight.len()) {
+            let expected = format!("an imbalance that at most {} physical experts reach", replicas - num_ranks);
+            return Err(InputError::value("imbalance", format!("is {most}"), expected));
+        }
+    }
+}
+
+/// As [`rebalance_experts`], with a placement in use, from which experts move as far as it pays, and with unequal shares.
+///
+/// # Errors
+/// As [`rebalance_experts`], and if the placement in use has not as many layers and physical experts, lacks an expert, or its cost is not a number from 0 on.
+pub fn rebalance_with(
+    how: Rebalance,
+    weight: &[Vec<f64>],
+    num_replicas: usize,
+    num_groups: usize,
+    num_nodes: usize,
+    num_ranks: usize,
+) -> Result<Rebalanced, InputError> {
     let experts = weight.first().map_or(0, Vec::len);
     check(weight, experts, num_replicas, num_groups, num_nodes, num_ranks)?;
+    check_current(how, weight.len(), experts, num_replicas)?;
     // As in EPLB, groups stay on one node only if every node gets the same number.
     let nodes = if num_groups.is_multiple_of(num_nodes) { num_nodes } else { 1 };
     let groups = if nodes > 1 { num_groups } else { 1 };
-    let mut all = Rebalanced {
-        phy2log: Vec::new(),
-        log2phy: Vec::new(),
-        logcnt: Vec::new(),
-        imbalance: Vec::new(),
-        imbalance_least: Vec::new(),
-    };
+    let (size, node_slots) = (num_replicas / num_ranks, num_replicas / nodes);
+    let mut all = Rebalanced::default();
     let mut listed = 0;
-    for weight in weight {
-        let mut phy2log = Vec::with_capacity(num_replicas);
-        for node in spread_groups(weight, groups, nodes) {
+    for (layer, weight) in weight.iter().enumerate() {
+        let mean = weight.iter().sum::<f64>() / num_ranks as f64;
+        let over = |load: f64| if mean > 0.0 { load / mean } else { 1.0 };
+        let old = how.current.map(|current| &current[layer][..]);
+        // The groups of a placement in use stay on their nodes.
+        let in_use = old.and_then(|old| nodes_of(old, experts, groups, nodes));
+        let kept = old.filter(|_| in_use.is_some());
+        let (mut phy2log, mut loads) = (Vec::new(), Vec::new());
+        for (i, node) in in_use.unwrap_or_else(|| spread_groups(weight, groups, nodes)).into_iter().enumerate() {
             let own: Vec<f64> = node.iter().map(|&e| weight[e]).collect();
-            let placed = Node::new(&own, num_ranks / nodes, num_replicas / num_ranks).anneal();
-            phy2log.extend(placed.into_iter().map(|e| node[e]));
+            let place = |e: &usize| node.iter().position(|own| own == e).unwrap_or(0);
+            let old =
+                kept.map(|old| old[i * node_slots..(i + 1) * node_slots].iter().map(place).collect::<Vec<usize>>());
+            let (slots, of) = place_node(&own, size, node_slots, how.shares, old.as_deref(), how.move_cost * mean);
+            phy2log.extend(slots.into_iter().map(|e| node[e]));
+            loads.extend(of);
         }
         let mut logcnt = vec![0; experts];
         phy2log.iter().for_each(|&e| logcnt[e] += 1);
@@ -88,17 +164,68 @@ pub fn rebalance_experts(
             log2phy[e][seen[e]] = physical as i64;
             seen[e] += 1;
         }
-        let mean = weight.iter().sum::<f64>() / num_ranks as f64;
-        let load = |slots: &[usize]| slots.iter().map(|&e| weight[e] / logcnt[e] as f64).sum::<f64>();
-        let largest = phy2log.chunks(num_replicas / num_ranks).map(load).fold(0.0, f64::max);
-        let over = |load: f64| if mean > 0.0 { load / mean } else { 1.0 };
-        all.imbalance.push(over(largest));
-        all.imbalance_least.push(over(least_load(weight, num_ranks, num_replicas)));
+        all.imbalance.push(over(largest(&loads, size)));
+        all.imbalance_least.push(over(least_load(weight, num_ranks, num_replicas, how.shares)));
+        if how.shares {
+            let share =
+                |(e, load): (&usize, f64)| if weight[*e] > 0.0 { load / weight[*e] } else { 1.0 / logcnt[*e] as f64 };
+            all.shares.push(phy2log.iter().zip(loads).map(share).collect());
+        }
+        if let Some(old) = old {
+            all.imbalance_current.push(over(largest(&loads_of(weight, old, size, how.shares), size)));
+            all.moved.push(old.iter().zip(&phy2log).filter(|(old, new)| old != new).count());
+        }
         all.phy2log.push(phy2log);
         all.log2phy.push(log2phy);
         all.logcnt.push(logcnt);
     }
     Ok(all)
+}
+
+/// The load of each slot.
+fn loads_of(weight: &[f64], slots: &[usize], size: usize, shares: bool) -> Vec<f64> {
+    if shares {
+        return fill(weight, slots, size);
+    }
+    let mut counts = vec![0; weight.len()];
+    slots.iter().for_each(|&e| counts[e] += 1);
+    slots.iter().map(|&e| weight[e] / counts[e] as f64).collect()
+}
+
+/// The experts of a node's slots, and their loads: new ones, or from `old` those with the least sum of the largest load and the cost of the moves.
+fn place_node(
+    weight: &[f64],
+    size: usize,
+    slots: usize,
+    shares: bool,
+    old: Option<&[usize]>,
+    cost: f64,
+) -> (Vec<usize>, Vec<f64>) {
+    let with_loads = |slots: Vec<usize>| {
+        let loads = loads_of(weight, &slots, size, shares);
+        (slots, loads)
+    };
+    let ranks = slots / size;
+    let level = if shares { level(weight, ranks, size) } else { None };
+    let fresh = level.unwrap_or_else(|| with_loads(place(weight, ranks, size)));
+    let ordered = |order: Vec<usize>, from: &(Vec<usize>, Vec<f64>)| {
+        (order.iter().map(|&slot| from.0[slot]).collect(), order.iter().map(|&slot| from.1[slot]).collect())
+    };
+    let Some(old) = old else {
+        let mut order: Vec<usize> = (0..slots).collect();
+        order.chunks_mut(size).for_each(|rank| rank.sort_by_key(|&slot| fresh.0[slot]));
+        return ordered(order, &fresh);
+    };
+    let mut found = vec![fresh];
+    if weight.len() > size {
+        found.extend(improve(weight, size, old, cost).map(with_loads));
+    }
+    let score = |(new, loads): &(Vec<usize>, Vec<f64>)| {
+        let moved = old.iter().zip(new).filter(|(old, new)| old != new).count();
+        largest(loads, size) + cost * moved as f64
+    };
+    let found = found.iter().map(|found| ordered(matched(old, &found.0, size), found));
+    found.min_by(|a, b| score(a).total_cmp(&score(b))).unwrap_or_default()
 }
 
 /// Reads loads from a JSON text: `weight`, a list per layer, or `tokens_per_expert`, one list, as in a report of `aristos run --json`.
@@ -121,6 +248,44 @@ pub fn expert_weights(text: &str) -> Result<Vec<Vec<f64>>, InputError> {
             Err(InputError::value("weight", "is missing", "a list of loads for each layer, or tokens_per_expert"))
         }
     }
+}
+
+/// Reads the `phy2log` of a placement, as `aristos rebalance --json` prints it.
+///
+/// # Errors
+/// Returns an error that names the path inside the text, the value found and the expected one.
+pub fn placement_in_use(text: &str) -> Result<Vec<Vec<usize>>, InputError> {
+    #[derive(serde::Deserialize)]
+    struct Placement {
+        phy2log: Vec<Vec<usize>>,
+    }
+    Ok(parse_json::<Placement>(text)?.phy2log)
+}
+
+fn check_current(how: Rebalance, layers: usize, experts: usize, num_replicas: usize) -> Result<(), InputError> {
+    let wrong = |field: String, found: String, expected: String| Err(InputError::value(field, found, expected));
+    if !(0.0..=1e30).contains(&how.move_cost) {
+        return wrong("move_cost".into(), format!("is {}", how.move_cost), "a number from 0 to 1e30".into());
+    }
+    let Some(current) = how.current else { return Ok(()) };
+    if current.len() != layers {
+        return wrong("phy2log".into(), format!("has {} layers", current.len()), format!("{layers}, as weight"));
+    }
+    for (layer, slots) in current.iter().enumerate() {
+        let field = format!("phy2log[{layer}]");
+        if slots.len() != num_replicas {
+            return wrong(field, format!("has {} numbers", slots.len()), format!("num_replicas, {num_replicas}"));
+        }
+        if let Some((slot, e)) = slots.iter().enumerate().find(|(_, e)| **e >= experts) {
+            return wrong(format!("{field}[{slot}]"), format!("is {e}"), format!("an expert, below {experts}"));
+        }
+        let mut seen = vec![false; experts];
+        slots.iter().for_each(|&e| seen[e] = true);
+        if let Some(e) = seen.iter().position(|seen| !seen) {
+            return wrong(field, format!("lacks expert {e}"), "every expert".into());
+        }
+    }
+    Ok(())
 }
 
 fn check(
@@ -152,7 +317,9 @@ fn check(
         }
     }
     if num_replicas < experts || !num_replicas.is_multiple_of(num_ranks) {
-        let expected = format!("at least {experts}, one for each expert, and a multiple of num_ranks, {num_ranks}");
+        let least = experts.max(num_replicas).div_ceil(num_ranks).saturating_mul(num_ranks);
+        let expected =
+            format!("at least {experts}, one for each expert, and a multiple of num_ranks, {num_ranks}: {least}");
         return wrong("num_replicas", num_replicas, expected);
     }
     if num_replicas > MOST.min(MOST_IN_ALL / weight.len()) {
@@ -171,6 +338,21 @@ fn check(
     Ok(())
 }
 
+/// The experts of each node of a placement in use. `None` if a node does not hold whole groups, equally many each.
+fn nodes_of(slots: &[usize], experts: usize, groups: usize, nodes: usize) -> Option<Vec<Vec<usize>>> {
+    let mut node_of = vec![None; experts];
+    for (slot, &e) in slots.iter().enumerate() {
+        let node = slot * nodes / slots.len();
+        if node_of[e].replace(node).is_some_and(|other| other != node) {
+            return None;
+        }
+    }
+    let held: Vec<Vec<usize>> =
+        (0..nodes).map(|node| (0..experts).filter(|&e| node_of[e] == Some(node)).collect()).collect();
+    let whole = node_of.chunks(experts / groups).all(|group| group.iter().all(|node| *node == group[0]));
+    (whole && held.iter().all(|held| held.len() * nodes == experts)).then_some(held)
+}
+
 /// The experts of each node: the same number of groups on each, assigned the heaviest first, each to the lightest node with room.
 fn spread_groups(weight: &[f64], groups: usize, nodes: usize) -> Vec<Vec<usize>> {
     let size = weight.len() / groups;
@@ -187,178 +369,6 @@ fn spread_groups(weight: &[f64], groups: usize, nodes: usize) -> Vec<Vec<usize>>
     }
     let experts = |groups: Vec<usize>| groups.into_iter().flat_map(|g| g * size..(g + 1) * size).collect();
     held.into_iter().map(|(_, groups)| experts(groups)).collect()
-}
-
-/// A lower bound on the largest load of a rank: the mean, and the least T for which replicas of load at most T, sum of ceil(w / T), fit into the slots.
-fn least_load(weight: &[f64], ranks: usize, slots: usize) -> f64 {
-    let mean = weight.iter().sum::<f64>() / ranks as f64;
-    let needed = |most: f64| weight.iter().map(|w| (w / most).ceil().max(1.0)).sum::<f64>();
-    if mean <= 0.0 || needed(mean) <= slots as f64 {
-        return mean;
-    }
-    // Invariant: `low` is too small.
-    let (mut low, mut high) = (mean, weight.iter().copied().fold(mean, f64::max));
-    for _ in 0..60 {
-        let middle = (low + high) / 2.0;
-        if needed(middle) <= slots as f64 { high = middle } else { low = middle }
-    }
-    low
-}
-
-/// The annealing state: the physical experts of one node.
-struct Node<'w> {
-    weight: &'w [f64],
-    /// Physical experts of a rank.
-    size: usize,
-    /// The expert of each physical expert, rank by rank.
-    slots: Vec<usize>,
-    /// By expert, its slots.
-    places: Vec<Vec<usize>>,
-    load: Vec<f64>,
-    /// The target for loads: a little below the largest load of the best placement.
-    target: f64,
-    /// The lower bound on the largest load.
-    least: f64,
-}
-
-impl<'w> Node<'w> {
-    fn new(weight: &'w [f64], ranks: usize, size: usize) -> Self {
-        let counts = greedy_counts(weight, ranks * size);
-        // The heaviest first, each to the lightest rank with room.
-        let mut replicas: Vec<usize> = (0..weight.len()).flat_map(|e| std::iter::repeat_n(e, counts[e])).collect();
-        let of = |e: usize| weight[e] / counts[e] as f64;
-        replicas.sort_by(|&a, &b| of(b).total_cmp(&of(a)).then(a.cmp(&b)));
-        let mut ranks: Vec<(f64, Vec<usize>)> = vec![(0.0, Vec::with_capacity(size)); ranks];
-        for e in replicas {
-            let free = ranks.iter_mut().filter(|(_, held)| held.len() < size);
-            if let Some((sum, held)) = free.min_by(|a, b| a.0.total_cmp(&b.0)) {
-                *sum += of(e);
-                held.push(e);
-            }
-        }
-        let slots: Vec<usize> = ranks.iter().flat_map(|(_, held)| held.clone()).collect();
-        let mut places = vec![Vec::new(); weight.len()];
-        slots.iter().enumerate().for_each(|(slot, &e)| places[e].push(slot));
-        let least = least_load(weight, ranks.len(), slots.len());
-        let load = ranks.into_iter().map(|(sum, _)| sum).collect();
-        Node { weight, size, slots, places, load, target: least, least }
-    }
-
-    fn over(&self, load: f64) -> f64 {
-        let over = (load - self.target).max(0.0);
-        over * over
-    }
-
-    fn replica(&self, e: usize, count: usize) -> f64 {
-        self.weight[e] / count as f64
-    }
-
-    fn largest(&self) -> f64 {
-        self.load.iter().copied().fold(0.0, f64::max)
-    }
-
-    /// Anneals, and returns the best slots found, sorted within each rank.
-    fn anneal(mut self) -> Vec<usize> {
-        let mean = self.weight.iter().sum::<f64>() / self.load.len() as f64;
-        let mut random = Random(self.slots.len() as u64);
-        let (n, ranks) = (self.slots.len(), self.load.len());
-        let mut best = (self.largest(), self.slots.clone());
-        let steps = (STEPS_EACH * n as u64).clamp(STEPS.0, STEPS.1);
-        let rounds = if n <= FEW { ROUNDS_FEW } else { 1 };
-        let mut worst = 0;
-        let mut temperature = 0.0;
-        for step in 0..rounds * steps {
-            if ranks == 1 || mean <= 0.0 || best.0 <= self.least * (1.0 + 1e-9) {
-                break;
-            }
-            let step = step % steps;
-            if step.is_multiple_of(64) {
-                self.target = self.least.max(best.0 * (1.0 - UNDER));
-                let progress = step as f64 / steps as f64;
-                temperature = (mean * HOT * (COLD / HOT).powf(progress)).powi(2);
-                worst = (0..ranks).fold(0, |worst, r| if self.load[r] > self.load[worst] { r } else { worst });
-            }
-            let slot = match random.below(2) {
-                0 => worst * self.size + random.below(self.size),
-                _ => random.below(n),
-            };
-            let allowed = -temperature * (1.0 - random.real()).ln();
-            let changed = match random.below(8) {
-                0 => self.replace(slot, random.below(self.weight.len()), allowed),
-                _ => self.swap(slot, random.below(n), allowed),
-            };
-            if changed && self.largest() < best.0 * (1.0 - 1e-12) {
-                best = (self.largest(), self.slots.clone());
-            }
-        }
-        best.1.chunks_mut(self.size).for_each(|held| held.sort_unstable());
-        best.1
-    }
-
-    /// Swaps two physical experts unless that is worse by more than `allowed`.
-    fn swap(&mut self, a: usize, b: usize, allowed: f64) -> bool {
-        let (r, s) = (a / self.size, b / self.size);
-        let (e, f) = (self.slots[a], self.slots[b]);
-        if r == s || e == f {
-            return false;
-        }
-        let moved = self.replica(e, self.places[e].len()) - self.replica(f, self.places[f].len());
-        let (here, there) = (self.load[r] - moved, self.load[s] + moved);
-        let gain = self.over(here) + self.over(there) - self.over(self.load[r]) - self.over(self.load[s]);
-        if gain > allowed {
-            return false;
-        }
-        (self.load[r], self.load[s]) = (here, there);
-        self.slots.swap(a, b);
-        for (e, from, to) in [(e, a, b), (f, b, a)] {
-            self.places[e].iter_mut().filter(|place| **place == from).for_each(|place| *place = to);
-        }
-        true
-    }
-
-    /// Replaces the replica in `slot` by one of `f`, unless it is the last of its expert or the result is worse by more than `allowed`.
-    fn replace(&mut self, slot: usize, f: usize, allowed: f64) -> bool {
-        let e = self.slots[slot];
-        let (fewer, more) = (self.places[e].len(), self.places[f].len());
-        if e == f || fewer == 1 {
-            return false;
-        }
-        let touched: Vec<usize> = self.places[e].iter().chain(&self.places[f]).map(|place| place / self.size).collect();
-        let before: Vec<(usize, f64)> = touched.iter().map(|&r| (r, self.load[r])).collect();
-        let sum = |node: &Node| {
-            let mut ranks = touched.clone();
-            ranks.sort_unstable();
-            ranks.dedup();
-            ranks.into_iter().map(|r| node.over(node.load[r])).sum::<f64>()
-        };
-        let was = sum(self);
-        let change = |node: &mut Node, e: usize, by: f64| {
-            node.places[e].iter().for_each(|place| node.load[place / node.size] += by);
-        };
-        change(self, e, self.replica(e, fewer - 1) - self.replica(e, fewer));
-        change(self, f, self.replica(f, more + 1) - self.replica(f, more));
-        let r = slot / self.size;
-        self.load[r] += self.replica(f, more + 1) - self.replica(e, fewer - 1);
-        if sum(self) - was > allowed {
-            before.into_iter().for_each(|(r, load)| self.load[r] = load);
-            return false;
-        }
-        self.slots[slot] = f;
-        self.places[e].retain(|place| *place != slot);
-        self.places[f].push(slot);
-        true
-    }
-}
-
-/// EPLB's rule: each further replica goes to the expert with the most load per replica.
-fn greedy_counts(weight: &[f64], slots: usize) -> Vec<usize> {
-    let mut counts = vec![1; weight.len()];
-    for _ in weight.len()..slots {
-        let load = |e: usize| weight[e] / counts[e] as f64;
-        let heaviest = (1..weight.len()).fold(0, |best, e| if load(e) > load(best) { e } else { best });
-        counts[heaviest] += 1;
-    }
-    counts
 }
 
 #[cfg(test)]
