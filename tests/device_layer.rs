@@ -13,6 +13,8 @@ mod experts;
 mod groupings;
 #[path = "device_layer/groups.rs"]
 mod groups;
+#[path = "device_layer/margin.rs"]
+mod margin;
 #[path = "device_layer/relays.rs"]
 mod relays;
 mod sample;

@@ -5,6 +5,8 @@
 //! processes that share segments ([`attach`]), or processes connected by a transport ([`join`]). New memory is filled with bytes that are a
 //! NaN in every element type, so that code that relies on zeros fails.
 
+mod multiprocessors;
+
 use std::alloc::{self, Layout};
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
@@ -14,6 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use libloading::Library;
+pub use multiprocessors::{Multiprocessors, Resident};
 
 use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap};
 use crate::shmem::heap::Heap;
@@ -240,6 +243,7 @@ pub struct Emulated {
     pe: usize,
     n_pes: usize,
     device: EmulatedDevice,
+    multiprocessors: Arc<Multiprocessors>,
     group: PeGroup,
     heap_bytes: u64,
     all_reachable: bool,
@@ -363,6 +367,7 @@ impl Emulated {
             pe,
             n_pes,
             device: device.clone(),
+            multiprocessors: Multiprocessors::new(device.multiprocessors),
             group,
             heap_bytes: heap_bytes as u64,
             all_reachable,
@@ -393,6 +398,11 @@ impl Emulated {
         let put_ns = u64::try_from(put.as_nanos()).unwrap_or(u64::MAX);
         // SAFETY: `pe` is a PE of this world.
         unsafe { (self.world.functions.slow_puts)(self.world.handle, self.pe as u32, put_ns) }
+    }
+
+    /// The device's multiprocessors, which tests can occupy like another kernel.
+    pub fn multiprocessors(&self) -> &Arc<Multiprocessors> {
+        &self.multiprocessors
     }
 
     /// Returns the number of kernel launches until now.
@@ -594,11 +604,12 @@ unsafe impl Gpu for Emulated {
             copies.push(copy);
         }
         let mut pointers: Vec<*mut c_void> = copies.iter_mut().map(|copy| copy.as_mut_ptr().cast()).collect();
-        let Launch { grid, block, shared_bytes, .. } = launch;
+        let Launch { grid, block, shared_bytes, cooperative, .. } = launch;
         self.launches.set(self.launches.get() + 1);
         if !self.launch_delay.get().is_zero() {
             std::thread::sleep(self.launch_delay.get());
         }
+        let _resident = (cooperative != 0).then(|| self.multiprocessors.occupy(grid));
         // SAFETY: the library created the world, and the caller guarantees that the arguments match the kernel.
         let status = unsafe {
             (self.world.functions.launch)(

@@ -8,7 +8,7 @@ use super::experts::{Choices, PeExperts, all_to_one, any_choices, experts_step};
 use super::*;
 
 /// A training loop's arrays of one PE, in device memory.
-struct Arrays<'g> {
+pub(super) struct Arrays<'g> {
     up: Buffer<'g>,
     down: Buffer<'g>,
     up_bias: Buffer<'g>,
@@ -17,7 +17,7 @@ struct Arrays<'g> {
 
 impl<'g> Arrays<'g> {
     /// The weights of this PE's experts.
-    fn weights(gpu: &'g Emulated, spec: &LayerSpec, source: &Synthetic) -> Self {
+    pub(super) fn weights(gpu: &'g Emulated, spec: &LayerSpec, source: &Synthetic) -> Self {
         let expert = spec.config.expert;
         let (mut matrices, mut biases) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
         for &e in spec.placement.experts(gpu.my_pe()) {
@@ -39,7 +39,7 @@ impl<'g> Arrays<'g> {
     }
 
     /// f32 arrays of the same shapes, filled with `value`.
-    fn gradients(&self, gpu: &'g Emulated, value: f32) -> Self {
+    pub(super) fn gradients(&self, gpu: &'g Emulated, value: f32) -> Self {
         let filled = |bytes: u64| Buffer::from_slice(gpu, &vec![value; bytes as usize / 4]).unwrap();
         Arrays {
             up: filled(2 * self.up.bytes()),
@@ -91,7 +91,7 @@ impl<'g> Arrays<'g> {
 }
 
 /// A pass's memory, which a framework would have allocated.
-struct Memory<'g> {
+pub(super) struct Memory<'g> {
     tokens: usize,
     x: Buffer<'g>,
     grad_output: Buffer<'g>,
@@ -104,7 +104,7 @@ struct Memory<'g> {
 }
 
 impl<'g> Memory<'g> {
-    fn new(gpu: &'g Emulated, layer: &DeviceExperts<'g>, rows: [&[f32]; 2], choices: &Choices) -> Self {
+    pub(super) fn new(gpu: &'g Emulated, layer: &DeviceExperts<'g>, rows: [&[f32]; 2], choices: &Choices) -> Self {
         let dtype = layer.spec().dtype;
         let row_buffer = |values| Buffer::from_slice(gpu, &to_elements(values, dtype, "rows").unwrap()).unwrap();
         let result = |elements: usize| Buffer::from_slice(gpu, &vec![f32::NAN; elements]).unwrap();
@@ -122,7 +122,7 @@ impl<'g> Memory<'g> {
         }
     }
 
-    fn forward(&self, experts: &Arrays<'_>) -> ExpertsForward {
+    pub(super) fn forward(&self, experts: &Arrays<'_>) -> ExpertsForward {
         ExpertsForward {
             stream: None,
             tokens: self.tokens,
@@ -137,7 +137,7 @@ impl<'g> Memory<'g> {
         }
     }
 
-    fn backward(&self, experts: &Arrays<'_>, gradients: &Arrays<'_>) -> ExpertsBackward {
+    pub(super) fn backward(&self, experts: &Arrays<'_>, gradients: &Arrays<'_>) -> ExpertsBackward {
         ExpertsBackward {
             stream: None,
             tokens: self.tokens,
@@ -162,12 +162,12 @@ impl<'g> Memory<'g> {
     }
 }
 
-fn forward(layer: &DeviceExperts<'_>, call: &ExpertsForward) -> Result<(), MoeError> {
+pub(super) fn forward(layer: &DeviceExperts<'_>, call: &ExpertsForward) -> Result<(), MoeError> {
     // SAFETY: the addresses are those of live buffers with the documented shapes; emulated kernels end in the call.
     unsafe { layer.forward(call) }
 }
 
-fn backward(layer: &DeviceExperts<'_>, call: &ExpertsBackward) -> Result<(), MoeError> {
+pub(super) fn backward(layer: &DeviceExperts<'_>, call: &ExpertsBackward) -> Result<(), MoeError> {
     // SAFETY: as in `forward`.
     unsafe { layer.backward(call) }
 }
@@ -198,7 +198,7 @@ impl<'g> Part<'g> {
     }
 }
 
-fn external(mut layer: LayerConfig) -> LayerConfig {
+pub(super) fn external(mut layer: LayerConfig) -> LayerConfig {
     layer.router = RouterConfig::external(layer.router.top_k);
     layer
 }
