@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: gpu/check.sh [--dry-run] [--again] STAGE...
-#        STAGE: facts smoke correct speed profile network sanitize p2p nccl groups stores tune hosts correct-all speed-all, or all
+#        STAGE: facts smoke correct speed profile network sanitize p2p nccl plugin groups stores tune hosts correct-all speed-all, or all
 #
 # Runs the checks and measurements that need a GPU, in stages of at most 8 minutes that can be run separately. `all` runs them in
 # this order, the most informative first: the first four take at most ten minutes and show whether the program runs, is correct and
@@ -24,7 +24,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-all=(facts smoke correct speed profile network sanitize p2p nccl groups stores tune hosts correct-all speed-all)
+all=(facts smoke correct speed profile network sanitize p2p nccl plugin groups stores tune hosts correct-all speed-all)
 declare -A limits=([facts]=60 [smoke]=150 [correct]=150 [speed]=240)
 dry=0 again=0 stages=()
 for arg in "$@"; do
@@ -596,6 +596,15 @@ stage_speed_all() {
         mps_off
     done
     speed_table
+}
+
+# The Python package is a wheel that was built on another machine.
+stage_plugin() {
+    if [ $dry = 0 ] && ! python3 -c 'import aristos' 2>/dev/null; then
+        skip "the Python package" "python3 has no wheel of tools/cuda-wheel"
+        return
+    fi
+    try "the Python package on one GPU" python3 gpu/plugin.py
 }
 
 # Compares 16-bit results that are stored by TMA with results that are stored by lanes. Both are measured twice, in turn, so that changes of

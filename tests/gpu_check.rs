@@ -115,7 +115,7 @@ fn short_stages_come_first_within_ten_minutes() {
     let text = stdout(&world.check("--dry-run all", &[]));
     let stages: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("== ")).collect();
     assert_eq!(stages[..4], ["facts", "smoke", "correct", "speed"], "{text}");
-    assert_eq!(stages.len(), 15, "{stages:?}");
+    assert_eq!(stages.len(), 16, "{stages:?}");
     let script = fs::read_to_string(world.at("gpu/check.sh")).unwrap();
     let limits = script.lines().find(|line| line.starts_with("declare -A limits=")).unwrap();
     let seconds: u32 = limits.split(['=', ' ', ')']).filter_map(|word| word.parse::<u32>().ok()).sum();
