@@ -9,6 +9,7 @@ routing.
 """
 
 from . import _exit as _exit
+from . import _peft as _peft
 from ._aristos import AristosError, families
 from ._checkpoint import load, save
 from ._experts import experts

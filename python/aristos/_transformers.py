@@ -1,6 +1,9 @@
 """The expert-parallel implementation ``"aristos"`` for transformers (5.23 or later)."""
 
+import functools
+
 import torch
+from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -69,5 +72,24 @@ def _alone(module, hidden_states, top_k_index, top_k_weights):
     return module._aristos.run(hidden_states, top_k_index, top_k_weights, _group.alone())
 
 
+# The names of the number of experts in the configurations of families.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_check_implementation = PreTrainedModel._check_and_adjust_experts_implementation
+
+
+@functools.wraps(_check_implementation)
+def _refuse_if_never_called(self, experts_implementation):
+    """Refuses families whose experts transformers computes in its own code, so that it would accept the implementation and never call it."""
+    if experts_implementation == "aristos" and not self._can_set_experts_implementation():
+        for field in _EXPERT_COUNTS:
+            if getattr(self.config, field, 0):
+                raise NotImplementedError(
+                    f"{type(self).__name__} has {field} = {getattr(self.config, field)}, but transformers lets no implementation compute the "
+                    f'experts of {self.config.model_type}: experts_implementation="aristos" would never be called'
+                )
+    return _check_implementation(self, experts_implementation)
+
+
+PreTrainedModel._check_and_adjust_experts_implementation = _refuse_if_never_called
 EPImplementationInterface.register("aristos", _AristosExperts)
 ALL_EXPERTS_FUNCTIONS.register("aristos", _alone)

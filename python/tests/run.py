@@ -1,8 +1,8 @@
 """Runs test cases of this folder and prints a line for each case: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
 A case is ``docs``, ``docs-device``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, likewise ``lengths``,
-``moe``, ``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or a case of test_transformers.py. Processes are forked
-with torchrun's variables after importing torch and transformers, because the imports take longer than most cases.
+``moe``, ``peft``, ``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or a case of test_transformers.py.
+Processes are forked with torchrun's variables after importing torch and transformers, because the imports take longer than most cases.
 """
 
 import os
@@ -54,6 +54,11 @@ def cases_of(text, size):
         return test_device.cases(name)
     if module in ("experts", "lengths", "moe", "training"):
         return {"experts": test_experts, "lengths": test_lengths, "moe": test_moe, "training": test_training}[module].cases(name, size)
+    if module == "peft":
+        # Imported here only, because it takes seconds.
+        import test_peft
+
+        return test_peft.cases(name, size)
     return [test_transformers.case_named(text)]
 
 

@@ -1,5 +1,7 @@
 """Training of models with `aristos.MoE` layers in the wrappers of torch and accelerate, compared with one process."""
 
+import contextlib
+import functools
 import sys
 import warnings
 
@@ -7,10 +9,13 @@ import torch
 import torch.distributed as dist
 from harness import full, refused, relative_error
 from test_moe import ALONE, EXPERTS, HIDDEN, INNER, TOP_K
+from test_transformers import folder_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import aristos
 
@@ -173,6 +178,67 @@ def clipping_of_any_norm():
     assert aristos.clip_grad_norm_([], 0.5) == 0
 
 
+def clipping_of_a_transformers_model(split):
+    """Transformers distributes experts and other parameters over different meshes."""
+
+    def case():
+        size, rank = dist.get_world_size(), dist.get_rank()
+        batch = torch.randint(3, 32, (2 * size, 12), generator=torch.Generator().manual_seed(2))
+        load = functools.partial(AutoModelForCausalLM.from_pretrained, folder_of("qwen3_moe"), dtype=torch.float32)
+        eager = load(experts_implementation="eager")
+        eager(input_ids=batch, labels=batch).loss.backward()
+        want = torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.01)
+        everyone()
+        model = load(distributed_config=DistributedConfig(ep_size=size, ep_implementation="aristos", **{split: size}))
+        mine = batch if split == "tp_size" else batch[2 * rank : 2 * rank + 2]
+        model(input_ids=mine, labels=mine).loss.backward()
+        got = aristos.clip_grad_norm_(model.parameters(), 0.01)
+        assert relative_error(got, want) <= 1e-5, (got, want)
+        grads = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+        errors = {name: relative_error(grad, eager.get_parameter(name).grad) for name, grad in grads.items()}
+        worst = max(errors, key=errors.get)
+        assert errors[worst] <= 1e-5, f"{worst}: {errors[worst]}"
+        return f"{errors[worst]:.1e}"
+
+    return case
+
+
+def autocast_computes_experts_in_its_type():
+    """In a layer and in a model of transformers."""
+    net = Net(everyone())
+    batch = batches()[0, dist.get_rank()]
+    want = net(batch)
+    with torch.autocast("cpu", torch.bfloat16), types_of_experts(aristos._moe) as seen:
+        got = net(batch)
+    assert seen == [torch.bfloat16] and 0 < relative_error(got, want) <= 2e-2
+    got.float().square().mean().backward()
+    assert net.moe.down_proj.grad.dtype == torch.float32
+    ids = torch.randint(3, 32, (2, 12), generator=torch.Generator().manual_seed(2))
+    losses = []
+    for how in ("eager", "aristos"):
+        model = AutoModelForCausalLM.from_pretrained(folder_of("qwen3_moe"), dtype=torch.float32, experts_implementation=how)
+        with torch.autocast("cpu", torch.bfloat16), types_of_experts(aristos._transformers) as seen:
+            losses.append(model(input_ids=ids, labels=ids).loss)
+    assert seen and set(seen) == {torch.bfloat16} and relative_error(losses[1], losses[0]) <= 1e-2
+
+
+@contextlib.contextmanager
+def types_of_experts(module):
+    """Records the types of what experts return to this module of the package."""
+    original, seen = module.run_experts, []
+
+    def recorded(*arguments, **form):
+        output = original(*arguments, **form)
+        seen.append(output.dtype)
+        return output
+
+    module.run_experts = recorded
+    try:
+        yield seen
+    finally:
+        module.run_experts = original
+
+
 def ddp_without_exclusion_fails():
     """DDP must not overwrite the experts of other processes."""
     net = Net(everyone())
@@ -244,6 +310,9 @@ CASES = dict(
     fsdp_with_torchs_clipping=fsdp("adamw", torch.nn.utils.clip_grad_norm_),
     fsdp_with_bf16_experts=fsdp_with_bf16_experts,
     clipping_of_any_norm=clipping_of_any_norm,
+    clipping_of_a_model_with_fsdp=clipping_of_a_transformers_model("fsdp_size"),
+    clipping_of_a_model_with_tp=clipping_of_a_transformers_model("tp_size"),
+    autocast_computes_experts_in_its_type=autocast_computes_experts_in_its_type,
     ddp_without_exclusion_fails=ddp_without_exclusion_fails,
     adafactor_is_refused=adafactor_is_refused,
     sharding_over_data_parallel_processes_alone_is_warned_of=sharding_over_data_parallel_processes_alone_is_warned_of,
@@ -251,7 +320,11 @@ CASES = dict(
 )
 
 # The number of processes that a case needs. Other cases run on any number above 1.
-SIZES = dict(sharding_over_data_parallel_processes_alone_is_warned_of=4, groups_of_experts_with_data_parallelism=4)
+SIZES = dict(
+    clipping_of_a_model_with_tp=2,
+    sharding_over_data_parallel_processes_alone_is_warned_of=4,
+    groups_of_experts_with_data_parallelism=4,
+)
 
 
 def cases(wanted, size):
