@@ -43,7 +43,7 @@ def cases_of(text, size):
     """Returns the cases, as (name, function) pairs, that a word of the command line stands for."""
     module, _, name = text.partition(":")
     if text == "docs":
-        return [("docs::the_ten_lines", test_docs.the_ten_lines)]
+        return [(f"docs::{case.__name__}", case) for case in (test_docs.the_ten_lines, test_docs.the_loop_with_data_parallelism)]
     if text == "docs-device":
         return [("docs::the_lines_for_one_gpu", test_docs.the_lines_for_one_gpu)]
     if text == "torchtitan":

@@ -1,5 +1,5 @@
-"""Runs the Python examples of docs/training.md under torchrun from the repository's root: the first one unmodified, and that for one GPU on an
-emulated device."""
+"""Runs the Python examples of docs/training.md under torchrun from the repository's root: those for several processes unmodified, and that for
+one GPU on an emulated device."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "training.md"
 
 def blocks():
     found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(found) == 3, f"{len(found)} blocks of Python"
+    assert len(found) == 4, f"{len(found)} blocks of Python"
     return [compile(block, str(PAGE), "exec") for block in found], found
 
 
@@ -29,8 +29,23 @@ def the_ten_lines():
     return f"loss {loss:.2f} per byte"
 
 
+def the_loop_with_data_parallelism():
+    names = {}
+    exec(blocks()[0][1], names)
+    loss = names["loss"].detach().clone()
+    dist.all_reduce(loss)
+    loss = loss.item() / dist.get_world_size()
+    # Equal probabilities give ln 256 = 5.5.
+    assert loss < 4, loss
+    norm = names["norm"].clone()
+    dist.broadcast(norm, 0)
+    assert norm == names["norm"] and norm > 0
+    assert all(hasattr(parameter, "to_local") for parameter in names["model"].parameters())
+    return f"loss {loss:.2f} per byte"
+
+
 def the_lines_for_one_gpu():
-    lines = blocks()[1][1].replace('"MODEL"', '"examples/tiny-moe"').replace('"cuda"', '"cpu"')
+    lines = blocks()[1][2].replace('"MODEL"', '"examples/tiny-moe"').replace('"cuda"', '"cpu"')
     text = torch.tensor([list(b"The laws of most jurisdictions throughout the world")])
     names = dict(batches=[text, text])
     os.environ["ARISTOS_DEVICE"] = "emulated"

@@ -13,7 +13,9 @@ from test_transformers import folder_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -239,18 +241,46 @@ def types_of_experts(module):
         module.run_experts = original
 
 
-def ddp_without_exclusion_fails():
-    """DDP must not overwrite the experts of other processes."""
-    net = Net(everyone())
-    before = net.moe.down_proj.to_local().detach().clone()
-    try:
-        DistributedDataParallel(net)
-        raise AssertionError("DDP takes DTensors")
-    except RuntimeError as error:
-        assert "DTensor" in str(error), error
-        said = str(error).splitlines()[0]
-    assert torch.equal(net.moe.down_proj.to_local(), before)
-    return said
+def tools_that_do_not_take_dtensors_fail():
+    """They fail with an error, before they change the experts."""
+
+    def step(**options):
+        net = Net(everyone())
+        net(batches()[0, 0]).sum().backward()
+        return net, torch.optim.SGD(net.parameters(), lr=0.1, **options).step
+
+    def zero():
+        net = Net(everyone())
+        net(batches()[0, 0]).sum().backward()
+        return net, ZeroRedundancyOptimizer(net.parameters(), optimizer_class=torch.optim.SGD, lr=0.0).step
+
+    def average():
+        net = Net(everyone())
+        copied = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        copied.update_parameters(net)
+        return net, lambda: copied.update_parameters(net)
+
+    def wrapped(wrap):
+        net = Net(everyone())
+        return net, lambda: wrap(net)
+
+    tools = [
+        wrapped(DistributedDataParallel),
+        wrapped(lambda net: fully_shard(net, mesh=everyone().mesh)),
+        step(fused=True),
+        step(foreach=True),
+        zero(),
+        average(),
+    ]
+    for at, (net, call) in enumerate(tools):
+        before = net.moe.down_proj.to_local().detach().clone()
+        try:
+            call()
+            raise AssertionError(f"expected an error of tool {at}")
+        except (RuntimeError, NotImplementedError) as error:
+            words = ("DTensor", "sharding strategy", "overlapping meshes")
+            assert any(word in str(error) for word in words), error
+        assert torch.equal(net.moe.down_proj.to_local(), before)
 
 
 def adafactor_is_refused():
@@ -313,7 +343,7 @@ CASES = dict(
     clipping_of_a_model_with_fsdp=clipping_of_a_transformers_model("fsdp_size"),
     clipping_of_a_model_with_tp=clipping_of_a_transformers_model("tp_size"),
     autocast_computes_experts_in_its_type=autocast_computes_experts_in_its_type,
-    ddp_without_exclusion_fails=ddp_without_exclusion_fails,
+    tools_that_do_not_take_dtensors_fail=tools_that_do_not_take_dtensors_fail,
     adafactor_is_refused=adafactor_is_refused,
     sharding_over_data_parallel_processes_alone_is_warned_of=sharding_over_data_parallel_processes_alone_is_warned_of,
     groups_of_experts_with_data_parallelism=groups_of_experts_with_data_parallelism,
