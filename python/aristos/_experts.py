@@ -7,6 +7,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _aristos, _device, _group
 from ._parameters import local
@@ -62,6 +63,9 @@ def experts(
     """
     group = group or _group.default()
     up, down, up_bias, down_bias = (local(tensor) for tensor in (up, down, up_bias, down_bias))
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(one).tangent is not None for one in (x, weights, up, down)):
+        # torch would give a derivative of 0.
+        raise NotImplementedError("aristos.experts has no forward-mode derivative (jvp), use backward")
     if torch.is_autocast_enabled(x.device.type):
         x, up, down = (tensor.to(torch.get_autocast_dtype(x.device.type)) for tensor in (x, up, down))
     _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit)

@@ -9,10 +9,11 @@ from ._parameters import local
 
 
 def expert_parameters(model):
-    """Returns the set of the parameters of the model's `MoE` layers that are distributed over processes. FSDP must leave them alone:
-    ``fully_shard(model, mesh=group.mesh, ignored_params=aristos.expert_parameters(model))``."""
+    """Returns the set of the parameters of the model's `MoE` layers that are distributed over processes, in the same order on all processes.
+    FSDP must leave them alone: ``fully_shard(model, mesh=group.mesh, ignored_params=aristos.expert_parameters(model))``."""
     layers = [layer for layer in model.modules() if isinstance(layer, MoE) and layer.group.size > 1]
-    return {layer.get_parameter(name) for layer in layers for name in EXPERT_NAMES}
+    # Unlike a set, the keys of a dict have an order.
+    return {layer.get_parameter(name): None for layer in layers for name in EXPERT_NAMES}.keys()
 
 
 def exclude_experts(model):

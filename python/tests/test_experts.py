@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness import refused, relative_error
 from test_moe import moe_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -190,6 +191,16 @@ def second_backward_names_retain_graph():
     output.backward(problem.grad, retain_graph=True)
     refused(ValueError, ["a pass allows one backward", "retain_graph=True", "forward pass again"], lambda: output.backward(problem.grad))
     return equal_in(torch.float32, 1e-5)()
+
+
+def forward_mode_is_refused():
+    p = Problem()
+    tangent = torch.ones_like(p.x)
+    call = lambda x: aristos.experts(x, p.ids, p.w, p.up, p.down)
+    refused(NotImplementedError, ["no forward-mode derivative (jvp)"], lambda: torch.func.jvp(call, (p.x.detach(),), (tangent,)))
+    with forward_ad.dual_level():
+        refused(NotImplementedError, ["no forward-mode derivative (jvp)"], lambda: call(forward_ad.make_dual(p.x.detach(), tangent)))
+        call(p.x)
 
 
 def one_layer_twice_in_a_step():
@@ -496,6 +507,7 @@ CASES = [
     ("frozen_experts_cost_no_gradients", frozen_experts_cost_no_gradients),
     ("autocast_computes_in_its_type", autocast_computes_in_its_type),
     ("second_backward_names_retain_graph", second_backward_names_retain_graph),
+    ("forward_mode_is_refused", forward_mode_is_refused),
     ("one_layer_twice_in_a_step", one_layer_twice_in_a_step),
     ("without_gradients", without_gradients),
     ("strided_inputs", strided_inputs),

@@ -8,7 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from harness import full, refused, relative_error
-from test_moe import ALONE, EXPERTS, HIDDEN, INNER, TOP_K
+from test_moe import ALONE, EXPERTS, HIDDEN, INNER, TOP_K, shared_folder
 from test_transformers import folder_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -144,6 +144,36 @@ def fsdp_with_bf16_experts():
     error = relative_error(full(net.moe.down_proj.grad), single.moe.down_proj.grad)
     assert error <= 0.1, error
     return f"{error:.1e}"
+
+
+def fsdp_of_a_model_on_meta():
+    """A model that FSDP shards before it has memory gets the start weights of one process, and is saved and loaded."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group, single = everyone(), Net(ALONE)
+    with torch.device("meta"):
+        net = Net(group)
+    fully_shard(net, mesh=group.mesh, ignored_params=aristos.expert_parameters(net))
+    net.to_empty(device="cpu")
+    torch.manual_seed(10 + rank)
+    net.moe.reset_parameters()
+    torch.manual_seed(10)
+    single.moe.reset_parameters()
+    wrong = [name for name, parameter in net.moe.named_parameters() if not torch.equal(full(parameter), single.moe.get_parameter(name))]
+    assert not wrong, wrong
+    folder = shared_folder()
+    if rank == 0:
+        aristos.save(single, folder, ALONE)
+    dist.barrier()
+    aristos.load(net, folder)
+    folder = shared_folder()
+    aristos.save(net, folder, group)
+    other = Net(ALONE)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(9.0)
+    aristos.load(other, folder)
+    wrong = [name for name, parameter in other.named_parameters() if not torch.equal(parameter, single.get_parameter(name))]
+    assert not wrong and size > 1, wrong
 
 
 def clipping_of_any_norm():
@@ -319,7 +349,7 @@ def groups_of_experts_with_data_parallelism():
         experts = aristos.expert_parameters(net)
 
         def average():
-            for parameter in sorted(experts, key=lambda one: one.shape):
+            for parameter in experts:
                 grad = parameter.grad.to_local()
                 dist.all_reduce(grad, group=mesh["dp"].get_group())
                 grad /= mesh["dp"].size()
@@ -339,6 +369,7 @@ CASES = dict(
     fsdp_sgd=fsdp("sgd", aristos.clip_grad_norm_),
     fsdp_with_torchs_clipping=fsdp("adamw", torch.nn.utils.clip_grad_norm_),
     fsdp_with_bf16_experts=fsdp_with_bf16_experts,
+    fsdp_of_a_model_on_meta=fsdp_of_a_model_on_meta,
     clipping_of_any_norm=clipping_of_any_norm,
     clipping_of_a_model_with_fsdp=clipping_of_a_transformers_model("fsdp_size"),
     clipping_of_a_model_with_tp=clipping_of_a_transformers_model("tp_size"),
