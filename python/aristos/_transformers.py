@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import _aristos, _group, _routing
+from . import _aristos, _group, _optimizers, _routing
 from ._experts import experts as run_experts
 from ._parameters import local
 
@@ -56,6 +56,7 @@ class _AristosExperts(EPImplementation):
 
     def __init__(self, experts, ep_mesh, tp_mesh):
         super().__init__(experts, ep_mesh, tp_mesh)
+        _optimizers.check_all()
         self._stored = _Stored(experts)
         self._group = _group.of(ep_mesh.get_group())
         # Each process of a group that shares a batch computes a part of it.

@@ -7,6 +7,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+import transformers
 from harness import full, refused, relative_error
 from test_moe import ALONE, EXPERTS, HIDDEN, INNER, TOP_K, shared_folder
 from test_transformers import folder_of
@@ -321,6 +322,11 @@ def adafactor_is_refused():
     single = Net(ALONE)
     single(batches()[0, 0]).sum().backward()
     torch.optim.Adafactor(single.parameters()).step()
+    size = dist.get_world_size()
+    split = DistributedConfig(ep_size=size, fsdp_size=size, ep_implementation="aristos")
+    model = AutoModelForCausalLM.from_pretrained(folder_of("qwen3_moe"), dtype=torch.float32, distributed_config=split)
+    for kind in (torch.optim.Adafactor, transformers.Adafactor):
+        refused(RuntimeError, ["Adafactor", "torch.optim.AdamW"], kind(model.parameters()).step)
 
 
 def sharding_over_data_parallel_processes_alone_is_warned_of():
