@@ -37,7 +37,8 @@ def init(*, wait_limit_s=None, max_tokens=None):
             has CUDA devices, as in NCCL.
         max_tokens: number of tokens for which a layer's windows have room. A batch in which a process has more is sent in parts, which
             is slower. By default, it is the largest number that any process has in a layer's first pass, and the windows grow before the
-            next pass after a larger batch. If given, they keep this size. On a device it is the maximum, and does not grow.
+            next pass after a larger batch. If given, they keep this size. On a device it is the maximum, and grows only if the group has
+            one process.
 
     Returns:
         The `Group`.
@@ -207,29 +208,35 @@ class Group:
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked after its group was made: start it by spawn instead, or, alone, call aristos.init() in it")
         key = (device, number, *shape.values())
-        if key not in self._layers:
-            self._layers[key] = self._make(tokens, device, number, shape)
-        native, max_tokens = self._layers[key]
-        if device is not None and tokens > max_tokens:
-            longest = f"aristos.init(max_tokens={tokens}) before the first pass makes room for more"
-            raise ValueError(f"x has {tokens} tokens, expected at most {max_tokens} on a device: {longest}")
-        # A forward pass is collective, and all processes know of a larger batch after the pass in which it occurred.
-        if device is None and self.max_tokens is None and (grown := native.grown(self._next_key())):
-            self._layers[key] = grown, None
+        layers = self._layers.setdefault(key, [])
+        if not layers:
+            layers.append(self._make(tokens, device, number, shape))
+        elif device is None and self.max_tokens is None and (grown := layers[0][0].grown(self._next_key())):
+            # A forward pass is collective, and all processes know of a larger batch after the pass in which it occurred.
+            layers[0] = grown, None
             self._made += 1
-            return grown
-        return native
+        elif device is not None and self.max_tokens is None and self.size == 1 and tokens > layers[-1][1]:
+            # The smaller layers stay, because passes of theirs may still need a backward pass.
+            layers.append(self._make(max(tokens, layers[-1][1] * 3 // 2), device, number, shape))
+        if device is None:
+            return layers[0][0]
+        for native, max_tokens in layers:
+            if tokens <= max_tokens:
+                return native
+        longest = f"aristos.init(max_tokens={tokens}) before the first pass makes room for more"
+        raise ValueError(f"x has {tokens} tokens, expected at most {max_tokens} on a device: {longest}")
 
     def _next_key(self):
         return f"{self._key}-{self._starts}-{self._made}"
 
     def sent_bytes(self):
         """The number of bytes that this process has put to other processes, summed over all layers on the CPU."""
-        return sum(native.sent_bytes() for native, _ in self._layers.values() if isinstance(native, _aristos.Layer))
+        natives = (native for layers in self._layers.values() for native, _ in layers)
+        return sum(native.sent_bytes() for native in natives if isinstance(native, _aristos.Layer))
 
     def check(self):
         """Raises the error of a pass on a device that has ended, without waiting. Other calls raise it when the next pass begins."""
-        for native, _ in self._layers.values():
+        for native in (native for layers in self._layers.values() for native, _ in layers):
             if not isinstance(native, _aristos.Layer):
                 native.check()
 

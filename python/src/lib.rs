@@ -397,17 +397,16 @@ impl Layer {
     /// Returns a layer that runs the largest batch of this layer in one pass, or None if this layer does (collective). All processes decide
     /// alike, because all of them know the size of that batch.
     fn grown(&self, py: Python<'_>, key: &str) -> PyResult<Option<Layer>> {
-        let (rank, mut spec, most, failed) = py.detach(|| {
+        let grown = py.detach(|| {
             let state = lock(&self.state)?;
             let (rank, spec, most) = match &state.engine {
-                Engine::F32(layer) => (layer.my_pe(), layer.spec().clone(), layer.most_tokens()),
-                Engine::Bf16(layer) => (layer.my_pe(), layer.spec().clone(), layer.most_tokens()),
+                Engine::F32(layer) => (layer.my_pe(), layer.spec(), layer.most_tokens()),
+                Engine::Bf16(layer) => (layer.my_pe(), layer.spec(), layer.most_tokens()),
             };
-            Ok::<_, PyErr>((rank, spec, most, state.failed.is_some()))
+            let is_large = most <= spec.max_tokens || spec.placement.n_pes() == 1;
+            Ok::<_, PyErr>((!is_large && state.failed.is_none()).then(|| (rank, spec.clone(), most)))
         })?;
-        if most <= spec.max_tokens || spec.placement.n_pes() == 1 || failed {
-            return Ok(None);
-        }
+        let Some((rank, mut spec, most)) = grown else { return Ok(None) };
         spec.max_tokens = most + most / SPARE_PART;
         Layer::make(py, key, rank, spec, self.sent.clone()).map(Some)
     }

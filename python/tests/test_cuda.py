@@ -129,7 +129,7 @@ def other_thread_has_the_context():
 
 def margin_is_left_where_a_group_exists():
     """The stand-in device has 10 multiprocessors for two blocks each. With the margin, a multiprocessor has one block."""
-    blocks = lambda: next(iter(_group.default()._layers.values()))[0].blocks()
+    blocks = lambda: next(iter(_group.default()._layers.values()))[0][0].blocks()
     Inputs().step()
     assert blocks() == 20, blocks()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

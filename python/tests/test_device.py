@@ -87,7 +87,7 @@ def memory_is_not_copied():
 
     group = _group.default()
     before = dict(group._layers)
-    group._layers = {key: (Spy(native), most) for key, (native, most) in before.items()}
+    group._layers = {key: [(Spy(native), most) for native, most in layers] for key, layers in before.items()}
     try:
         problem.experts()
     finally:
@@ -409,8 +409,9 @@ def invalid_arguments_are_named_and_the_next_pass_works():
     refused(ValueError, ["ARISTOS_DEVICE is 'emulate', expected cpu or emulated"], call)
     os.environ["ARISTOS_DEVICE"] = "emulated"
     p.experts()
-    more = Problem(BF16, counts=[100] * dist.get_world_size())
-    refused(ValueError, ["x has 100 tokens, expected at most", "on a device: aristos.init(max_tokens=100)"], more.experts)
+    if dist.get_world_size() > 1:
+        more = Problem(BF16, counts=[100] * dist.get_world_size())
+        refused(ValueError, ["x has 100 tokens, expected at most", "on a device: aristos.init(max_tokens=100)"], more.experts)
     # Only one process makes the invalid choice. The pass ends on all processes, and the next call of this process reports the choice.
     if dist.get_rank() == 0:
         call(ids=p.ids.index_fill(0, torch.tensor([1]), 2**33))
@@ -418,6 +419,20 @@ def invalid_arguments_are_named_and_the_next_pass_works():
     else:
         p.experts()
     return right(p, step_of(p))
+
+
+def longer_batches_of_one_process():
+    if dist.get_world_size() > 1:
+        return
+    aristos.init()
+    problems = [Problem(BF16, seed=tokens, counts=[tokens]) for tokens in (4, 30, 31, 90, 20)]
+    outputs = [problem.experts() for problem in problems]
+    for problem, output in zip(problems, outputs):
+        output.backward(problem.grad)
+        right(problem, output)
+    aristos.init(max_tokens=8)
+    refused(ValueError, ["x has 30 tokens, expected at most 8 on a device", "max_tokens=30"], problems[1].experts)
+    aristos.init()
 
 
 def stopped_rank_is_named():
@@ -459,6 +474,7 @@ CASES = [
     ("moe_equals_eager", moe_equals_eager),
     ("fsdp_shards_the_other_parameters", fsdp_shards_the_other_parameters),
     ("invalid_arguments_are_named_and_the_next_pass_works", invalid_arguments_are_named_and_the_next_pass_works),
+    ("longer_batches_of_one_process", longer_batches_of_one_process),
     ("stopped_rank_is_named", stopped_rank_is_named),
 ]
 

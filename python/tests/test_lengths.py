@@ -110,10 +110,12 @@ def memory_of_a_configuration():
     config = Qwen3MoeConfig(hidden_size=HIDDEN, num_experts=EXPERTS, num_experts_per_tok=TOP_K, num_hidden_layers=1)
     of_layer = aristos.MoE(HIDDEN, 24, EXPERTS, TOP_K, group=aristos.init())
     assert aristos.memory(config, 100, 4) == aristos.memory(config.to_dict(), 100, 4) == aristos.memory(of_layer, 100, 4)
+    assert aristos.memory(dict(hidden=HIDDEN, intermediate=24, experts=EXPERTS, top_k=TOP_K), 100, 4) == aristos.memory(config, 100, 4)
     narrow = aristos.memory(config, 1000, 4, dtype=torch.bfloat16) / aristos.memory(config, 1000, 4)
     assert 0.5 < narrow < 0.75, narrow
     refused(ValueError, ["tokens is 0, expected an integer of at least 1"], lambda: aristos.memory(config, 0, 4))
     refused(ValueError, ["ranks is 3, expected a divisor of 8"], lambda: aristos.memory(config, 100, 3))
+    refused(ValueError, ["neither model_type nor top_k"], lambda: aristos.memory(dict(hidden=16, experts=8), 100, 4))
     refused(ValueError, ["dtype is torch.float64"], lambda: aristos.memory(config, 100, 4, dtype=torch.float64))
 
 

@@ -445,17 +445,17 @@ pub fn block_routes(
     };
     let mut assigner = placement.replica_assigner(source, |e| u64::from(pairs[e]));
     for (token, chosen) in routing.chosen.chunks_exact(top_k).enumerate() {
+        let (block, of_block) = (token / block_tokens, token % block_tokens);
         // The slots of a row are in expert order, regardless of the caller's order, because results are summed in the order of slots.
         columns.sort_unstable_by_key(|&column| chosen[column]);
         for &column in &columns {
             let (expert, choice) = (chosen[column], token * top_k + column);
-            let of_block = token % block_tokens;
             // Neither `NO_EXPERT` nor identity experts are sent.
             if expert as usize >= placement.n_experts() || !routing.is_kept(choice) {
                 continue;
             }
             let (pe, local) = assigner.next(expert as usize);
-            let to = &mut all[token / block_tokens][pe];
+            let to = &mut all[block][pe];
             if to.tokens.last() != Some(&(of_block as u32)) {
                 to.tokens.push(of_block as u32);
                 to.slot_start.push(to.slots.len() as u32);
