@@ -7,7 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from harness import refused
+from harness import full, refused, relative_error
 from test_experts import EXPERTS, HIDDEN, TOP_K, Problem, matches
 
 import aristos
@@ -93,6 +93,32 @@ def backward_through_windows_that_have_grown():
     assert size == 1 or one < both, f"{one} bytes of windows, and {both} before"
 
 
+def equal_layers_and_longer_evaluations():
+    """Two equal layers share their windows, which have room for the training batches. Each evaluation is longer, one of them on one process
+    only."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def model(group):
+        torch.manual_seed(3)
+        return torch.nn.Sequential(*[aristos.MoE(HIDDEN, 24, EXPERTS, TOP_K, group=group) for _ in range(2)])
+
+    spread, single = model(aristos.init()), model(aristos.Group.alone())
+    for step, (tokens, evaluates) in enumerate([(5, False), (60, True), (7, False), (200, True), (150, False)]):
+        x = torch.randn(size, tokens, HIDDEN, generator=torch.Generator().manual_seed(step))
+        mine = x[rank][:1] if step == 3 and rank else x[rank]
+        with torch.set_grad_enabled(not evaluates):
+            got, want = spread(mine), single(x)
+        error = relative_error(got, want[rank][: len(mine)])
+        assert error <= 1e-5, f"step {step}: {error}"
+        if not evaluates:
+            for output, network in ((got, spread), (want, single)):
+                network.zero_grad()
+                output.square().sum().backward()
+            gradient, whole = spread[0].down_proj.grad, single[0].down_proj.grad
+            error = relative_error(full(gradient), whole)
+            assert error <= 1e-5, f"step {step}: {error}"
+
+
 def given_length_is_kept():
     size = dist.get_world_size()
     group = aristos.init(max_tokens=4)
@@ -122,6 +148,7 @@ def memory_of_a_configuration():
 CASES = [
     ("fifty_lengths_in_random_order", fifty_lengths_in_random_order),
     ("backward_through_windows_that_have_grown", backward_through_windows_that_have_grown),
+    ("equal_layers_and_longer_evaluations", equal_layers_and_longer_evaluations),
     ("given_length_is_kept", given_length_is_kept),
     ("memory_of_a_configuration", memory_of_a_configuration),
 ]
