@@ -104,7 +104,7 @@ class _Save:
                 blocks.append(_parameters.local(state.pop(prefix + name)))
             own |= part.matrices(prefix, *blocks)
         # Other DTensors are gathered on all processes, because that is collective.
-        rest = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in state.items()}
+        rest = {name: tensor.full_tensor() if _parameters.is_dtensor(tensor) else tensor for name, tensor in state.items()}
         tensors = own if self.group.rank else own | rest
         self.tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         return token, sum(tensor.nbytes for tensor in self.tensors.values())

@@ -190,7 +190,7 @@ class MoE(nn.Module):
         checkpoints."""
         for name in EXPERT_NAMES:
             parameter, given = self.get_parameter(name), state_dict.get(prefix + name)
-            if given is not None and not hasattr(given, "to_local") and given.shape == parameter.shape:
+            if given is not None and not _parameters.is_dtensor(given) and given.shape == parameter.shape:
                 block = given[self.local[0] : self.local[-1] + 1]
                 state_dict[prefix + name] = _parameters.sharded(block, self.group)
         given = {name: state_dict[name] for name in state_dict if name.startswith(f"{prefix}experts.")}

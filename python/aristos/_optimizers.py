@@ -6,6 +6,7 @@ import weakref
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _group
+from ._parameters import is_dtensor
 
 # The optimizers that have been checked.
 _checked = weakref.WeakSet()
@@ -21,7 +22,7 @@ def check_all():
 def _check(optimizer, args, kwargs):
     if optimizer in _checked:
         return
-    sharded = [one for group in optimizer.param_groups for one in group["params"] if hasattr(one, "to_local")]
+    sharded = [one for group in optimizer.param_groups for one in group["params"] if is_dtensor(one)]
     if sharded and type(optimizer).__name__ == "Adafactor":
         raise RuntimeError(
             "Adafactor scales the steps of a DTensor by the norm of this process's part of it, so that they depend on the number of processes: "

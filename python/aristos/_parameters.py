@@ -4,12 +4,21 @@ import hashlib
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+# A compiler's trace does not see a DTensor's attributes, but its class.
+if dist.is_available():
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+
+def is_dtensor(tensor):
+    return dist.is_available() and isinstance(tensor, DTensor)
 
 
 def local(tensor):
     """This process's part of a DTensor, in the same memory, or the tensor itself if it is not a DTensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def sharded(block, group):
@@ -17,17 +26,13 @@ def sharded(block, group):
     process it is the block itself."""
     if group.size == 1:
         return block
-    from torch.distributed.tensor import DTensor, Shard
-
     return DTensor.from_local(block, group.mesh, [Shard(0)], run_check=False)
 
 
 def distributed_like(values, parameter):
     """Returns a plain tensor, which all processes have, in the layout of the parameter. Without communication."""
-    if not hasattr(parameter, "to_local"):
+    if not is_dtensor(parameter):
         return values
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 

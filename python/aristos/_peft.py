@@ -9,6 +9,8 @@ import importlib.abc
 import importlib.util
 import sys
 
+from ._parameters import is_dtensor
+
 _LAYERS = "peft.tuners.lora.layer"
 
 
@@ -41,7 +43,7 @@ def _patch(layers):
 
     @functools.wraps(sum_of_factors)
     def forward(self, W):
-        if not hasattr(W, "to_local"):
+        if not is_dtensor(W):
             return sum_of_factors(self, W)
         rows = own_rows(W)
         return _like(sum_of_factors(proxy(self.lhs[rows], self.rhs[rows], self.scaling), W.to_local()), W)
@@ -49,7 +51,7 @@ def _patch(layers):
     @functools.wraps(get_delta_weight)
     def get_own_delta_weight(self, *args, **kwargs):
         delta, parameter = get_delta_weight(self, *args, **kwargs), self.get_param()
-        return _like(delta[own_rows(parameter)].contiguous(), parameter) if hasattr(parameter, "to_local") else delta
+        return _like(delta[own_rows(parameter)].contiguous(), parameter) if is_dtensor(parameter) else delta
 
     proxy.forward, wrapper.get_delta_weight = forward, get_own_delta_weight
 

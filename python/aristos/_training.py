@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._moe import EXPERT_NAMES, MoE
-from ._parameters import local
+from ._parameters import is_dtensor, local
 
 
 def expert_parameters(model):
@@ -68,14 +68,14 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
 
 def _shards(parameter):
     """The dimensions of a DTensor's mesh over which the tensor is divided, as pairs of the mesh and the index of the dimension."""
-    if not hasattr(parameter, "to_local"):
+    if not is_dtensor(parameter):
         return ()
     return tuple((parameter.device_mesh, dim) for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
 
 
 def _local_grad(parameter):
     grad = parameter.grad
-    if hasattr(grad, "to_local") and grad.placements != parameter.placements:
+    if is_dtensor(grad) and grad.placements != parameter.placements:
         # For example a sum of which each process has a part. The gradient that is clipped must be that of the optimizer.
         grad = parameter.grad = grad.redistribute(placements=parameter.placements)
     return local(grad)

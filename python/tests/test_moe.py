@@ -159,6 +159,20 @@ def means_are_scaled_sums():
     refused(RuntimeError, ["mean_gradients is True"], means.scale_gradients)
 
 
+def compiled_layer_equals_eager():
+    module = spread_of(aux_loss_coef=0.0, mean_gradients=True)
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank()))
+    outputs, grads = [], []
+    for call in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+        outputs.append(call(x))
+        outputs[-1].square().sum().backward()
+        grads.append({name: full(parameter.grad) for name, parameter in module.named_parameters()})
+        module.zero_grad()
+    assert torch.equal(*outputs)
+    errors = {name: relative_error(grads[1][name], grad) for name, grad in grads[0].items()}
+    assert max(errors.values()) <= 1e-6, errors
+
+
 def copies_after_a_pass_equal_the_layer():
     module = spread_of()
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(4))
@@ -321,6 +335,7 @@ CASES = [
     reset_repeats_the_start,
     gradients_are_zero_without_tokens,
     means_are_scaled_sums,
+    compiled_layer_equals_eager,
     copies_after_a_pass_equal_the_layer,
     copies_for_another_group_are_refused,
     description_names_the_local_experts,
