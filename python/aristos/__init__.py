@@ -11,6 +11,7 @@ routing.
 from . import _exit as _exit
 from . import _peft as _peft
 from ._aristos import AristosError, families
+from ._balance import rebalance_experts
 from ._checkpoint import load, save
 from ._experts import experts
 from ._group import Group, init
@@ -32,6 +33,7 @@ __all__ = [
     "init",
     "load",
     "memory",
+    "rebalance_experts",
     "save",
 ]
 

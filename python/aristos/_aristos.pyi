@@ -79,6 +79,17 @@ class Saved:
 DEVICES: list[str]
 
 def families() -> list[str]: ...
+def rebalance_experts(
+    weight: list[list[float]],
+    num_replicas: int | None,
+    num_groups: int,
+    num_nodes: int,
+    num_ranks: int,
+    imbalance: float | None,
+    current: list[list[int]] | None,
+    move_cost: float,
+    shares: bool,
+) -> tuple[list[list[int]], list[list[list[int]]], list[list[int]], list[list[float]]]: ...
 def family_expert(config: str) -> dict[str, str | bool | float]: ...
 def family_sizes(config: str) -> tuple[int, int, int]: ...
 def window_bytes(hidden: int, experts: int, top_k: int, dtype: str, max_tokens: int, size: int) -> int: ...

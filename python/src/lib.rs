@@ -15,6 +15,7 @@ use aristos::moe::placement::block;
 use aristos::moe::{
     self, Dtype, LayerConfig, LayerSpec, MatrixGradientMut, MlpGradientsMut, MoeLayer, Proj, proj_index,
 };
+use aristos::plan::{Rebalance, rebalance_auto, rebalance_with};
 use aristos::shmem::{ShmTransport, Shmem};
 use half::bf16;
 use pyo3::exceptions::PyValueError;
@@ -535,6 +536,33 @@ fn families() -> Vec<&'static str> {
     Family::all().map(Family::model_type).collect()
 }
 
+/// `phy2log`, `log2phy`, `logcnt` and, with `shares`, the parts of the physical experts, by layer.
+type Rebalanced = (Vec<Vec<usize>>, Vec<Vec<Vec<i64>>>, Vec<Vec<usize>>, Vec<Vec<f64>>);
+
+/// Replicates and places experts, see `aristos.rebalance_experts`.
+#[pyfunction]
+#[allow(clippy::too_many_arguments)]
+fn rebalance_experts(
+    py: Python<'_>,
+    weight: Vec<Vec<f64>>,
+    num_replicas: Option<usize>,
+    num_groups: usize,
+    num_nodes: usize,
+    num_ranks: usize,
+    imbalance: Option<f64>,
+    current: Option<Vec<Vec<usize>>>,
+    move_cost: f64,
+    shares: bool,
+) -> PyResult<Rebalanced> {
+    let how = Rebalance { shares, current: current.as_deref(), move_cost };
+    let all = py.detach(|| match num_replicas {
+        Some(replicas) => rebalance_with(how, &weight, replicas, num_groups, num_nodes, num_ranks),
+        None => rebalance_auto(how, &weight, imbalance, num_groups, num_nodes, num_ranks),
+    });
+    let all = all.map_err(|error| PyValueError::new_err(error.to_string()))?;
+    Ok((all.phy2log, all.log2phy, all.logcnt, all.shares))
+}
+
 /// Returns the instruction set that the kernels use on this CPU, which `ARISTOS_CPU` can limit: scalar, avx2, avx512, avx512bf16 or amx.
 #[pyfunction]
 fn instruction_set() -> &'static str {
@@ -557,6 +585,7 @@ fn _aristos(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(family_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(families, module)?)?;
     module.add_function(wrap_pyfunction!(window_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(rebalance_experts, module)?)?;
     module.add_function(wrap_pyfunction!(instruction_set, module)?)?;
     module.add_class::<Layer>()?;
     module.add_class::<Saved>()?;
