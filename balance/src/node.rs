@@ -12,14 +12,16 @@ const HOT: f64 = 0.3;
 const COLD: f64 = 0.001;
 /// A placement this close to the lower bound ends the search.
 const CLOSE: f64 = 1e-3;
-/// Replicas are counted for these largest loads of a replica, over the lower bound of a rank's. The best `ANNEALED` packings are annealed.
-const LARGEST: [f64; 8] = [f64::INFINITY, 1.01, 1.0, 0.95, 0.9, 0.85, 0.75, 0.6];
+/// Replicas are counted for largest loads of a replica of 1 - i / `LARGEST` times the lower bound of a rank's, i up to half of it, and for any largest load. The
+/// best `ANNEALED` packings are annealed.
+const LARGEST: usize = 40;
 const ANNEALED: usize = 3;
 /// Largest loads that a placement in use is brought to, and maximum exchanges considered.
 const LEVELS: usize = 8;
 const CONSIDERED: usize = 20_000_000;
-/// Maximum exchanges of one step; larger nodes are only annealed.
+/// Maximum exchanges of one step, and maximum ranks; larger nodes are only annealed, from one start.
 const STEP: usize = 1 << 21;
+const RANKS: usize = 1024;
 /// Maximum exchanges considered after packing neighbouring counts, and the packing's own work in these units.
 const PACKED: usize = 400_000;
 const PACK: usize = 1000;
@@ -123,8 +125,12 @@ pub(super) fn place(weight: &[f64], ranks: usize, size: usize) -> Vec<usize> {
     let home = vec![true; ranks * weight.len()];
     let mut considered = 0;
     let packed = |counts: Vec<usize>| Node::new(weight, size, pack(weight, &counts, ranks, size), least);
-    let starts = LARGEST.iter().filter_map(|largest| counts(weight, ranks, ranks * size, largest * least));
-    let mut starts: Vec<Node> = starts.map(packed).collect();
+    let parts = if ranks > RANKS { 0 } else { LARGEST / 2 };
+    let largest = (0..parts).map(|i| least * (1.0 - i as f64 / LARGEST as f64)).chain([f64::INFINITY]);
+    let mut counted: Vec<Vec<usize>> =
+        largest.filter_map(|largest| counts(weight, ranks, ranks * size, largest)).collect();
+    counted.dedup();
+    let mut starts: Vec<Node> = counted.into_iter().map(packed).collect();
     starts.sort_by(|a, b| a.largest().total_cmp(&b.largest()));
     let mut best: Option<Node> = None;
     for start in starts.into_iter().take(ANNEALED) {
@@ -387,7 +393,7 @@ impl<'w> Node<'w> {
     /// Lowers the largest load: to `goal` by the fewest moves, else as far as possible. Returns false if it cannot be lowered.
     fn relieve(&mut self, home: &[bool], goal: f64, considered: &mut usize) -> bool {
         *considered += self.size * self.slots.len();
-        if self.size * self.slots.len() > STEP {
+        if self.size * self.slots.len() > STEP || self.load.len() > RANKS {
             return false;
         }
         let rank = self.worst();
