@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use super::names::Packing;
 use super::{ActivationRule, Entry, ExpertsIn, Family, GluRule, Router, Shared, Switch, table};
 use crate::moe::{GroupScore, Scoring};
 
@@ -31,6 +32,8 @@ pub fn families_page() -> String {
          that has it as a part). Meanings and defaults are those of `transformers` 5.23; `tests/parity` compares output and\n\
          gradients of every family with it. This page is made from the table in `src/checkpoint/families/table.rs`, and a test\n\
          compares the two: to renew it, run `ARISTOS_WRITE_DOCS=1 cargo test families_page`.\n\n\
+         On disk a name with `{e}` has a tensor per expert and projection. Any other name has all experts in one tensor, gate and\n\
+         up one after the other, unless a remark follows it.\n\n\
          | `model_type` | on disk | router | experts | shared expert | layers with experts |\n|---|---|---|---|---|---|\n",
     );
     for family in Family::all() {
@@ -38,7 +41,13 @@ pub fn families_page() -> String {
         let names: Vec<String> = family.model_types().map(|name| format!("`{name}`")).collect();
         let mut layouts: Vec<String> = Vec::new();
         for layout in entry.layouts {
-            let text = format!("`{}`: {}", layout.experts.up, layout.experts.describe());
+            let experts = &layout.experts;
+            // The page's head describes the two most frequent packings.
+            let text = match experts.packing {
+                Packing::Separate => format!("`{}`", experts.up),
+                Packing::Fused if experts.gate == experts.up => format!("`{}`", experts.up),
+                _ => format!("`{}`: {}", experts.up, experts.describe()),
+            };
             if !layouts.contains(&text) {
                 layouts.push(text);
             }
