@@ -44,10 +44,13 @@ def options(process_group, size, number):
 def _communicator(process_group, number):
     """The address of a process group's NCCL communicator. Collective, because torch creates it in the first collective operation."""
     device = torch.device(KIND, number)
-    backend = process_group._get_backend(device)
+    try:
+        backend = process_group._get_backend(device)
+    except RuntimeError:  # The group has no backend for these tensors.
+        backend = None
     if not hasattr(backend, "_comm_ptr"):
         raise ValueError(
-            f"the process group has {dist.get_backend_config(process_group)} for CUDA tensors, expected NCCL:"
+            f"the process group has {dist.get_backend_config(process_group)}, expected NCCL for CUDA tensors:"
             ' torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
         )
     one = torch.ones(1, device=device)

@@ -146,7 +146,9 @@ def too_little_memory_is_one_line():
 
 
 def groups_without_nccl_are_refused():
-    refused(ValueError, ["cpu:gloo,cuda:gloo for CUDA tensors", "cpu:gloo,cuda:nccl"], Inputs().step)
+    refused(ValueError, ["has cpu:gloo,cuda:gloo, expected NCCL", '("cpu:gloo,cuda:nccl")'], Inputs().step)
+    on_cpu = dist.new_group(backend="cpu:gloo")
+    refused(ValueError, ["has cpu:gloo, expected NCCL"], lambda: _cuda._communicator(on_cpu, 0))
 
 
 def start_nccl():
