@@ -34,6 +34,12 @@ pub struct Args {
     /// Probabilities proportional to (number + 1)^-S instead of hot experts
     #[arg(long, value_name = "S", conflicts_with_all = ["hot_ratio", "hot_weight"])]
     zipf: Option<f64>,
+    /// Even choices, without random numbers: the experts of each node get equally many tokens, to one
+    #[arg(long, conflicts_with_all = ["hot_ratio", "hot_weight", "zipf", "imbalance"])]
+    balanced: bool,
+    /// Even choices, except that the first node's experts get this many times the mean of the nodes, to one token
+    #[arg(long, value_name = "MAX_OVER_MEAN", conflicts_with_all = ["hot_ratio", "hot_weight", "zipf"])]
+    imbalance: Option<f64>,
     /// Nodes; token t starts at node t mod N
     #[arg(long, value_name = "N")]
     nodes: usize,
@@ -92,9 +98,10 @@ impl PayloadArgs {
 /// Draws and writes the routing, and prints its imbalance.
 pub fn command(args: &Args) -> Result<bool> {
     files::check_distinct(&[("out", Some(&args.out)), ("save-traffic", args.save_traffic.as_deref())], &[])?;
-    let popularity = match args.zipf {
-        Some(exponent) => Popularity::Zipf { exponent },
-        None => Popularity::Hot { ratio: args.hot_ratio, weight: args.hot_weight },
+    let popularity = match (args.zipf, args.imbalance.or(args.balanced.then_some(1.0))) {
+        (Some(exponent), _) => Popularity::Zipf { exponent },
+        (None, Some(max_over_mean)) => Popularity::Imbalance { max_over_mean },
+        (None, None) => Popularity::Hot { ratio: args.hot_ratio, weight: args.hot_weight },
     };
     let workload = Workload {
         experts: args.experts,

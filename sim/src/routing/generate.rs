@@ -28,6 +28,12 @@ pub enum Popularity {
         /// The exponent s, at least 0.
         exponent: f64,
     },
+    /// Not random: the first node's experts, which are in blocks on the nodes, get this many times the mean of the nodes, to one token. All other nodes get
+    /// equal parts of the rest, and all experts of a node equal parts of its choices. 1 is balanced routing.
+    Imbalance {
+        /// Choices of the first node's experts over the mean, at least 1.
+        max_over_mean: f64,
+    },
 }
 
 /// The routing to generate.
@@ -58,6 +64,10 @@ impl Workload {
     /// Returns an error that names the field, its value and the values allowed.
     pub fn routing(&self) -> Result<Routing, InputError> {
         let mut cumulative = self.probabilities()?;
+        let ends = match self.popularity {
+            Popularity::Imbalance { max_over_mean } => Some(self.ends(max_over_mean)?),
+            _ => None,
+        };
         let mut sum = 0.0;
         for probability in &mut cumulative {
             sum += *probability;
@@ -71,13 +81,54 @@ impl Workload {
                 let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
                 rng.set_stream(step * self.layers as u64 + layer);
                 let mut choices = Vec::with_capacity(self.tokens * self.top_k);
-                for _ in 0..self.tokens {
-                    draw(&mut rng, &cumulative, self.top_k, &mut choices);
+                match &ends {
+                    Some(ends) => self.spread(ends, &mut choices),
+                    None => (0..self.tokens).for_each(|_| draw(&mut rng, &cumulative, self.top_k, &mut choices)),
                 }
                 records.push(Record { layer, step, tokens_per_node: tokens_per_node.clone(), choices });
             }
         }
         Ok(Routing::new(self.experts, self.top_k, self.nodes, records))
+    }
+
+    /// With [`Popularity::Imbalance`]: the choices of each node's experts, added up.
+    fn ends(&self, max_over_mean: f64) -> Result<Vec<usize>, InputError> {
+        let (all, nodes) = (self.tokens * self.top_k, self.nodes);
+        let wrong = |found: String, expected: String| Err(InputError::value("`imbalance`", found, expected));
+        if !self.experts.is_multiple_of(nodes) {
+            let expected = format!("a divisor of the {} experts, which are in blocks on them", self.experts);
+            return Err(InputError::value("`nodes`", format!("is {nodes}"), expected));
+        }
+        // A token has each expert at most once.
+        let most = (self.tokens * self.top_k.min(self.experts / nodes)) as f64 * nodes as f64 / all as f64;
+        if !(1.0..=most).contains(&max_over_mean) {
+            return wrong(
+                format!("is {max_over_mean}"),
+                format!("1 to {most}, all tokens to the first node's experts"),
+            );
+        }
+        let first = ((max_over_mean * all as f64 / nodes as f64).round() as usize).max(all.div_ceil(nodes));
+        let others = (nodes - 1).max(1);
+        let end = |node: usize| first + (all - first) / others * node + node.min((all - first) % others);
+        Ok((0..nodes).map(end).collect())
+    }
+
+    /// Spreads the tokens' choices evenly over the nodes: token t has `(end + t) / tokens`, rounded down, less the same of the node before. By Hermite's
+    /// identity the sums over the tokens are exact. A node's experts are used in turn.
+    fn spread(&self, ends: &[usize], choices: &mut Vec<u32>) {
+        let of_node = self.experts / self.nodes;
+        let mut next = vec![0; self.nodes];
+        for token in 0..self.tokens {
+            let mut before = token / self.tokens;
+            for (node, end) in ends.iter().enumerate() {
+                let until = (end + token) / self.tokens;
+                for _ in before..until {
+                    choices.push((node * of_node + next[node]) as u32);
+                    next[node] = (next[node] + 1) % of_node;
+                }
+                before = until;
+            }
+        }
     }
 
     /// The probability of each expert, up to a factor.
@@ -145,6 +196,7 @@ impl Workload {
                 }
                 Ok((1..=self.experts).map(|rank| (rank as f64).powf(-exponent)).collect())
             }
+            Popularity::Imbalance { .. } => Ok(vec![1.0; self.experts]),
         }
     }
 }
@@ -228,6 +280,37 @@ mod tests {
                 assert!((tokens - draws * want).abs() < bound, "{popularity:?} {expert}: {tokens}, {}", draws * want);
             }
         }
+    }
+
+    #[test]
+    fn imbalance_of_nodes_is_exact() {
+        for (experts, nodes, tokens, top_k, max_over_mean) in [
+            (256, 16, 8, 8, 1.0),
+            (256, 16, 4096, 8, 1.0),
+            (16, 4, 4003, 2, 1.7),
+            (16, 4, 37, 3, 4.0),
+            (64, 8, 1000, 6, 2.35),
+        ] {
+            let popularity = Popularity::Imbalance { max_over_mean };
+            let workload = Workload { experts, nodes, tokens, top_k, popularity, layers: 1, steps: 1, seed: 0 };
+            let routing = workload.routing().unwrap();
+            // The reader refuses a token that has an expert twice.
+            assert_eq!(Routing::from_json(&routing.to_json()).unwrap(), routing);
+            let by_expert = routing.tokens_per_expert();
+            let even = |counts: &[f64]| {
+                let (least, most) = counts.iter().fold((f64::MAX, 0.0), |(l, m), c| (c.min(l), c.max(m)));
+                most - least <= 1.0
+            };
+            let by_node: Vec<f64> = by_expert.chunks(experts / nodes).map(|held| held.iter().sum()).collect();
+            assert!((by_node[0] - max_over_mean * (tokens * top_k) as f64 / nodes as f64).abs() <= 1.0, "{by_node:?}");
+            assert!(even(&by_node[1..]) && by_expert.chunks(experts / nodes).all(even), "{by_node:?} {by_expert:?}");
+        }
+        let popularity = Popularity::Imbalance { max_over_mean: 4.5 };
+        let error = |workload: Workload| workload.routing().unwrap_err().to_string();
+        let most = error(Workload { popularity, ..workload() });
+        assert_eq!(most, "`imbalance` is 4.5, expected 1 to 4, all tokens to the first node's experts");
+        let nodes = error(Workload { popularity, nodes: 3, ..workload() });
+        assert_eq!(nodes, "`nodes` is 3, expected a divisor of the 16 experts, which are in blocks on them");
     }
 
     #[test]
