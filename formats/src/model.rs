@@ -43,13 +43,15 @@ impl Model {
     /// # Errors
     /// Returns an error that lists the names.
     pub fn preset(name: &str) -> Result<Model, InputError> {
-        // From each model's published config.json. The first three layers of DeepSeek-V3 are dense.
+        // From each model's published config.json. The first three layers of DeepSeek-V3 are dense, and the first of Kimi K2.
         let model = match name {
             "mixtral-8x7b" => Model::gated((32, 32), 4096, 14_336, 8, 2),
             "mixtral-8x22b" => Model::gated((56, 56), 6144, 16_384, 8, 2),
             "qwen3-30b-a3b" => Model::gated((48, 48), 2048, 768, 128, 8),
             "qwen3-235b-a22b" => Model::gated((94, 94), 4096, 1536, 128, 8),
             "deepseek-v3" => Model::gated((61, 58), 7168, 2048, 256, 8),
+            "kimi-k2" => Model::gated((61, 60), 7168, 2048, 384, 8),
+            "gpt-oss-20b" => Model::gated((24, 24), 2880, 2880, 32, 4),
             "gpt-oss-120b" => Model::gated((36, 36), 2880, 2880, 128, 4),
             _ => {
                 let expected = format!("a folder with a config.json, or one of {}", MODELS.join(", "));
@@ -92,8 +94,16 @@ impl Model {
 }
 
 /// The names of [`Model::preset`].
-pub const MODELS: [&str; 6] =
-    ["mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b"];
+pub const MODELS: [&str; 8] = [
+    "mixtral-8x7b",
+    "mixtral-8x22b",
+    "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
+    "deepseek-v3",
+    "kimi-k2",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+];
 
 /// A batch, and the memory and bytes of its training.
 #[derive(Clone, Debug, PartialEq)]

@@ -63,6 +63,14 @@ impl Transformer {
                 shared_intermediate: 2048,
                 ..grouped((128, 128), 128, 129_280)
             },
+            "kimi-k2" => Transformer {
+                head_dim: (192, 128),
+                latent: Some(Latent { query_rank: 1536, rank: 512, shared_key: 64 }),
+                dense_intermediate: 18_432,
+                shared_intermediate: 2048,
+                ..grouped((64, 64), 128, 163_840)
+            },
+            "gpt-oss-20b" => Transformer { windowed: (12, 128), ..grouped((64, 8), 64, 201_088) },
             "gpt-oss-120b" => Transformer { windowed: (18, 128), ..grouped((64, 8), 64, 201_088) },
             _ => return None,
         })

@@ -150,8 +150,7 @@ impl BenchLayerArgs {
 /// The cluster of a plan or a simulation.
 #[derive(clap::Args)]
 pub struct ClusterArgs {
-    /// The cluster: a JSON file (docs/planner.md), or preset:NAME[:NODES] with perlmutter-a100-40gb, perlmutter-a100-80gb
-    /// or dgx-h100
+    /// The cluster: a JSON file, or preset:NAME[:NODES] (docs/planner.md lists the names)
     #[arg(long = "cluster", value_name = "C")]
     pub path: PathBuf,
 }

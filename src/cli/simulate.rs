@@ -38,7 +38,7 @@ pub struct Args {
     /// Expert-parallel groups and placement from `aristos plan --out` [default: one group, even shares]
     #[arg(long, value_name = "PLAN.json")]
     plan: Option<PathBuf>,
-    /// A folder with a config.json, or one of mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, gpt-oss-120b
+    /// A folder with a config.json, or one of mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, gpt-oss-20b, gpt-oss-120b
     /// [default: the synthetic layer below; with it the tokens of a step are 4096 for each PE, or --tokens]
     #[arg(long, value_name = "DIR|NAME", conflicts_with_all = ["hidden", "intermediate", "experts", "top_k", "activation", "mlp", "bias", "shared_intermediate", "router"])]
     model: Option<PathBuf>,

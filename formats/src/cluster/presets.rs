@@ -30,7 +30,17 @@ const PERLMUTTER_INSIDE: &str = "measured with nccl-tests on a Perlmutter GPU no
 const PERLMUTTER_BETWEEN: &str =
     "measured with nccl-tests between Perlmutter GPU nodes, a Slingshot 11 NIC per GPU (Lysi notebook)";
 
-const NODES: [Node; 3] = [
+const SHARE: f64 = 0.43;
+const OF_80_GB: &str =
+    "the Lysi notebook's figure for 80 GB, for a GPT-3 350M MoE; a workload with expert_mb does not use it";
+const NVLINK_4: &str = "beta: NVLink 4 at its peak, 450 GB/s each way (NVIDIA DGX H200 data sheet: 900 GB/s both ways); alpha: the \
+                        Lysi notebook's for NVLink 3; neither measured";
+const NVLINK_5: &str = "beta: NVLink 5 at its peak, 900 GB/s each way (14.4 TB/s both ways of 8 GPUs, NVIDIA DGX B200 user guide; 1.8 TB/s a \
+                        GPU); alpha: the Lysi notebook's for NVLink 3; neither measured";
+const NDR_400: &str = "beta: a 400 Gb/s ConnectX-7 port per GPU at its peak (NVIDIA DGX data sheets); alpha: the Lysi notebook's between \
+                       nodes; neither measured";
+
+const NODES: [Node; 8] = [
     Node {
         name: "perlmutter-a100-40gb",
         what: "Perlmutter GPU nodes, 4 A100 of 40 GB",
@@ -96,11 +106,149 @@ const NODES: [Node; 3] = [
             ),
         ],
     },
+    Node {
+        name: "dgx-h200",
+        what: "NVIDIA DGX H200, 8 H200 SXM of 141 GB",
+        devices: 8,
+        flop_per_ms: 989.4e9 * SHARE,
+        memory_experts: 32,
+        memory_mb: 141_000.0,
+        inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 1.0 / 450.0 },
+        between: Link { alpha_ms: 0.03, beta_ms_per_mb: 1.0 / 50.0 },
+        sources: [
+            (
+                "flop_per_ms",
+                "989.4 TFLOP/s dense BF16, that of an H100 SXM5 (NVIDIA H200 data sheet: 1,979 with sparsity), times 0.43, the share \
+                 that the Lysi notebook measured on A100; not measured",
+            ),
+            ("memory_experts", OF_80_GB),
+            ("memory_mb", MEMORY),
+            ("links, tier 0", NVLINK_4),
+            ("links, tier 1", NDR_400),
+        ],
+    },
+    Node {
+        name: "dgx-b200",
+        what: "NVIDIA DGX B200, 8 B200 of 180 GB",
+        devices: 8,
+        flop_per_ms: 2250e9 * SHARE,
+        memory_experts: 32,
+        memory_mb: 180_000.0,
+        inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 1.0 / 900.0 },
+        between: Link { alpha_ms: 0.03, beta_ms_per_mb: 1.0 / 50.0 },
+        sources: [
+            (
+                "flop_per_ms",
+                "2,250 TFLOP/s dense BF16 (NVIDIA Blackwell, HGX B200 at 1,000 W) times 0.43, the share that the Lysi notebook measured on \
+                 A100; not measured",
+            ),
+            ("memory_experts", OF_80_GB),
+            (
+                "memory_mb",
+                "1,440 GB of 8 GPUs (NVIDIA DGX B200 user guide); three quarters of it, an assumption, for experts",
+            ),
+            ("links, tier 0", NVLINK_5),
+            ("links, tier 1", NDR_400),
+        ],
+    },
+    Node {
+        name: "gb200-nvl72",
+        what: "NVIDIA GB200 NVL72, a rack of 72 GPUs of 186 GB in one NVLink domain",
+        devices: 72,
+        flop_per_ms: 2500e9 * SHARE,
+        memory_experts: 32,
+        memory_mb: 186_000.0,
+        inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 1.0 / 900.0 },
+        between: Link { alpha_ms: 0.03, beta_ms_per_mb: 1.0 / 50.0 },
+        sources: [
+            (
+                "flop_per_ms",
+                "2,500 TFLOP/s dense BF16 (NVIDIA GB200 NVL72: 180 PFLOP/s dense in 72 GPUs) times 0.43, the share that the Lysi \
+                 notebook measured on A100; not measured",
+            ),
+            ("memory_experts", OF_80_GB),
+            (
+                "memory_mb",
+                "13.4 TB of 72 GPUs (NVIDIA GB200 NVL72 data sheet); three quarters of it, an assumption, for experts",
+            ),
+            ("links, tier 0", NVLINK_5),
+            (
+                "links, tier 1",
+                "beta: a 400 Gb/s port per GPU at its peak (NVIDIA DGX GB200 data sheet); alpha: the Lysi notebook's between nodes; neither measured",
+            ),
+        ],
+    },
+    Node {
+        name: "alps-gh200",
+        what: "Alps GPU nodes, 4 GH200 of 96 GB",
+        devices: 4,
+        flop_per_ms: 989.4e9 * SHARE,
+        memory_experts: 32,
+        memory_mb: 96_000.0,
+        inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 1.0 / 450.0 },
+        between: Link { alpha_ms: 0.03, beta_ms_per_mb: 0.054 },
+        sources: [
+            (
+                "flop_per_ms",
+                "989.4 TFLOP/s dense BF16, that of an H100 SXM5 (NVIDIA H100 whitepaper, table 2), times 0.43, the share that the Lysi \
+                 notebook measured on A100; not measured",
+            ),
+            ("memory_experts", OF_80_GB),
+            (
+                "memory_mb",
+                "96 GB HBM3 of a GH200 (JUPITER's hardware overview, fz-juelich.de); three quarters of it, an assumption, for experts",
+            ),
+            (
+                "links, tier 0",
+                "beta: NVLink 4 at its peak, 150 GB/s each way to each of three peers (JUPITER's hardware overview, the same node \
+                 design), 450 GB/s in an exchange with all; alpha: the Lysi notebook's for NVLink 3; neither measured",
+            ),
+            (
+                "links, tier 1",
+                "Perlmutter's, a Slingshot 11 NIC per GPU too (Lysi notebook); not measured on Alps (docs.cscs.ch: 4 GH200 a node)",
+            ),
+        ],
+    },
+    Node {
+        name: "mi300x",
+        what: "nodes of 8 AMD Instinct MI300X of 192 GB",
+        devices: 8,
+        flop_per_ms: 1307.4e9 * SHARE,
+        memory_experts: 32,
+        memory_mb: 192_000.0,
+        inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 1.0 / 448.0 },
+        between: Link { alpha_ms: 0.03, beta_ms_per_mb: 1.0 / 50.0 },
+        sources: [
+            (
+                "flop_per_ms",
+                "1,307.4 TFLOP/s dense BF16 (AMD Instinct MI300X data sheet) times 0.43, the share that the Lysi notebook measured on \
+                 A100; not measured",
+            ),
+            ("memory_experts", OF_80_GB),
+            ("memory_mb", MEMORY),
+            (
+                "links, tier 0",
+                "beta: Infinity Fabric at its peak, 64 GB/s each way to each of seven peers (AMD Instinct MI300X data sheet: 128 GB/s \
+                 both ways), 448 GB/s in an exchange with all; alpha: the Lysi notebook's for NVLink 3; neither measured",
+            ),
+            (
+                "links, tier 1",
+                "beta: a 400 Gb/s port per GPU at its peak, an assumption; alpha: the Lysi notebook's between nodes; neither measured",
+            ),
+        ],
+    },
 ];
 
 /// Names and descriptions of the presets.
-pub const PRESETS: [(&str, &str); 3] =
-    [(NODES[0].name, NODES[0].what), (NODES[1].name, NODES[1].what), (NODES[2].name, NODES[2].what)];
+pub const PRESETS: [(&str, &str); NODES.len()] = {
+    let mut all = [("", ""); NODES.len()];
+    let mut i = 0;
+    while i < NODES.len() {
+        all[i] = (NODES[i].name, NODES[i].what);
+        i += 1;
+    }
+    all
+};
 
 /// Maximum number of nodes of a preset.
 const NODES_MOST: usize = 1 << 16;
