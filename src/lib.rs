@@ -56,3 +56,4 @@ pub use aristos_formats::cluster;
 pub use aristos_plan as plan;
 pub use aristos_shmem as shmem;
 pub use aristos_sim as sim;
+pub use aristos_strategy as strategy;

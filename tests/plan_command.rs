@@ -150,6 +150,96 @@ fn no_plan_is_exit_code_2_and_the_shortage() {
     assert!(json["shortage"].as_str().unwrap().contains("16 short"));
 }
 
+/// Runs `aristos` and returns its exit code and both outputs.
+fn run(args: &str) -> (Option<i32>, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
+    let output = command.args(args.split_whitespace()).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn no_plan_comes_with_settings_that_fit() {
+    let plan = "plan --cluster preset:perlmutter-a100-80gb:4 --model mixtral-8x7b --tokens-per-device 4096";
+    let (code, _, text) = run(plan);
+    assert_eq!(code, Some(2), "{text}");
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(lines[0].starts_with("aristos: no plan: memory: a group holds all 8 experts"), "{text}");
+    assert!(lines[1].contains("a device has 72.0 GB") && lines[1].contains("GB short"), "{text}");
+    assert!(text.contains(" stages, recomputation ") && text.contains("8 nodes, "), "{text}");
+    let (code, json, _) = run(&format!("{plan} --json"));
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((code, &json["feasible"]), (Some(2), &json!(false)));
+    let cures = json["cures"].as_array().unwrap();
+    assert!(cures.len() > 1, "{json}");
+    for cure in cures {
+        let parts = cure["memory"].as_object().unwrap().values().map(|mb| mb.as_f64().unwrap());
+        assert!(parts.sum::<f64>() <= json["usable_mb"].as_f64().unwrap(), "{cure}");
+        // The planner finds the same strategy by the flags.
+        let nodes = cure["change"].as_str().unwrap().split_once(" nodes").map_or("4", |(nodes, _)| nodes);
+        let plan = plan.replace("80gb:4", &format!("80gb:{nodes}"));
+        let (stages, ep) = (&cure["stages"], &cure["ep"]);
+        let optimizer = if cure["change"].as_str().unwrap().contains("8-bit") { "adamw-8bit" } else { "adamw" };
+        let flags = format!("{plan} --top 1000 --stages {stages} --ep {ep} --optimizer {optimizer} --json");
+        let (code, found, error) = run(&flags);
+        assert_eq!(code, Some(0), "{flags}: {error}");
+        let found: Value = serde_json::from_str(&found).unwrap();
+        let same = |strategy: &Value| strategy["memory"]["weights_mb"] == cure["memory"]["weights_mb"];
+        assert!(found["strategies"].as_array().unwrap().iter().any(same), "{flags}");
+    }
+    // A model that no setting fits to needs more nodes.
+    let (code, _, text) =
+        run("plan --cluster preset:perlmutter-a100-80gb:1 --model mixtral-8x22b --tokens-per-device 4096");
+    assert!(code == Some(2) && text.contains(" nodes, "), "{text}");
+}
+
+#[test]
+fn strategies_are_listed_with_memory_and_flags() {
+    let plan =
+        "plan --cluster preset:dgx-h100:2 --model qwen3-30b-a3b --tokens-per-device 8192 --top 3 --roofline H100";
+    let (code, text, error) = run(plan);
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{text}");
+    for part in [
+        "tokens/s",
+        "bottleneck",
+        "receive windows",
+        "usable",
+        "torchrun --nnodes 2 --nproc-per-node 8",
+        "torchtitan: ",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let (_, json, _) = run(&format!("{plan} --json"));
+    let json: Value = serde_json::from_str(&json).unwrap();
+    let rates: Vec<f64> =
+        json["strategies"].as_array().unwrap().iter().map(|s| s["tokens_per_s"].as_f64().unwrap()).collect();
+    assert!(rates.len() == 3 && rates.is_sorted_by(|a, b| a >= b), "{rates:?}");
+    let (code, _, error) = run(&format!("{plan} --stages 3"));
+    assert!(code == Some(1) && error.contains("--stages") && error.contains("divisors of 16 devices"), "{error}");
+    let (code, _, error) = run("plan --cluster preset:dgx-h100:1 --model deepseek-v3 --tokens-per-device 4096 --top 1");
+    assert!(code == Some(2) && error.contains("no plan: memory: a device has 72.0 GB"), "{error}");
+}
+
+#[test]
+fn routing_is_balanced_to_a_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("routing.json");
+    let routing = |flags: &str| {
+        run(&format!("sim routing --experts 256 --tokens 8 --top-k 8 --nodes 16 --out {} {flags}", path.display()))
+    };
+    for (flags, first) in [("--balanced", 4), ("--imbalance 2.5", 10)] {
+        let (code, _, error) = routing(flags);
+        assert_eq!(code, Some(0), "{error}");
+        let file: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        let choices = file["records"][0]["choices"].as_array().unwrap().iter().map(|e| e.as_u64().unwrap());
+        let mut counts = [0; 16];
+        choices.for_each(|e| counts[e as usize / 16] += 1);
+        assert!(counts[0] == first && counts[1..].iter().all(|n| *n == 3 || *n == 4), "{counts:?}");
+    }
+    assert!(routing("--balanced --zipf 1").2.contains("cannot be used with"));
+    assert!(routing("--imbalance 17").2.contains("--imbalance is 17, expected 1 to 16"));
+}
+
 /// With the placed objective experts are whole: with fewer experts than devices, groups are smaller or devices idle.
 #[test]
 fn devices_without_experts_are_named() {

@@ -23,6 +23,7 @@ mod sim_comms;
 mod sim_linear;
 mod sim_routing;
 mod simulate;
+mod strategy;
 mod sweep;
 mod values;
 mod workload;

@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use super::files::check_distinct;
 use super::shared::{ClusterArgs, LoadArgs};
+use super::strategy::{self, Cures, StrategyArgs};
 use super::workload::OptionalModelArgs;
 use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, Probe, parse_json, read_text};
@@ -31,6 +32,8 @@ pub struct Args {
     workload: Option<PathBuf>,
     #[command(flatten)]
     of_model: OptionalModelArgs,
+    #[command(flatten)]
+    strategies: StrategyArgs,
     /// Objective [default: placed; published with --algorithm lysi]
     #[arg(long, value_enum)]
     objective: Option<ObjectiveArg>,
@@ -232,6 +235,9 @@ pub fn main(args: &Args) -> Result<u8> {
     args.check_files()?;
     let (cluster, options) = (args.cluster()?, args.options());
     let workload = args.workload(&cluster)?;
+    if args.strategies.top.is_some() {
+        return strategy::main(&args.strategies, &args.of_model, &cluster, args.json, INFEASIBLE);
+    }
     let current = args.current()?;
     if args.replicas.is_some() {
         ensure!(
@@ -263,9 +269,12 @@ pub fn main(args: &Args) -> Result<u8> {
     let plan = match &outcome {
         Outcome::Plan(plan) => plan,
         Outcome::Infeasible(Infeasible { shortage, .. }) => {
-            match args.json {
-                true => print_line(&outcome.to_json())?,
-                false => say(&format!("aristos: no plan: {shortage}")),
+            let cures = Cures::of(&args.strategies, &args.of_model, &cluster, &args.on.path.to_string_lossy())?;
+            match (args.json, &cures) {
+                (true, Some(cures)) => print_line(&cures.add_to(&outcome.to_json())?)?,
+                (true, None) => print_line(&outcome.to_json())?,
+                (false, Some(cures)) => say(&format!("aristos: no plan: {shortage}\n{}", cures.text().trim_end())),
+                (false, None) => say(&format!("aristos: no plan: {shortage}")),
             }
             return Ok(INFEASIBLE);
         }

@@ -32,7 +32,7 @@ pub struct Args {
 /// A model and a batch.
 #[derive(clap::Args)]
 pub struct ModelArgs {
-    /// A folder with a config.json, or one of mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, gpt-oss-120b
+    /// A folder with a config.json, or one of mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, gpt-oss-20b, gpt-oss-120b
     #[arg(long, value_name = "DIR|NAME")]
     model: PathBuf,
     /// Tokens of each device in a step
@@ -46,7 +46,7 @@ pub struct ModelArgs {
 #[derive(clap::Args)]
 pub struct OptionalModelArgs {
     /// A model instead of a workload file: a folder with a config.json, or one of mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b,
-    /// qwen3-235b-a22b, deepseek-v3, gpt-oss-120b
+    /// qwen3-235b-a22b, deepseek-v3, kimi-k2, gpt-oss-20b, gpt-oss-120b
     #[arg(long, value_name = "DIR|NAME", conflicts_with = "workload", requires = "tokens_per_device")]
     model: Option<PathBuf>,
     /// With --model: tokens of each device in a step
@@ -97,6 +97,32 @@ impl OptionalModelArgs {
     /// The model's experts per token, if there is a model.
     pub fn top_k(&self) -> Result<Option<usize>> {
         Ok(self.model.as_deref().map(read_model).transpose()?.map(|model| model.top_k))
+    }
+
+    /// The model, its dense parts, and the tokens of a device.
+    pub(super) fn parts(&self) -> Result<(Model, Transformer, usize)> {
+        let (model, tokens) = self.model.as_deref().zip(self.tokens_per_device).context("--model is missing")?;
+        Ok((read_model(model)?, read_transformer(model)?, tokens as usize))
+    }
+
+    /// Whether there is a model, with all of its layers.
+    pub(super) fn is_whole(&self) -> bool {
+        self.model.is_some() && self.rest.layers.is_none()
+    }
+
+    /// Bytes of an element.
+    pub(super) fn element_bytes(&self) -> usize {
+        Dtype::from(self.rest.dtype).bytes()
+    }
+
+    /// `--bytes-per-parameter`.
+    pub(super) fn bytes_per_parameter(&self) -> Option<f64> {
+        self.rest.bytes_per_parameter
+    }
+
+    /// `--recomputation`.
+    pub(super) fn recomputation(&self) -> f64 {
+        self.rest.recomputation
     }
 
     /// The workload of the model for `devices` devices.

@@ -13,6 +13,7 @@ mod plan;
 mod run;
 mod run_text;
 mod sample;
+mod strategy;
 pub(crate) mod text;
 mod trace;
 
@@ -33,6 +34,7 @@ pub use run::{
     TensorCheck,
 };
 pub use sample::StepSample;
+pub(crate) use strategy::{StrategyRow, launch_text, memory_text, strategies_text};
 pub use trace::{TraceWriter, simulated_trace_json};
 
 /// The result of a command.
