@@ -38,7 +38,7 @@ int main(int argc, char **argv)
     for (int sample = -WARMUP; sample < samples; sample++) {
         MPI_Barrier(MPI_COMM_WORLD);
         double start = MPI_Wtime(), own;
-        MPI_Alltoallv(out, counts, places, MPI_CHAR, in, counts, places, MPI_CHAR, MPI_COMM_WORLD);
+        MPI_Alltoallv(out, counts, offsets, MPI_CHAR, in, counts, offsets, MPI_CHAR, MPI_COMM_WORLD);
         own = MPI_Wtime() - start;
         MPI_Allreduce(&own, &start, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
         if (sample >= 0)

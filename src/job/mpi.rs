@@ -172,10 +172,12 @@ fn complete<'a, D: ?Sized, S: mpi::request::Scope<'a>>(
 ) {
     let mut looks = 0u32;
     loop {
+        let turn = host.pes().world().comm();
         request = match request.test() {
             Ok(_) => return,
             Err(request) => request,
         };
+        drop(turn);
         looks = looks.wrapping_add(1);
         if looks.is_multiple_of(1024) {
             if Instant::now() > deadline {

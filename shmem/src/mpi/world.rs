@@ -5,18 +5,63 @@
 
 use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_void};
+use std::ops::Deref;
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use mpi::Threading;
 use mpi::environment::Universe;
 use mpi::ffi;
 use mpi::topology::{Communicator, SimpleCommunicator};
-use mpi::traits::AsRaw;
+use mpi::traits::{AsRaw, CommunicatorCollectives};
 
 /// Tag of messages.
 const MESSAGE_TAG: c_int = 1;
 /// A tag that no message uses.
 const UNUSED_TAG: c_int = 2;
+
+/// Locked during every call of MPI, because the level MPI_THREAD_SERIALIZED allows one call at a time in a process.
+static MPI: Mutex<()> = Mutex::new(());
+
+/// The right to call MPI.
+#[derive(Debug)]
+pub struct Turn(#[expect(dead_code, reason = "unlocks when it is dropped")] MutexGuard<'static, ()>);
+
+impl Turn {
+    /// Waits until no other thread calls MPI.
+    pub(super) fn wait() -> Turn {
+        Turn(MPI.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// `None` if another thread calls MPI.
+    pub(super) fn now() -> Option<Turn> {
+        match MPI.try_lock() {
+            Ok(guard) => Some(Turn(guard)),
+            Err(TryLockError::Poisoned(poisoned)) => Some(Turn(poisoned.into_inner())),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+}
+
+/// The communicator of all PEs, with the right to call MPI. A thread that holds it must not use the transport.
+pub struct Comm<'w> {
+    comm: &'w SimpleCommunicator,
+    _turn: Turn,
+}
+
+impl std::fmt::Debug for Comm<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Comm").field(&self.comm.rank()).finish()
+    }
+}
+
+impl Deref for Comm<'_> {
+    type Target = SimpleCommunicator;
+
+    fn deref(&self) -> &SimpleCommunicator {
+        self.comm
+    }
+}
 
 /// An error of MPI.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -53,8 +98,11 @@ pub struct MpiWorld {
     _universe: Option<Universe>,
     rank: usize,
     size: usize,
-    on_host: usize,
+    /// The PEs on this host, including this one.
+    on_host: Vec<usize>,
     oversubscribed: bool,
+    /// Whether several threads may call MPI, one at a time.
+    serialized: bool,
     abandoned: Cell<bool>,
 }
 
@@ -62,11 +110,13 @@ impl MpiWorld {
     /// Initialises MPI. A program started without `mpirun` is a world of one PE. Must be called once per process, by its main
     /// thread, which must also make all later calls.
     ///
+    /// Asks for MPI_THREAD_SERIALIZED, with which messages to other hosts make progress while this PE computes.
+    ///
     /// # Errors
     /// [`MpiError::Unfit`] if MPI is initialised already, is older than 3.0, or lacks MPI_THREAD_FUNNELED.
     pub fn init() -> Result<Self, MpiError> {
         let unsuitable = |what: String| Err(MpiError::Unfit(what));
-        let Some((universe, level)) = mpi::initialize_with_threading(Threading::Funneled) else {
+        let Some((universe, level)) = mpi::initialize_with_threading(Threading::Serialized) else {
             return unsuitable("MPI is initialised already in this process".into());
         };
         let library = library();
@@ -81,14 +131,16 @@ impl MpiWorld {
         }
         // From here on errors are returned instead of ending the process.
         returns_errors(universe.world().as_raw())?;
-        Self::over(universe.world().duplicate(), Some(universe))
+        Self::over(universe.world().duplicate(), Some(universe), level >= Threading::Serialized)
     }
 
-    fn over(comm: SimpleCommunicator, universe: Option<Universe>) -> Result<Self, MpiError> {
+    fn over(comm: SimpleCommunicator, universe: Option<Universe>, serialized: bool) -> Result<Self, MpiError> {
         returns_errors(comm.as_raw())?;
         let (rank, size) = (comm.rank() as usize, comm.size() as usize);
         let host = comm.split_shared(comm.rank());
-        let on_host = host.size() as usize;
+        let mut on_host = vec![0u64; host.size() as usize];
+        host.all_gather_into(&(rank as u64), &mut on_host[..]);
+        let on_host: Vec<usize> = on_host.into_iter().map(|pe| pe as usize).collect();
         // A launcher may bind each process to different CPUs, so count the union over the host.
         let mine = own_cpus();
         let mut all = mine;
@@ -104,8 +156,9 @@ impl MpiWorld {
             )
         })?;
         let cpus: u32 = all.iter().map(|word| word.count_ones()).sum();
-        let oversubscribed = on_host > cpus as usize;
-        Ok(Self { comm, _universe: universe, rank, size, on_host, oversubscribed, abandoned: Cell::new(false) })
+        let oversubscribed = on_host.len() > cpus as usize;
+        let abandoned = Cell::new(false);
+        Ok(Self { comm, _universe: universe, rank, size, on_host, oversubscribed, serialized, abandoned })
     }
 
     /// A world of the first `size` PEs; `None` on the other PEs (collective).
@@ -114,9 +167,10 @@ impl MpiWorld {
     /// [`MpiError::Call`] if MPI fails.
     pub fn first(&self, size: usize) -> Result<Option<MpiWorld>, MpiError> {
         let color = mpi::topology::Color::with_value(c_int::from(self.rank < size));
+        let _turn = Turn::wait();
         let comm = self.comm.split_by_color(color);
         match comm {
-            Some(comm) if self.rank < size => Self::over(comm, None).map(Some),
+            Some(comm) if self.rank < size => Self::over(comm, None, self.serialized).map(Some),
             _ => Ok(None),
         }
     }
@@ -133,21 +187,22 @@ impl MpiWorld {
 
     /// Number of PEs on this host, including this one.
     pub fn pes_on_host(&self) -> usize {
-        self.on_host
+        self.on_host.len()
+    }
+
+    /// Per PE: whether it is on this host.
+    pub(super) fn is_on_host(&self) -> Vec<bool> {
+        (0..self.size).map(|pe| self.on_host.contains(&pe)).collect()
+    }
+
+    /// Whether several threads may call MPI, one at a time.
+    pub(super) fn is_serialized(&self) -> bool {
+        self.serialized
     }
 
     /// The communicator of all PEs.
-    pub fn comm(&self) -> &SimpleCommunicator {
-        &self.comm
-    }
-
-    /// Lets MPI progress pending operations.
-    pub(super) fn progress(&self) -> Result<(), MpiError> {
-        let mut flag = 0;
-        // SAFETY: the communicator lives as long as `self`; MPI writes only `flag`.
-        check("MPI_Iprobe", unsafe {
-            ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, UNUSED_TAG, self.comm.as_raw(), &mut flag, ffi::RSMPI_STATUS_IGNORE)
-        })
+    pub fn comm(&self) -> Comm<'_> {
+        Comm { comm: &self.comm, _turn: Turn::wait() }
     }
 
     /// The pause between two polls of a wait.
@@ -167,6 +222,7 @@ impl MpiWorld {
         let mut words = vec![value, 0];
         let at = words.as_mut_ptr();
         let mut request = MpiRequest::new();
+        let turn = Turn::wait();
         // SAFETY: both words live until the operation has completed; otherwise `finish` leaks them.
         check("MPI_Iallreduce", unsafe {
             ffi::MPI_Iallreduce(
@@ -179,6 +235,7 @@ impl MpiWorld {
                 &mut request.0,
             )
         })?;
+        drop(turn);
         self.finish(request, words, "all PEs", limit).map(|words| words[1])
     }
 
@@ -200,6 +257,7 @@ impl MpiWorld {
     pub fn send(&self, to: usize, message: Vec<u8>, limit: Duration) -> Result<(), MpiError> {
         let len = c_int::try_from(message.len()).expect("a message has less than 2 GiB");
         let mut request = MpiRequest::new();
+        let turn = Turn::wait();
         // SAFETY: the message lives until it has been sent; otherwise `finish` leaks it.
         check("MPI_Isend", unsafe {
             ffi::MPI_Isend(
@@ -212,6 +270,7 @@ impl MpiWorld {
                 &mut request.0,
             )
         })?;
+        drop(turn);
         self.finish(request, message, "a message to be taken", limit).map(drop)
     }
 
@@ -229,20 +288,22 @@ impl MpiWorld {
         let mut status: ffi::MPI_Status = unsafe { std::mem::zeroed() };
         // SAFETY: reads a constant.
         let mut matched = unsafe { ffi::RSMPI_MESSAGE_NULL };
-        loop {
+        let turn = loop {
+            let turn = Turn::wait();
             // SAFETY: MPI writes only to the three locals.
             check("MPI_Improbe", unsafe {
                 let comm = self.comm.as_raw();
                 ffi::MPI_Improbe(ffi::RSMPI_ANY_SOURCE, MESSAGE_TAG, comm, &mut flag, &mut matched, &mut status)
             })?;
             if flag != 0 {
-                break;
+                break turn;
             }
+            drop(turn);
             if end.is_some_and(|end| Instant::now() >= end) {
                 return Ok(None);
             }
             pause.step();
-        }
+        };
         // SAFETY: the status belongs to the matched message.
         check("MPI_Get_count", unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut len) })?;
         let mut bytes = vec![0u8; len as usize];
@@ -252,6 +313,7 @@ impl MpiWorld {
             let at = bytes.as_mut_ptr().cast::<c_void>();
             ffi::MPI_Imrecv(at, len, ffi::RSMPI_UINT8_T, &mut matched, &mut request.0)
         })?;
+        drop(turn);
         let bytes = self.finish(request, bytes, "the rest of a message", REST)?;
         Ok(Some((status.MPI_SOURCE as usize, bytes)))
     }
@@ -267,11 +329,8 @@ impl MpiWorld {
         let start = Instant::now();
         let mut pause = self.pause();
         loop {
-            let mut flag = 0;
-            // SAFETY: the request was created by MPI and is not used after its completion.
-            let code = unsafe { ffi::MPI_Test(&mut request.0, &mut flag, ffi::RSMPI_STATUS_IGNORE) };
-            let ended = check("MPI_Test", code);
-            if ended.is_ok() && flag != 0 {
+            let ended = request.test(&Turn::wait());
+            if ended == Ok(true) {
                 return Ok(buffer);
             }
             if ended.is_err() || start.elapsed() >= limit {
@@ -307,13 +366,34 @@ impl std::fmt::Debug for MpiWorld {
 }
 
 /// A pending non-blocking operation.
-struct MpiRequest(ffi::MPI_Request);
+#[derive(Debug)]
+pub(super) struct MpiRequest(pub(super) ffi::MPI_Request);
+
+// SAFETY: a handle, which any thread may use that has the turn.
+unsafe impl Send for MpiRequest {}
 
 impl MpiRequest {
-    fn new() -> MpiRequest {
+    pub(super) fn new() -> MpiRequest {
         // SAFETY: reads a constant.
         MpiRequest(unsafe { ffi::RSMPI_REQUEST_NULL })
     }
+
+    /// Whether the operation has completed. The request must not be used afterwards.
+    pub(super) fn test(&mut self, _turn: &Turn) -> Result<bool, MpiError> {
+        let mut flag = 0;
+        // SAFETY: the request was created by MPI and is not used after its completion.
+        let code = unsafe { ffi::MPI_Test(&mut self.0, &mut flag, ffi::RSMPI_STATUS_IGNORE) };
+        check("MPI_Test", code).map(|()| flag != 0)
+    }
+}
+
+/// Lets MPI progress pending operations.
+pub(super) fn progress(comm: ffi::MPI_Comm, _turn: &Turn) -> Result<(), MpiError> {
+    let mut flag = 0;
+    // SAFETY: the communicator is valid; MPI writes only `flag`.
+    check("MPI_Iprobe", unsafe {
+        ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, UNUSED_TAG, comm, &mut flag, ffi::RSMPI_STATUS_IGNORE)
+    })
 }
 
 /// Name and version of the MPI library at run time, on one line.
