@@ -238,7 +238,8 @@ fn play(checks: &str) -> ExitCode {
     }));
     assert_eq!(world.0.n_pes(), SUITE_PES);
     for check in checks.split(',') {
-        let (_, function) = all_checks().find(|(name, _)| *name == check).unwrap();
+        let mut checks = all_checks().chain(network::CHECKS_ACROSS_HOSTS);
+        let (_, function) = checks.find(|(name, _)| *name == check).unwrap();
         function(&world);
         println!("{}", conforms(pe, check));
     }
@@ -344,6 +345,14 @@ const SMALL: &str =
     "--tokens 100 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --hot-ratio 0.25 --hot-weight 0.7";
 
 const TESTS: &[(&str, fn())] = &[
+    ("the_c_programs_of_the_benchmarks_compile", || {
+        let compiler = if is_open_mpi() { "mpicc.openmpi" } else { "mpicc.mpich" };
+        for program in ["benches/mpi_alltoallv.c", "benches/mpi_rma.c", "tests/hosts/mpich_finalize.c"] {
+            let mut command = Command::new(if in_path(compiler).is_some() { compiler } else { "mpicc" });
+            command.args(["-fsyntax-only", "-Wall", "-Werror", program]).current_dir(env!("CARGO_MANIFEST_DIR"));
+            run(command).success();
+        }
+    }),
     ("every_number_of_pes_is_checked", || {
         for n in [1, 2, 3, 4, 8] {
             let outcome = run(aristos_run(n, &format!("{SMALL} --check --steps 2 --chunk-rows 8 --budget-factor 0.5")));

@@ -3,14 +3,21 @@
 use std::env;
 use std::ffi::OsStr;
 use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
 
+use aristos::shmem::mpi::MpiTransport;
+use aristos::shmem::{Shmem, SignalOp};
 use rustix::process::{Signal, kill_process};
 
 use super::binary::{self, run};
 use super::hosts::Hosts;
 use super::sample::Sample;
 use super::undisturbed::undisturbed;
-use super::{LONG, SMALL, SUITE_PES, Sums, Test, all_checks, disturbed, is_open_mpi, launcher, refused, same, skip};
+use super::{
+    Check, END_LIMIT, LONG, Mpi, SMALL, SUITE_PES, Sums, Test, all_checks, disturbed, is_open_mpi, launcher, refused,
+    same, skip,
+};
 
 /// Folder of the MPICH for jobs across hosts (`tools/mpi-env`); its `debian` holds the library by the name that this program
 /// loads, `libmpich.so.12`. Debian 12's MPICH 4.0.2 over UCX can hang in MPI_Finalize (`tests/hosts/mpich_finalize.c`).
@@ -67,11 +74,45 @@ pub fn conforming(filter: &str, sums: &mut Sums) {
     let Some(hosts) = made else { return sums.add(suite, Test::Skipped) };
     let all = all_checks().count() as u64;
     let part: Vec<u64> = Sample::new(10, all).numbers().collect();
-    let checks = all_checks().enumerate().filter(|(i, _)| part.contains(&(*i as u64))).map(|(_, check)| check);
+    let sample = all_checks().enumerate().filter(|(i, _)| part.contains(&(*i as u64))).map(|(_, check)| check);
+    let checks = sample.chain(CHECKS_ACROSS_HOSTS);
     let before = hosts.sent_bytes();
     super::conforming(suite, filter, checks, sums, || over_hosts(&hosts, SUITE_PES, env::current_exe().unwrap(), ""));
     let crossed = hosts.sent_bytes() - before;
     sums.add("conformance_across_hosts::it_crosses_the_network", Test::Ran(crossed > 100_000));
+}
+
+/// Checks of PEs on different hosts.
+pub const CHECKS_ACROSS_HOSTS: &[Check] = &[("messages_arrive_while_pes_compute", messages_arrive_while_pes_compute)];
+
+/// Two PEs exchange data and signals without a call of MPI, as if they computed: they only look at their own memory.
+fn messages_arrive_while_pes_compute(world: &Mpi) {
+    // Larger than what MPI sends before the receiver asks for it.
+    const BYTES: usize = 1 << 20;
+    const ROUNDS: usize = 3;
+    if let Some(first) = world.0.first(2).unwrap() {
+        let heap_bytes = Shmem::<MpiTransport<'_>>::heap_bytes_for(2, ROUNDS * BYTES + 128);
+        let pe = Shmem::new(MpiTransport::new(Box::leak(Box::new(first)), heap_bytes).unwrap());
+        let (data, word) = (pe.alloc::<u8>(ROUNDS * BYTES).unwrap(), pe.alloc::<u64>(1).unwrap());
+        pe.barrier_all(Instant::now() + END_LIMIT).unwrap();
+        let (me, peer) = (pe.my_pe(), 1 - pe.my_pe());
+        let until = Instant::now() + END_LIMIT;
+        for round in 1..=ROUNDS {
+            let data = data.slice((round - 1) * BYTES..round * BYTES);
+            pe.put_signal(data, &vec![(round + me) as u8; BYTES], word, round as u64, SignalOp::Set, peer);
+            let mut seen = [0u64];
+            while seen[0] < round as u64 {
+                assert!(Instant::now() < until, "PE {me} sees no message in round {round}");
+                thread::sleep(Duration::from_millis(1));
+                pe.get(&mut seen, word, me);
+            }
+            let mut got = vec![0; BYTES];
+            pe.get(&mut got, data, me);
+            assert_eq!(got, vec![(round + peer) as u8; BYTES]);
+        }
+        pe.barrier_all(Instant::now() + END_LIMIT).unwrap();
+    }
+    world.0.barrier(Duration::from_secs(60)).unwrap();
 }
 
 /// Runs a layer with one PE per host. Fails the test unless its check passes, its results equal those over shared memory, and

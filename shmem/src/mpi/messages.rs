@@ -51,24 +51,26 @@ pub(super) enum Data {
 struct Header {
     dest: usize,
     bytes: usize,
+    /// The data's messages have this length, except the last one.
+    piece_bytes: usize,
     signal: Option<Signal>,
 }
 
 impl Header {
-    const BYTES: usize = 5 * size_of::<u64>();
+    const BYTES: usize = 6 * size_of::<u64>();
 
     fn encode(self) -> Vec<u8> {
         let (signal, value, op) = self.signal.unwrap_or((0, 0, SignalOp::Set));
         let kind = self.signal.map_or(0, |_| if op == SignalOp::Set { 1 } else { 2 });
-        let words = [self.dest as u64, self.bytes as u64, signal as u64, value, kind];
+        let words = [self.dest as u64, self.bytes as u64, self.piece_bytes as u64, signal as u64, value, kind];
         words.iter().flat_map(|word| word.to_le_bytes()).collect()
     }
 
     fn decode(message: &[u8]) -> Header {
         let word = |i: usize| u64::from_le_bytes(std::array::from_fn(|b| message[8 * i + b]));
-        let op = if word(4) == 1 { SignalOp::Set } else { SignalOp::Add };
-        let signal = (word(4) > 0).then(|| (word(2) as usize, word(3), op));
-        Header { dest: word(0) as usize, bytes: word(1) as usize, signal }
+        let op = if word(5) == 1 { SignalOp::Set } else { SignalOp::Add };
+        let signal = (word(5) > 0).then(|| (word(3) as usize, word(4), op));
+        Header { dest: word(0) as usize, bytes: word(1) as usize, piece_bytes: word(2) as usize, signal }
     }
 }
 
@@ -77,8 +79,9 @@ impl Header {
 struct Outgoing {
     /// The header, with small data.
     first: Vec<u8>,
-    /// Data that follows the header.
+    /// Data that follows the header, in pieces of this length.
     data: Option<Data>,
+    piece_bytes: usize,
     bytes: usize,
     requests: Vec<MpiRequest>,
     since: Instant,
@@ -185,7 +188,8 @@ impl Messages {
         };
         self.window.check_bounds(dest, bytes);
         signal.iter().for_each(|&(signal, ..)| self.window.check_word(signal));
-        let mut first = Header { dest, bytes, signal }.encode();
+        let piece_bytes = self.window.piece_bytes.load(Ordering::Relaxed);
+        let mut first = Header { dest, bytes, piece_bytes, signal }.encode();
         let mut rest = Some(data);
         if bytes <= INLINE_BYTES {
             first.extend_from_slice(self.bytes_of(rest.as_ref()));
@@ -195,6 +199,7 @@ impl Messages {
         lock(&self.queues)[pe].push_back(Outgoing {
             first,
             data: rest,
+            piece_bytes,
             bytes,
             requests: Vec::new(),
             since: Instant::now(),
@@ -241,7 +246,7 @@ impl Messages {
             message.since = Instant::now();
             let data = self.bytes_of(message.data.as_ref());
             let parts = [(&message.first[..], HEADER_TAG)];
-            let parts = parts.into_iter().chain(self.window.pieces(data).map(|piece| (piece, DATA_TAG)));
+            let parts = parts.into_iter().chain(data.chunks(message.piece_bytes).map(|piece| (piece, DATA_TAG)));
             let mut requests = Vec::new();
             for (part, tag) in parts {
                 let mut request = MpiRequest::new();
@@ -297,22 +302,22 @@ impl Messages {
                 exchange.delivered += 1;
                 continue;
             }
-            let Header { dest, bytes, signal } = Header::decode(&first);
+            let Header { dest, bytes, piece_bytes, signal } = Header::decode(&first);
             let to = self.window.at(dest, bytes).as_ptr();
             let mut requests = Vec::new();
             if bytes <= INLINE_BYTES {
                 // SAFETY: `at` has checked the destination, and the ranges do not overlap.
                 unsafe { to.copy_from_nonoverlapping(first[Header::BYTES..].as_ptr(), bytes) };
             } else {
-                self.window.in_pieces(bytes, |at, len| {
-                    let mut request = MpiRequest::new();
+                for at in (0..bytes).step_by(piece_bytes) {
+                    let (len, mut request) = (piece_bytes.min(bytes - at) as c_int, MpiRequest::new());
                     // SAFETY: `at` has checked the destination, which outlives the request.
                     self.window.abort_on_error_code("MPI_Irecv", unsafe {
                         let (to, byte) = (to.add(at).cast::<c_void>(), ffi::RSMPI_UINT8_T);
-                        ffi::MPI_Irecv(to, len as c_int, byte, status.MPI_SOURCE, DATA_TAG, self.comm, &mut request.0)
+                        ffi::MPI_Irecv(to, len, byte, status.MPI_SOURCE, DATA_TAG, self.comm, &mut request.0)
                     });
                     requests.push(request);
-                });
+                }
             }
             exchange.incoming.push_back(Incoming { requests, signal });
         }

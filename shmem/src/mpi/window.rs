@@ -69,9 +69,7 @@ impl Window {
         .map_err(|error| match error {
             // Open MPI's component `rdma` is selected first. Without remote memory access on the network it fails instead of
             // deferring to another component.
-            MpiError::Call { .. }
-                if library().starts_with("Open MPI") && world.pes_on_host() < world.n_pes() =>
-            {
+            MpiError::Call { .. } if library().starts_with("Open MPI") && world.pes_on_host() < world.n_pes() => {
                 unsuitable(format!(
                     "{error}; between these hosts start with mpirun --mca osc ^rdma, or OMPI_MCA_osc=^rdma set"
                 ))
@@ -108,8 +106,7 @@ impl Window {
     /// Limits the time that each flush waits. After the limit the process prints a line to standard error and exits with code 1.
     pub(super) fn limit_flushes(&self, limit: Duration) -> Result<(), MpiError> {
         let watchdog = Watchdog::start(self.me, limit, |pe| format!("{} (MPI_Win_flush)", late(pe)));
-        let watchdog =
-            watchdog.map_err(|e| MpiError::Unfit(format!("cannot start the watchdog's thread: {e}")))?;
+        let watchdog = watchdog.map_err(|e| MpiError::Unfit(format!("cannot start the watchdog's thread: {e}")))?;
         let _ = self.watchdog.set(watchdog);
         Ok(())
     }
@@ -227,7 +224,7 @@ impl Window {
     }
 
     /// Splits `bytes` into calls of at most `piece_bytes`; `move_piece` gets the offset and length of each.
-    pub(super) fn in_pieces(&self, bytes: usize, mut move_piece: impl FnMut(usize, usize)) {
+    fn in_pieces(&self, bytes: usize, move_piece: impl Fn(usize, usize)) {
         let most = self.piece_bytes.load(Ordering::Relaxed);
         let mut at = 0;
         while at < bytes {
@@ -235,11 +232,6 @@ impl Window {
             move_piece(at, len);
             at += len;
         }
-    }
-
-    /// Splits data in the same way.
-    pub(super) fn pieces<'d>(&self, data: &'d [u8]) -> std::slice::Chunks<'d, u8> {
-        data.chunks(self.piece_bytes.load(Ordering::Relaxed))
     }
 
     /// Starts a put of `bytes` bytes from `src`.
