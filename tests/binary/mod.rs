@@ -150,11 +150,15 @@ impl Running {
 
 impl Outcome {
     /// Fails the test unless the exit code is 0 and standard error is empty. Lines about links that a probe could not measure
-    /// are allowed, because they occur on a busy machine.
+    /// are allowed, because they occur on a busy machine, and so is a warning of Open MPI's launcher about its own processes.
     #[track_caller]
     pub fn success(self) -> Outcome {
-        let of_links = |line: &str| line.starts_with("aristos: the link from PE ") || line.ends_with(" more links");
-        assert!(self.status.success() && self.stderr.lines().all(of_links), "{self:?}");
+        let of_load = |line: &str| {
+            line.starts_with("aristos: the link from PE ")
+                || line.ends_with(" more links")
+                || line.contains("plm:rsh: Warning: setpgid")
+        };
+        assert!(self.status.success() && self.stderr.lines().all(of_load), "{self:?}");
         self
     }
 
