@@ -87,7 +87,7 @@ pub const CHECKS_ACROSS_HOSTS: &[Check] = &[("messages_arrive_while_pes_compute"
 
 /// Two PEs exchange data and signals without a call of MPI, as if they computed: they only look at their own memory.
 fn messages_arrive_while_pes_compute(world: &Mpi) {
-    // Larger than what MPI sends before the receiver asks for it.
+    // So large that MPI sends the data only after the receiver has asked for it.
     const BYTES: usize = 1 << 20;
     const ROUNDS: usize = 3;
     if let Some(first) = world.0.first(2).unwrap() {

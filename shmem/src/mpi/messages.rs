@@ -226,7 +226,7 @@ impl Messages {
         }
     }
 
-    /// Does what can be done without a wait, unless another thread calls MPI.
+    /// Receives, delivers and starts messages as far as possible without a wait. Returns at once if another thread calls MPI.
     pub(super) fn advance(&self) {
         let Some(turn) = Turn::now() else { return };
         let mut exchanges = lock(&self.exchanges);
@@ -337,7 +337,7 @@ impl Messages {
             }
             exchange.incoming.pop_front();
             let mut request = MpiRequest::new();
-            // SAFETY: the message has no data, so nothing needs to live until it has been sent.
+            // SAFETY: the message has no data, so it needs no buffer.
             unsafe {
                 let (nothing, byte) = (std::ptr::null::<c_void>(), ffi::RSMPI_UINT8_T);
                 let code = ffi::MPI_Isend(nothing, 0, byte, pe as c_int, DELIVERED_TAG, self.comm, &mut request.0);

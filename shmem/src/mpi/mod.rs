@@ -27,8 +27,8 @@
 //!
 //! # Between hosts
 //! Puts and signals to PEs on other hosts are messages, which a thread of each PE sends and receives while the PE computes
-//! ([`messages`]), if MPI allows calls from several threads, one at a time (MPI_THREAD_SERIALIZED). They are ordered after each
-//! other, and a put is copied, so that its source may be reused at once. Gets and atomic operations go through the window, once all
+//! ([`messages`]), if MPI allows calls from several threads, one at a time (MPI_THREAD_SERIALIZED). Messages to a PE arrive in order.
+//! A put copies its source, which may be reused at once. Gets and atomic operations go through the window, once all
 //! messages to their PE have been delivered. Without PEs on other hosts there is no thread.
 //!
 //! # Errors

@@ -25,7 +25,7 @@ unsafe extern "C" {
 /// Maximum bytes per call: counts are C ints.
 pub(super) const PIECE_BYTES: usize = 1 << 30;
 
-/// One PE's window. Its memory lives until [`Window::free`].
+/// One PE's window. The memory lives until [`Window::free`].
 #[derive(Debug)]
 pub(super) struct Window {
     window: ffi::MPI_Win,
@@ -170,7 +170,7 @@ impl Window {
         self.abort_on_error(check(call, code));
     }
 
-    /// Aborts the job because `pe` has not taken what was sent to it.
+    /// Aborts the job because `pe` has not received a message in time.
     pub(super) fn abort_late(&self, pe: usize, limit: Duration) -> ! {
         self.abort(&format_args!("waited {} s for {}", limit.as_secs_f64(), late(pe)))
     }
@@ -304,7 +304,7 @@ impl Window {
     }
 }
 
-/// What a PE waits for if `pe` takes nothing.
+/// The event that is missing if `pe` does not call MPI.
 fn late(pe: usize) -> String {
     format!("PE {pe} to take what was sent to it")
 }
