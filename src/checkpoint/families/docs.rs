@@ -36,6 +36,8 @@ pub fn families_page() -> String {
          up one after the other, unless a remark follows it.\n\n\
          | `model_type` | on disk | router | experts | shared expert | layers with experts |\n|---|---|---|---|---|---|\n",
     );
+    let frequent =
+        table::FAMILIES.iter().find(|entry| entry.model_type == "deepseek_v3").map(|entry| entry.router.describe());
     for family in Family::all() {
         let entry = family.0;
         let names: Vec<String> = family.model_types().map(|name| format!("`{name}`")).collect();
@@ -52,10 +54,15 @@ pub fn families_page() -> String {
                 layouts.push(text);
             }
         }
+        let router = entry.router.describe();
         let cells = [
             names.join(", "),
             layouts.join("; "),
-            entry.router.describe(),
+            if entry.model_type != "deepseek_v3" && Some(&router) == frequent.as_ref() {
+                "as `deepseek_v3`".into()
+            } else {
+                router
+            },
             entry.describe_experts(),
             entry.describe_shared(),
             entry.describe_layers(),
