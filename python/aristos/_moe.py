@@ -46,7 +46,7 @@ class MoE(nn.Module):
         aux_loss_coef: coefficient of the load-balancing loss (Fedus et al., Switch Transformers, section 2.2, summed over the top_k
             choices), which counts the tokens of the whole group. z_loss_coef: coefficient of the router z-loss (Zoph et al., ST-MoE,
             section 3.2, equation 5).
-        mean_gradients: whether the gradients of the experts are divided by the group's size.
+        mean_gradients: whether the gradients of the experts are divided by the group's size. Those of adapters on them are not.
         dtype, device: type and device of all weights. The type is float32 or bfloat16.
     """
 
@@ -144,7 +144,11 @@ class MoE(nn.Module):
         # An attribute is the effective weight, also if a parametrization computes it.
         up, down = (local(getattr(self, name)).to(x.dtype) for name in EXPERT_NAMES)
         if self.mean_gradients:
-            up, down = (_parameters.Mean.apply(weight, self.group.size) for weight in (up, down))
+            # If a parametrization computes a weight from adapters, DDP averages their gradients.
+            up, down = (
+                _parameters.Mean.apply(weight, self.group.size) if name in self._parameters else weight
+                for name, weight in zip(EXPERT_NAMES, (up, down))
+            )
         output = run_experts(x, ids, weights, up, down, group=self.group, activation=self.activation, gated=self.gated)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)

@@ -90,7 +90,7 @@ def distributed_adapters_equal_one_process():
     return said
 
 
-def adapters_of_a_layer_train_under_ddp():
+def adapters_of_a_layer_train_under_ddp(mean_gradients):
     """Steps with an adapter on `aristos.MoE` equal those of one process. DDP makes the adapters of all processes equal."""
     where = dict(target_modules=["first"], target_parameters=["moe.gate_up_proj", "moe.down_proj"])
 
@@ -104,7 +104,7 @@ def adapters_of_a_layer_train_under_ddp():
             optimizer.zero_grad()
         return {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
 
-    more = dict(aux_loss_coef=0.0, mean_gradients=False)
+    more = dict(aux_loss_coef=0.0, mean_gradients=mean_gradients)
     want = steps(Net(aristos.Group.alone(), **more), lambda model: model, batches().flatten(1, 2), 1)
     wrap = lambda model: DistributedDataParallel(aristos.exclude_experts(model))
     got = steps(Net(everyone(), **more), wrap, batches()[:, dist.get_rank()], 1 + dist.get_rank())
@@ -129,7 +129,8 @@ CASES = [
     *((1, f"experts_of_{family}", adapters_equal_eager(family, target_modules=[], target_parameters=EXPERTS)) for family in FAMILIES),
     (1, "families_that_are_never_called_are_refused", families_that_are_never_called_are_refused),
     (2, "distributed_adapters_equal_one_process", distributed_adapters_equal_one_process),
-    (2, "adapters_of_a_layer_train_under_ddp", adapters_of_a_layer_train_under_ddp),
+    (2, "adapters_of_a_layer_train_under_ddp", lambda: adapters_of_a_layer_train_under_ddp(False)),
+    (2, "adapters_of_a_layer_with_means_train_under_ddp", lambda: adapters_of_a_layer_train_under_ddp(True)),
 ]
 
 
