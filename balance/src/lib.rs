@@ -20,6 +20,8 @@ use shares::{fill, largest, level};
 const MOST: usize = 16_384;
 const MOST_IN_ALL: usize = 262_144;
 const MOST_LISTED: usize = 1 << 26;
+/// Tolerance of an imbalance that is to be reached.
+const EQUAL: f64 = 1e-9;
 
 /// The placement of the physical experts of some layers.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
@@ -73,7 +75,8 @@ pub fn rebalance_experts(
     rebalance_with(Rebalance::default(), weight, num_replicas, num_groups, num_nodes, num_ranks)
 }
 
-/// As [`rebalance_with`], with the least number of physical experts that reaches an `imbalance`, or, without one, that holds all experts.
+/// As [`rebalance_with`], with the least number of physical experts that reaches an `imbalance`, or, without one, that holds all experts. The number is bisected:
+/// one physical expert fewer per rank misses the imbalance, but the search may reach it with still fewer.
 ///
 /// # Errors
 /// As [`rebalance_with`], and if no allowed number reaches the imbalance.
@@ -90,26 +93,49 @@ pub fn rebalance_auto(
     if most.is_nan() || most < 1.0 {
         return Err(InputError::value("imbalance", format!("is {most}"), "at least 1"));
     }
-    let mut replicas = experts.div_ceil(num_ranks.max(1)).saturating_mul(num_ranks.max(1));
-    check(weight, experts, replicas, num_groups, num_nodes, num_ranks)?;
-    let mean = |weight: &[f64]| weight.iter().sum::<f64>() / num_ranks as f64;
-    let above = |weight: &Vec<f64>, replicas| {
-        least_load(weight, num_ranks, replicas, how.shares) > most * mean(weight) * (1.0 + 1e-9)
+    let fewest = experts.div_ceil(num_ranks.max(1)).saturating_mul(num_ranks.max(1));
+    check(weight, experts, fewest, num_groups, num_nodes, num_ranks)?;
+    // Once every rank of a node holds all its experts, more replicas change no load.
+    let whole = experts / nodes_used(num_groups, num_nodes) * num_ranks;
+    let last = whole.min(MOST).min(MOST_IN_ALL / weight.len()) / num_ranks;
+    let wrong = |expected: String| Err(InputError::value("imbalance", format!("is {most}"), expected));
+    // A lower bound above the imbalance rules a size out without a search.
+    let bound = |size: usize| {
+        let of =
+            |weight: &Vec<f64>| over(weight, num_ranks, least_load(weight, num_ranks, size * num_ranks, how.shares));
+        weight.iter().map(of).fold(1.0, f64::max)
     };
-    loop {
-        // A layer whose bound is above the imbalance rules a number out without a search.
-        if !weight.iter().any(|weight| above(weight, replicas)) {
-            let all = rebalance_with(how, weight, replicas, num_groups, num_nodes, num_ranks)?;
-            if all.imbalance.iter().all(|reached| *reached <= most) {
-                return Ok(all);
-            }
-        }
-        replicas += num_ranks;
-        if replicas > MOST.min(MOST_IN_ALL / weight.len()) {
-            let expected = format!("an imbalance that at most {} physical experts reach", replicas - num_ranks);
-            return Err(InputError::value("imbalance", format!("is {most}"), expected));
-        }
+    let ruled_out = |size: usize| bound(size) > most * (1.0 + EQUAL);
+    if ruled_out(last) {
+        return wrong(format!("at least {}, the lower bound of {} physical experts", bound(last), last * num_ranks));
     }
+    let (mut low, mut first) = (fewest / num_ranks - 1, last);
+    while low + 1 < first {
+        let middle = (low + first) / 2;
+        if ruled_out(middle) { low = middle } else { first = middle }
+    }
+    // Sizes grow faster and faster until one reaches the imbalance; then bisection. A size that is an error is too large.
+    let (mut size, mut step) = (first, 1);
+    let mut found = None;
+    while size > low {
+        let all = balance(how, most, weight, size * num_ranks, num_groups, num_nodes, num_ranks);
+        if all.as_ref().is_ok_and(|all| all.imbalance.iter().any(|reached| *reached > most * (1.0 + EQUAL))) {
+            low = size;
+        } else {
+            found = Some((size, all));
+        }
+        size = match &found {
+            Some((high, _)) => (low + high) / 2,
+            None => last.min(low + step),
+        };
+        step *= 2;
+    }
+    if let Some((_, all)) = found {
+        return all;
+    }
+    let all = rebalance_with(how, weight, last * num_ranks, num_groups, num_nodes, num_ranks)?;
+    let reached = all.imbalance.iter().copied().fold(1.0, f64::max);
+    wrong(format!("at least {reached}, which the search reaches with {} physical experts", last * num_ranks))
 }
 
 /// As [`rebalance_experts`], with a placement in use, from which experts move as far as it pays, and with unequal shares.
@@ -124,18 +150,32 @@ pub fn rebalance_with(
     num_nodes: usize,
     num_ranks: usize,
 ) -> Result<Rebalanced, InputError> {
+    balance(how, f64::INFINITY, weight, num_replicas, num_groups, num_nodes, num_ranks)
+}
+
+/// [`rebalance_with`], which searches until the imbalance is at most `most`, if that is possible, and ends after the first layer that misses it.
+fn balance(
+    how: Rebalance,
+    most: f64,
+    weight: &[Vec<f64>],
+    num_replicas: usize,
+    num_groups: usize,
+    num_nodes: usize,
+    num_ranks: usize,
+) -> Result<Rebalanced, InputError> {
     let experts = weight.first().map_or(0, Vec::len);
     check(weight, experts, num_replicas, num_groups, num_nodes, num_ranks)?;
     check_current(how, weight.len(), experts, num_replicas)?;
-    // As in EPLB, groups stay on one node only if every node gets the same number.
-    let nodes = if num_groups.is_multiple_of(num_nodes) { num_nodes } else { 1 };
+    let nodes = nodes_used(num_groups, num_nodes);
     let groups = if nodes > 1 { num_groups } else { 1 };
     let (size, node_slots) = (num_replicas / num_ranks, num_replicas / nodes);
     let mut all = Rebalanced::default();
     let mut listed = 0;
     for (layer, weight) in weight.iter().enumerate() {
         let mean = weight.iter().sum::<f64>() / num_ranks as f64;
-        let over = |load: f64| if mean > 0.0 { load / mean } else { 1.0 };
+        let over = |load: f64| over(weight, num_ranks, load);
+        // Half the tolerance is left for rounding.
+        let goal = if mean > 0.0 { most * mean * (1.0 + EQUAL / 2.0) } else { f64::INFINITY };
         let old = how.current.map(|current| &current[layer][..]);
         // The groups of a placement in use stay on their nodes.
         let in_use = old.and_then(|old| nodes_of(old, experts, groups, nodes));
@@ -146,19 +186,20 @@ pub fn rebalance_with(
             let place = |e: &usize| node.iter().position(|own| own == e).unwrap_or(0);
             let old =
                 kept.map(|old| old[i * node_slots..(i + 1) * node_slots].iter().map(place).collect::<Vec<usize>>());
-            let (slots, of) = place_node(&own, size, node_slots, how.shares, old.as_deref(), how.move_cost * mean);
+            let (slots, of) =
+                place_node(&own, size, node_slots, how.shares, old.as_deref(), how.move_cost * mean, goal);
             phy2log.extend(slots.into_iter().map(|e| node[e]));
             loads.extend(of);
         }
         let mut logcnt = vec![0; experts];
         phy2log.iter().for_each(|&e| logcnt[e] += 1);
-        let most = logcnt.iter().copied().max().unwrap_or(0);
-        listed += most * experts;
+        let largest_count = logcnt.iter().copied().max().unwrap_or(0);
+        listed += largest_count * experts;
         if listed > MOST_LISTED {
             let found = format!("is {num_replicas}, which makes a log2phy of more than {MOST_LISTED} numbers");
             return Err(InputError::value("num_replicas", found, "fewer"));
         }
-        let mut log2phy = vec![vec![-1; most]; experts];
+        let mut log2phy = vec![vec![-1; largest_count]; experts];
         let mut seen = vec![0; experts];
         for (physical, &e) in phy2log.iter().enumerate() {
             log2phy[e][seen[e]] = physical as i64;
@@ -172,20 +213,34 @@ pub fn rebalance_with(
             all.shares.push(phy2log.iter().zip(loads).map(share).collect());
         }
         if let Some(old) = old {
-            all.imbalance_current.push(over(largest(&loads_of(weight, old, size, how.shares), size)));
+            all.imbalance_current.push(over(largest(&loads_of(weight, old, size, how.shares, f64::INFINITY), size)));
             all.moved.push(old.iter().zip(&phy2log).filter(|(old, new)| old != new).count());
         }
         all.phy2log.push(phy2log);
         all.log2phy.push(log2phy);
         all.logcnt.push(logcnt);
+        if all.imbalance[layer] > most * (1.0 + EQUAL) {
+            break;
+        }
     }
     Ok(all)
 }
 
+/// The nodes that groups are kept on: as in EPLB, only if every node gets the same number.
+fn nodes_used(num_groups: usize, num_nodes: usize) -> usize {
+    if num_groups.is_multiple_of(num_nodes) { num_nodes } else { 1 }
+}
+
+/// The load of a rank over the mean.
+fn over(weight: &[f64], ranks: usize, load: f64) -> f64 {
+    let mean = weight.iter().sum::<f64>() / ranks as f64;
+    if mean > 0.0 { load / mean } else { 1.0 }
+}
+
 /// The load of each slot.
-fn loads_of(weight: &[f64], slots: &[usize], size: usize, shares: bool) -> Vec<f64> {
+fn loads_of(weight: &[f64], slots: &[usize], size: usize, shares: bool, goal: f64) -> Vec<f64> {
     if shares {
-        return fill(weight, slots, size);
+        return fill(weight, slots, size, goal);
     }
     let mut counts = vec![0; weight.len()];
     slots.iter().for_each(|&e| counts[e] += 1);
@@ -200,14 +255,15 @@ fn place_node(
     shares: bool,
     old: Option<&[usize]>,
     cost: f64,
+    goal: f64,
 ) -> (Vec<usize>, Vec<f64>) {
     let with_loads = |slots: Vec<usize>| {
-        let loads = loads_of(weight, &slots, size, shares);
+        let loads = loads_of(weight, &slots, size, shares, goal);
         (slots, loads)
     };
     let ranks = slots / size;
-    let level = if shares { level(weight, ranks, size) } else { None };
-    let fresh = level.unwrap_or_else(|| with_loads(place(weight, ranks, size)));
+    let level = if shares { level(weight, ranks, size, goal) } else { None };
+    let fresh = level.unwrap_or_else(|| with_loads(place(weight, ranks, size, goal)));
     let ordered = |order: Vec<usize>, from: &(Vec<usize>, Vec<f64>)| {
         (order.iter().map(|&slot| from.0[slot]).collect(), order.iter().map(|&slot| from.1[slot]).collect())
     };

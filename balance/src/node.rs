@@ -10,7 +10,7 @@ const UNDER: f64 = 0.004;
 /// Temperatures at first and at last, as shares of the mean load, squared.
 const HOT: f64 = 0.3;
 const COLD: f64 = 0.001;
-/// A placement this close to the lower bound ends the search.
+/// A placement this close to the lower bound ends the search, unless a goal is closer.
 const CLOSE: f64 = 1e-3;
 /// Replicas are counted for largest loads of a replica of 1 - i / `LARGEST` times the lower bound of a rank's, i up to half of it, and for any largest load. The
 /// best `ANNEALED` packings are annealed.
@@ -115,13 +115,15 @@ fn pack(weight: &[f64], counts: &[usize], ranks: usize, size: usize) -> Vec<usiz
     held.into_iter().flat_map(|(_, held)| held).collect()
 }
 
-/// The experts of each slot, rank by rank, of a new placement. No rank holds an expert twice while another one does not hold it.
-pub(super) fn place(weight: &[f64], ranks: usize, size: usize) -> Vec<usize> {
+/// The experts of each slot, rank by rank, of a new placement. No rank holds an expert twice while another one does not hold it. The search ends
+/// close to the lower bound, and at a largest load of at most `goal` if the bound allows that.
+pub(super) fn place(weight: &[f64], ranks: usize, size: usize, goal: f64) -> Vec<usize> {
     if weight.len() <= size {
         return (0..ranks * size).map(|slot| slot % size % weight.len()).collect();
     }
     let least = least_load(weight, ranks, ranks * size, false);
     let close = least * (1.0 + CLOSE);
+    let close = if goal < least { close } else { close.min(goal) };
     let home = vec![true; ranks * weight.len()];
     let mut considered = 0;
     let packed = |counts: Vec<usize>| Node::new(weight, size, pack(weight, &counts, ranks, size), least);
@@ -135,7 +137,7 @@ pub(super) fn place(weight: &[f64], ranks: usize, size: usize) -> Vec<usize> {
     let mut best: Option<Node> = None;
     for start in starts.into_iter().take(ANNEALED) {
         if best.as_ref().is_none_or(|best| best.largest() > close) {
-            let found = start.anneal().settle(&home, &mut considered);
+            let found = start.anneal(close).settle(&home, &mut considered);
             best = best.filter(|best| best.largest() <= found.largest()).or(Some(found));
         }
     }
@@ -188,19 +190,32 @@ pub(super) fn improve(weight: &[f64], size: usize, slots: &[usize], cost: f64) -
 /// The slots of `fresh` in an order in which many keep the expert that they have in `slots`: ranks are renamed, and sorted inside.
 pub(super) fn matched(slots: &[usize], fresh: &[usize], size: usize) -> Vec<usize> {
     let ranks = slots.len() / size;
-    let mut pairs = Vec::new();
-    for (r, old) in slots.chunks(size).enumerate() {
-        for (s, new) in fresh.chunks(size).enumerate() {
-            let mut left = old.to_vec();
-            let kept = new.iter().filter(|e| left.iter().position(|x| x == *e).map(|i| left.swap_remove(i)).is_some());
-            pairs.push((kept.count(), r, s));
-        }
+    // The slots of a rank that hold the same expert are numbered. By expert and number, the ranks of `fresh`.
+    let number = |held: &[usize], i: usize| held[..i].iter().filter(|e| **e == held[i]).count();
+    let numbers = |all: &[usize]| -> Vec<usize> {
+        all.chunks(size).flat_map(|held| (0..size).map(move |i| number(held, i))).collect()
+    };
+    let mut holders = vec![Vec::new(); fresh.iter().max().map_or(0, |e| e + 1)];
+    for (slot, (&e, number)) in fresh.iter().zip(numbers(fresh)).enumerate() {
+        let of: &mut Vec<Vec<usize>> = &mut holders[e];
+        of.resize_with(of.len().max(number + 1), Vec::new);
+        of[number].push(slot / size);
     }
-    pairs.sort_by(|a, b| b.0.cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+    let numbered: Vec<(usize, usize)> = slots.iter().copied().zip(numbers(slots)).collect();
     let (mut of, mut used) = (vec![None; ranks], vec![false; ranks]);
-    for (_, r, s) in pairs {
-        if of[r].is_none() && !used[s] {
-            (of[r], used[s]) = (Some(s), true);
+    let mut common = vec![0; ranks];
+    // The pairs of ranks with the most experts in common first. Each pair is counted again for each number, because a list of all pairs takes too much memory.
+    for most in (0..=size).rev() {
+        for (r, old) in numbered.chunks(size).enumerate() {
+            if of[r].is_some() {
+                continue;
+            }
+            common.fill(0);
+            let ranks_of = |(e, number): &(usize, usize)| holders[*e].get(*number).into_iter().flatten();
+            old.iter().flat_map(ranks_of).for_each(|&s| common[s] += 1);
+            if let Some(s) = (0..ranks).find(|&s| !used[s] && common[s] == most) {
+                (of[r], used[s]) = (Some(s), true);
+            }
         }
     }
     let rank = |(old, s): (&[usize], usize)| {
@@ -266,8 +281,8 @@ impl<'w> Node<'w> {
         }
     }
 
-    /// Anneals, and returns the best placement found.
-    fn anneal(mut self) -> Node<'w> {
+    /// Anneals until the largest load is at most `close`, and returns the best placement found.
+    fn anneal(mut self, close: f64) -> Node<'w> {
         let mean = self.weight.iter().sum::<f64>() / self.load.len() as f64;
         let (n, ranks) = (self.slots.len(), self.load.len());
         let mut random = Random(n as u64);
@@ -276,7 +291,7 @@ impl<'w> Node<'w> {
         let mut worst = 0;
         let mut temperature = 0.0;
         for step in 0..steps {
-            if ranks == 1 || mean <= 0.0 || best.0 <= self.least * (1.0 + CLOSE) {
+            if ranks == 1 || mean <= 0.0 || best.0 <= close {
                 break;
             }
             if step.is_multiple_of(64) {
@@ -429,6 +444,53 @@ impl<'w> Node<'w> {
             Some((_, a, b, true)) => self.swap(a, b, f64::INFINITY),
             Some((_, slot, f, false)) => self.replace(slot, f, f64::INFINITY),
             None => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The ranks of `fresh` in the order of a list of all pairs, with the most common slots first.
+    fn pairs_in_order(slots: &[usize], fresh: &[usize], size: usize) -> usize {
+        let mut pairs = Vec::new();
+        for (r, old) in slots.chunks(size).enumerate() {
+            for (s, new) in fresh.chunks(size).enumerate() {
+                let mut left = old.to_vec();
+                let kept =
+                    new.iter().filter(|e| left.iter().position(|x| x == *e).map(|i| left.swap_remove(i)).is_some());
+                pairs.push((std::cmp::Reverse(kept.count()), r, s));
+            }
+        }
+        pairs.sort_unstable();
+        let (mut olds, mut news, mut kept) = (vec![false; slots.len()], vec![false; slots.len()], 0);
+        for (count, r, s) in pairs {
+            if !olds[r] && !news[s] {
+                (olds[r], news[s]) = (true, true);
+                kept += count.0;
+            }
+        }
+        kept
+    }
+
+    #[test]
+    fn most_slots_keep_their_experts() {
+        let mut random = Random(3);
+        for _ in 0..200 {
+            let (size, ranks) = (1 + random.below(5), 1 + random.below(9));
+            let experts = 1 + random.below(size * ranks);
+            let mut draw = || {
+                let mut all: Vec<usize> = (0..size * ranks).map(|slot| slot % experts).collect();
+                (0..all.len()).for_each(|slot| all.swap(slot, random.below(slot + 1)));
+                all
+            };
+            let (slots, fresh) = (draw(), draw());
+            let mut order = matched(&slots, &fresh, size);
+            let kept = order.iter().zip(&slots).filter(|(slot, e)| fresh[**slot] == **e).count();
+            assert_eq!(kept, pairs_in_order(&slots, &fresh, size), "{slots:?} {fresh:?}");
+            order.sort_unstable();
+            assert!(order.into_iter().eq(0..slots.len()));
         }
     }
 }

@@ -4,8 +4,9 @@
 const CLOSE: f64 = 1e-3;
 const SWEEPS: usize = 200;
 
-/// The expert of each slot, rank by rank, and the load that it gets, so that all ranks have the mean load. `None` with fewer than `ranks - 1` spare slots.
-pub(super) fn level(weight: &[f64], ranks: usize, size: usize) -> Option<(Vec<usize>, Vec<f64>)> {
+/// The expert of each slot, rank by rank, and the load that it gets, so that all ranks have the mean load, or, with smoother shares, almost the mean and
+/// at most `goal`. `None` with fewer than `ranks - 1` spare slots.
+pub(super) fn level(weight: &[f64], ranks: usize, size: usize, goal: f64) -> Option<(Vec<usize>, Vec<f64>)> {
     let (mean, items) = (weight.iter().sum::<f64>() / ranks as f64, ranks * (size - 1) + 1);
     if weight.len() <= size || weight.len() > items {
         return None;
@@ -50,8 +51,8 @@ pub(super) fn level(weight: &[f64], ranks: usize, size: usize) -> Option<(Vec<us
         }
     }
     let experts: Vec<usize> = slots.iter().filter_map(|slot| slot.1).collect();
-    let smooth = fill(weight, &experts, size);
-    let close = largest(&smooth, size) <= mean * (1.0 + CLOSE);
+    let smooth = fill(weight, &experts, size, goal);
+    let close = largest(&smooth, size) <= goal.min(mean * (1.0 + CLOSE));
     let loads = if close { smooth } else { slots.into_iter().map(|slot| slot.0).collect() };
     Some((experts, loads))
 }
@@ -62,15 +63,15 @@ pub(super) fn largest(loads: &[f64], size: usize) -> f64 {
 }
 
 /// The load of each slot that makes the ranks' loads as equal as the placement allows: from even shares on, expert by expert, the holders with the least load
-/// are raised to one level.
-pub(super) fn fill(weight: &[f64], slots: &[usize], size: usize) -> Vec<f64> {
+/// are raised to one level. Ends close to the mean, at a largest load of at most `goal` if that is possible.
+pub(super) fn fill(weight: &[f64], slots: &[usize], size: usize, goal: f64) -> Vec<f64> {
     let mut places = vec![Vec::new(); weight.len()];
     slots.iter().enumerate().for_each(|(slot, &e)| places[e].push(slot));
     let mut loads: Vec<f64> = slots.iter().map(|&e| weight[e] / places[e].len() as f64).collect();
     let mut sums: Vec<f64> = loads.chunks(size).map(|rank| rank.iter().sum()).collect();
     let mean = weight.iter().sum::<f64>() / sums.len() as f64;
     for _ in 0..SWEEPS {
-        if largest(&loads, size) <= mean * (1.0 + CLOSE / 10.0) {
+        if largest(&loads, size) <= goal.min(mean * (1.0 + CLOSE / 10.0)) {
             break;
         }
         for (places, weight) in places.iter_mut().zip(weight).filter(|(places, _)| places.len() > 1) {

@@ -183,6 +183,28 @@ fn least_number_of_physical_experts() {
 }
 
 #[test]
+fn imbalances_near_1_are_reached() {
+    let weight = vec![loads(1, 256, &mut Random(4))];
+    for how in [EVEN, SHARES] {
+        for most in [1.0, 1.0005] {
+            let all = rebalance_auto(how, &weight, Some(most), 1, 1, 12).unwrap();
+            check(&weight[0], 12, &all);
+            let slots = all.phy2log[0].len();
+            println!("shares {}, at most {most}: {slots} physical experts, {:?}", how.shares, all.imbalance);
+            assert!(all.imbalance[0] <= most * (1.0 + 1e-9), "{:?}", all.imbalance);
+            assert!(slots <= if how.shares { 276 } else { 12 * 256 }, "{slots}");
+        }
+    }
+    // Two nodes whose groups differ in load never have equal loads.
+    let weight = vec![vec![1.0, 1.0, 2.0, 4.0]];
+    let line = rebalance_auto(EVEN, &weight, Some(1.0), 2, 2, 4).unwrap_err().to_string();
+    assert!(
+        line.contains("imbalance is 1, expected at least 1.5, which the search reaches with 8 physical experts"),
+        "{line}"
+    );
+}
+
+#[test]
 fn groups_stay_on_their_nodes() {
     let weight = vec![loads(1, 64, &mut Random(9))];
     let groups = |all: &Rebalanced, node: usize| -> Vec<usize> {
