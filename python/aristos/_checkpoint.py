@@ -58,8 +58,9 @@ class _Save:
         self.tensors, self.token, self.extra_s, self.shard = {}, None, 0.0, None
 
     def run(self):
-        begun = self.on_all(self.begin)
-        self.token, self.extra_s = begun[0][0], max(size for _, size in begun) / _MIN_BYTES_PER_S
+        # No process collects, which is collective for some modules, before all have begun.
+        self.token = self.on_all(self.begin)[0]
+        self.extra_s = max(self.on_all(self.collect)) / _MIN_BYTES_PER_S
         self.shard = f"model-{self.token}-{self.group.rank + 1:05}-of-{self.group.size:05}.safetensors"
         written = self.on_all(self.write)
         previous = self.on_all(lambda: self.publish(written) if self.group.rank == 0 else None)[0]
@@ -87,14 +88,16 @@ class _Save:
         return [result for result, _ in outcomes]
 
     def begin(self):
-        """Returns the save's token (rank 0) and the bytes of this process's shard."""
-        # Gradients of a failed pass must not reach a checkpoint without a word.
-        self.group.check()
-        token = None
-        if self.group.rank == 0:
-            os.makedirs(self.folder, exist_ok=True)
-            self.held.enter_context(_locked(self.folder))
-            token = secrets.token_hex(8)
+        """Returns the save's token (rank 0)."""
+        _group.check_all()
+        if self.group.rank:
+            return None
+        os.makedirs(self.folder, exist_ok=True)
+        self.held.enter_context(_locked(self.folder))
+        return secrets.token_hex(8)
+
+    def collect(self):
+        """Returns the bytes of this process's shard. Collective if the module has other DTensors than its experts."""
         state, own = self.module.state_dict(), {}
         for prefix, part in _layers(self.module):
             blocks = []
@@ -103,11 +106,14 @@ class _Save:
                     raise ValueError(f"{prefix}{name} is missing from the module's state_dict: merge adapters before a save")
                 blocks.append(_parameters.local(state.pop(prefix + name)))
             own |= part.matrices(prefix, *blocks)
-        # Other DTensors are gathered on all processes, because that is collective.
-        rest = {name: tensor.full_tensor() if _parameters.is_dtensor(tensor) else tensor for name, tensor in state.items()}
-        tensors = own if self.group.rank else own | rest
-        self.tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        return token, sum(tensor.nbytes for tensor in self.tensors.values())
+        for name, tensor in state.items():
+            # Only rank 0 keeps a gathered tensor, in host memory, because all of them may not fit into a device's.
+            gathered = tensor.full_tensor() if _parameters.is_dtensor(tensor) else tensor
+            if self.group.rank == 0:
+                own[name] = gathered if gathered is tensor else gathered.cpu()
+            del gathered
+        self.tensors = {name: tensor.contiguous() for name, tensor in own.items()}
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def temporary(self, part):
         return os.path.join(self.folder, f".aristos-{self.token}-{part}.tmp")
@@ -125,6 +131,8 @@ class _Save:
         try:
             written = os.path.join(temporary, self.shard)
             save_file(self.tensors, written, metadata={"format": "pt"})
+            # The copies to the host have waited for the devices. Results of a failed pass must not reach a checkpoint.
+            _group.check_all()
             _sync(written)
             os.rename(written, path)
         except SafetensorError as error:

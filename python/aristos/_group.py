@@ -73,6 +73,12 @@ def default():
     return _default or init()
 
 
+def check_all():
+    """Raises the error of a pass on a device that has ended, of any group."""
+    for group in _groups:
+        group.check()
+
+
 def numbered(number):
     """The group with this number. Operators refer to a group by its number."""
     if not 0 <= number < len(_groups):

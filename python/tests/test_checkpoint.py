@@ -21,6 +21,7 @@ import time
 import traceback
 
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import aristos
 from aristos import _checkpoint
@@ -55,9 +56,9 @@ def moment_in(folder, expected):
 
 class Job:
     """Two processes that save the weights of a moment, either into the same folder or into a folder each. ``prepare(rank)`` runs in each
-    process before the save."""
+    process before the save, and ``wrap(module)`` before that."""
 
-    def __init__(self, folder, moment, prepare=lambda rank: None):
+    def __init__(self, folder, moment, prepare=lambda rank: None, wrap=lambda module: None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -68,19 +69,20 @@ class Job:
         for rank in range(RANKS):
             pid = os.fork()
             if pid == 0:
-                self.process(rank, port, folder, moment, prepare, end)
+                self.process(rank, port, folder, moment, prepare, wrap, end)
             self.pids.append(pid)
         os.close(end)
         self.began = self.ended = 0
         self.running = set(self.pids)
 
-    def process(self, rank, port, folder, moment, prepare, end):
+    def process(self, rank, port, folder, moment, prepare, wrap, end):
         failed = 1
         try:
             os.dup2(self.errors.fileno(), 2)
             os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             module = aristos.MoE(**FORM, group=aristos.init())
             module.load_state_dict(weights(moment))
+            wrap(module)
             prepare(rank)
             os.write(end, b"b")
             aristos.save(module, folder if isinstance(folder, str) else folder[rank])
@@ -251,6 +253,51 @@ def second_save_into_a_folder_is_refused(options):
         only_one_checkpoint(folder)
 
 
+def second_save_of_a_model_with_fsdp_is_refused(options):
+    """Rank 1 must not wait for rank 0 in the collectives that gather other parameters."""
+
+    def wrap(module):
+        fully_shard(module, mesh=module.group.mesh, ignored_params=aristos.expert_parameters(module))
+
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder, 1, wrap=wrap)
+        with _checkpoint._locked(folder):
+            codes, said = Job(folder, 2, wrap=wrap).end()
+            assert codes == [1, 1] and said.count(f"{folder}: another save into this folder is running") == 2, (codes, said[-600:])
+        assert moment_in(folder, [1, 2]) == 1
+
+
+def failed_pass_on_a_device_is_raised_on_all(options):
+    """Of another group than the save's. The error is known only once the device's tensors were copied."""
+
+    class Device:
+        error = None
+
+        def check(self):
+            if self.error:
+                raise self.error
+
+    def prepare(rank):
+        if rank == 1:
+            import safetensors.torch
+
+            device, copy = Device(), safetensors.torch.save_file
+            aristos.Group.alone()._layers["device"] = [(device, 1)]
+
+            def fail(*args, **more):
+                copy(*args, **more)
+                device.error = aristos.AristosError("a pass failed")
+
+            safetensors.torch.save_file = fail
+
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder, 1)
+        codes, said = Job(folder, 2, prepare).end()
+        assert codes == [1, 1] and "not saved: rank 1: AristosError: a pass failed" in said, (codes, said[-600:])
+        assert moment_in(folder, [1, 2]) == 1
+        only_one_checkpoint(folder)
+
+
 def failed_write_of_a_process_is_raised_on_all(options):
     def no_room(rank):
         if rank == 1:
@@ -343,6 +390,8 @@ CASES = [
     kills_at_each_step_leave_one_moment,
     kill_while_a_shard_is_written_leaves_no_files,
     second_save_into_a_folder_is_refused,
+    second_save_of_a_model_with_fsdp_is_refused,
+    failed_pass_on_a_device_is_raised_on_all,
     failed_write_of_a_process_is_raised_on_all,
     loads_during_saves_read_one_moment,
     shards_removed_while_they_are_opened_are_read_anew,

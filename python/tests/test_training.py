@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import sys
+import unittest.mock
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM
@@ -166,8 +169,17 @@ def fsdp_of_a_model_on_meta():
         aristos.save(single, folder, ALONE)
     dist.barrier()
     aristos.load(net, folder)
-    folder = shared_folder()
-    aristos.save(net, folder, group)
+    folder, gathered, kept, gather = shared_folder(), [], [], DTensor.full_tensor
+
+    def counted(tensor):
+        whole = gather(tensor)
+        gathered.append(weakref.ref(whole))
+        kept.append(sum(one() is not None for one in gathered))
+        return whole
+
+    with unittest.mock.patch.object(DTensor, "full_tensor", counted):
+        aristos.save(net, folder, group)
+    assert len(kept) > 1 and (rank == 0 or max(kept) == 1), kept
     other = Net(ALONE)
     with torch.no_grad():
         for parameter in other.parameters():
