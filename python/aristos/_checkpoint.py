@@ -15,6 +15,7 @@ import shutil
 import stat
 
 import torch
+from torch import nn
 
 from . import _group, _parameters
 from ._moe import EXPERT_NAMES, MoE
@@ -104,7 +105,7 @@ class _Save:
             for name in EXPERT_NAMES:
                 if prefix + name not in state:
                     raise ValueError(f"{prefix}{name} is missing from the module's state_dict: merge adapters before a save")
-                blocks.append(_parameters.local(state.pop(prefix + name)))
+                blocks.append(part.own_experts(prefix + name, state.pop(prefix + name)))
             own |= part.matrices(prefix, *blocks)
         for name, tensor in state.items():
             # Only rank 0 keeps a gathered tensor, in host memory, because all of them may not fit into a device's.
@@ -235,7 +236,8 @@ def load(module, folder):
     parameters = module.state_dict()
     names, blocks = set(parameters), {}
     for prefix, part in _layers(module):
-        names.update(name for name, _ in part.matrices(prefix, *(_parameters.local(part.get_parameter(one)) for one in EXPERT_NAMES)))
+        own = (part.own_experts(prefix + one, part.get_parameter(one)) for one in EXPERT_NAMES)
+        names.update(name for name, _ in part.matrices(prefix, *own))
         blocks |= dict.fromkeys((prefix + one for one in EXPERT_NAMES), part)
     with contextlib.ExitStack() as opened:
         weight_map, files = _open_shards(folder, names, opened)
@@ -255,7 +257,30 @@ def load(module, folder):
             parameter = parameters.get(name)
             if parameter is not None and parameter.shape == state[name].shape:
                 state[name] = _parameters.distributed_like(state[name], parameter)
-        module.load_state_dict(state, assign=any(tensor.is_meta for tensor in parameters.values()))
+        with _in_host_memory(module):
+            module.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _in_host_memory(module):
+    """Replaces the module's tensors on the device "meta" by tensors in host memory. An error inside of the context undoes that."""
+    replaced, made = [], {}
+    for part in module.modules():
+        for slot in (part._parameters, part._buffers):
+            for name, tensor in slot.items():
+                if tensor is None or not tensor.is_meta or name in part._non_persistent_buffers_set:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                replaced.append((slot, name, tensor))
+                slot[name] = made[id(tensor)]
+    try:
+        yield
+    except BaseException:
+        for slot, name, tensor in replaced:
+            slot[name] = tensor
+        raise
 
 
 def _open_shards(folder, names, opened):

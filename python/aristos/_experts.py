@@ -66,9 +66,10 @@ def experts(
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(one).tangent is not None for one in (x, weights, up, down)):
         # torch would give a derivative of 0.
         raise NotImplementedError("aristos.experts has no forward-mode derivative (jvp), use backward")
-    if torch.is_autocast_enabled(x.device.type):
+    # torch raises an error for the device "meta", which has no autocast.
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         x, up, down = (tensor.to(torch.get_autocast_dtype(x.device.type)) for tensor in (x, up, down))
-    _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit)
+    _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, meta=True)
     shared = -1 if batch_group is None else batch_group.number
     form = (activation, gated, float(limit), limit_after, plus_one)
     op = torch.ops.aristos.experts if _device.kind(x) is None else torch.ops.aristos.device_experts
@@ -79,9 +80,9 @@ def experts(
 _NO_CUDA = "this wheel has no CUDA devices: build one by MATURIN_PEP517_ARGS='--features cuda' pip install ./python (docs/training.md)"
 
 
-def _check_devices(device, tensors):
+def _check_devices(device, tensors, meta=False):
     """Checks that tensors, which are given by name, are on the device of x, and that the wheel can use this device."""
-    if device.type not in ("cpu", *_aristos.DEVICES):
+    if device.type not in ("cpu", *_aristos.DEVICES) and not (meta and device.type == "meta"):
         raise ValueError(f"x is on {device}, expected cpu: {_NO_CUDA if device.type == 'cuda' else 'not a device of aristos'}")
     for name, tensor in tensors:
         if tensor.device != device:
@@ -117,8 +118,7 @@ def _check(x, ids, weights, up, down, up_bias, down_bias, gated, limit, meta=Fal
     for name, tensor, shape in expected:
         if list(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {shape}")
-    if not (meta and x.device.type == "meta"):
-        _check_devices(x.device, [("x", x)] + [(name, tensor) for name, tensor, _ in expected])
+    _check_devices(x.device, [("x", x)] + [(name, tensor) for name, tensor, _ in expected], meta)
     kind = _device.kind(x)
     if kind is None and x.dtype not in _DTYPES:
         raise ValueError(f"x has type {x.dtype}, expected float32 or bfloat16")
@@ -226,7 +226,7 @@ def _forward(
     x, up, down = _contiguous_all(x, up, down)
     ids, weights = _narrow(ids, down.shape[0] * owner.size), _float(weights)
     up_bias, down_bias = _float(up_bias), _float(down_bias)
-    output = torch.empty(x.shape, dtype=torch.float32)
+    output = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     one.saved = native.forward(_views(x, ids, weights, output), _views(up, down, up_bias, down_bias))
     return one.part.all(output.to(x.dtype)), _ticket(one)
 
@@ -259,14 +259,14 @@ def _backward(
     weights_dtype, pairs = weights.dtype, weights.shape
     x, grad_output, up, down = _contiguous_all(x, grad_output.to(x.dtype), up, down)
     up32, down32 = _float(up_bias), _float(down_bias)
-    grad_x, grad_weights = torch.empty(x.shape, dtype=torch.float32), torch.empty(pairs, dtype=torch.float32)
+    grad_x, grad_weights = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (x.shape, pairs))
     grads = None
     if experts_need_grad:
         grads = [None if tensor is None else torch.empty_like(tensor) for tensor in (up, down, up32, down32)]
     one.saved.backward(_views(x, grad_output, grad_x, grad_weights), _views(up, down, up32, down32), grads and _views(*grads))
     grads = _no_gradients(x) if grads is None else grads
     for index, bias in ((2, up_bias), (3, down_bias)):
-        grads[index] = torch.empty(0, dtype=torch.float32) if grads[index] is None else grads[index].to(bias.dtype)
+        grads[index] = x.new_empty(0, dtype=torch.float32) if grads[index] is None else grads[index].to(bias.dtype)
     return one.part.all(grad_x.to(x.dtype)), one.part.all(grad_weights.to(weights_dtype)), *grads
 
 

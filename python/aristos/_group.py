@@ -109,7 +109,7 @@ class Part:
     def __init__(self, batch_group, tokens):
         self._tokens = tokens
         self._group = None if batch_group == -1 else numbered(batch_group)
-        self._counts = self._group and [len(part) for part in torch.arange(tokens).tensor_split(self._group.size)]
+        self._counts = self._group and [len(part) for part in torch.arange(tokens, device="cpu").tensor_split(self._group.size)]
 
     def mine(self, name, rows):
         """Returns this process's part of the rows, which are those of a batch group."""
@@ -280,10 +280,10 @@ class Group:
 
     def _barrier(self, purpose, limit_s):
         """A barrier with a time limit on every process. It is needed because gloo's monitored barrier has a limit only on rank 0."""
-        deadline, message = time.monotonic() + limit_s, torch.zeros(1)
+        deadline, message = time.monotonic() + limit_s, torch.zeros(1, device="cpu")
         others = [rank for rank in range(self.size) if rank != self.rank]
         sent = [dist.isend(message, group=self._group, group_dst=rank, tag=_BARRIER_TAG) for rank in others]
-        received = [dist.irecv(torch.zeros(1), group=self._group, group_src=rank, tag=_BARRIER_TAG) for rank in others]
+        received = [dist.irecv(torch.zeros(1, device="cpu"), group=self._group, group_src=rank, tag=_BARRIER_TAG) for rank in others]
         for rank, *works in zip(others, sent, received):
             try:
                 for work in works:

@@ -110,15 +110,20 @@ class MoE(nn.Module):
             return
         seed = _parameters.draw_seed(self.group)
         for name in EXPERT_NAMES:
-            block = local(self.get_parameter(name).detach())
-            if len(block) != len(self.local):
-                raise ValueError(f"{name} has {len(block)} experts here, expected {len(self.local)}: reset the layer before it is sharded again")
+            block = self.own_experts(name, self.get_parameter(name).detach())
             for expert, matrix in zip(self.local, block):
                 matrix.copy_(_parameters.start_weights(matrix.shape, matrix.dtype, seed, name, expert))
         for name, part in self.named_modules():
             if isinstance(part, _parameters.Linear):
                 part.place = (seed, name)
                 part.reset_parameters()
+
+    def own_experts(self, name, tensor):
+        """This process's part of a parameter of the experts, or of a tensor like it."""
+        block = local(tensor)
+        if len(block) != len(self.local):
+            raise ValueError(f"{name} has {len(block)} experts here, expected {len(self.local)}: the layer was sharded again, as by FSDP")
+        return block
 
     def extra_repr(self):
         hidden, intermediate = self.down_proj.shape[1:]

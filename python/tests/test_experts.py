@@ -321,6 +321,35 @@ def invalid_arguments_are_named_and_the_next_pass_works():
     return f"group {group.number}"
 
 
+def default_device_is_not_used():
+    """All tensors of the package have the devices of the arguments, or are in host memory."""
+    p, sent, isend = Problem(), [], dist.isend
+    torch.set_default_device("meta")
+    # torch accepts the send of a tensor on "meta" and does nothing.
+    dist.isend = lambda tensor, **more: sent.append(tensor.device.type) or isend(tensor, **more)
+    try:
+        aristos.init()
+        layer = aristos.MoE(HIDDEN, INNER, EXPERTS, TOP_K, device="cpu")
+        assert layer(p.x.detach()).device == p.x.device
+        output = p.experts()
+        output.backward(p.grad)
+        assert aristos.experts(p.x, p.ids, p.w, p.all_up, p.all_down, group=aristos.Group.alone()).device == p.x.device
+    finally:
+        torch.set_default_device(None)
+        dist.isend = isend
+    assert set(sent) == ({"cpu"} if dist.get_world_size() > 1 else set()), sent
+    return matches(p, output, [leaf.grad for leaf in p.leaves()])
+
+
+def meta_tensors_give_shapes():
+    p = Problem()
+    x, ids, w, up, down = (tensor.to("meta") for tensor in (p.x, p.ids, p.w, p.up, p.down))
+    output = aristos.experts(x, ids, w, up, down)
+    assert output.is_meta and output.shape == x.shape
+    assert [grad.shape for grad in torch.autograd.grad(output.sum(), (x, w, up, down))] == [one.shape for one in (x, w, up, down)]
+    refused(ValueError, ["down is on cpu, expected meta"], lambda: aristos.experts(x, ids, w, up, p.down))
+
+
 def operators_check_their_arguments():
     """Calls the registered operators and the native layer directly, without `aristos.experts`."""
     p = Problem()
@@ -515,6 +544,8 @@ CASES = [
     ("finite_differences", finite_differences),
     ("group_of_a_subset", group_of_a_subset),
     ("invalid_arguments_are_named_and_the_next_pass_works", invalid_arguments_are_named_and_the_next_pass_works),
+    ("default_device_is_not_used", default_device_is_not_used),
+    ("meta_tensors_give_shapes", meta_tensors_give_shapes),
     ("operators_check_their_arguments", operators_check_their_arguments),
     ("invalid_settings_are_named", invalid_settings_are_named),
     ("cuda_tensors_need_another_wheel", cuda_tensors_need_another_wheel),

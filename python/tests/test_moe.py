@@ -129,6 +129,17 @@ def reset_repeats_the_start():
         same(made, want)
 
 
+def layer_on_meta_gives_shapes():
+    for options in (dict(), dict(aux_loss_coef=0.01, mean_gradients=True)):
+        with torch.device("meta"):
+            module, x = spread_of(**options), torch.empty(2, 3, HIDDEN, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(x)
+        assert output.is_meta and output.shape == x.shape
+        (output.sum() + module.aux_loss).backward()
+        assert x.grad.shape == x.shape and module.down_proj.grad.shape == module.down_proj.shape
+
+
 def gradients_are_zero_without_tokens():
     size, rank = dist.get_world_size(), dist.get_rank()
     single, spread = moe_of(ALONE), spread_of()
@@ -267,6 +278,14 @@ def one_file_loads_onto_any_device():
             spread = disturbed(spread)
             aristos.load(spread, folder)
             same(spread, single)
+        # Only a parameter on "meta" is replaced, because an optimizer refers to the others.
+        partly = disturbed(spread_of())
+        partly.gate.to("meta")
+        before = dict(partly.named_parameters())
+        refused(FileNotFoundError, ["index.json"], lambda: aristos.load(partly, folder / "missing"))
+        aristos.load(partly, folder)
+        same(partly, single)
+        assert [name for name, parameter in partly.named_parameters() if parameter is not before[name]] == ["gate.weight"]
         dist.barrier()
     if dist.get_rank() == 0:
         (folder / "model.safetensors").write_bytes(b"12345678")
@@ -333,6 +352,7 @@ CASES = [
     equals_one_process,
     starts_are_equal_for_any_seeds,
     reset_repeats_the_start,
+    layer_on_meta_gives_shapes,
     gradients_are_zero_without_tokens,
     means_are_scaled_sums,
     compiled_layer_equals_eager,

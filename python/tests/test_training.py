@@ -189,6 +189,15 @@ def fsdp_of_a_model_on_meta():
     assert not wrong and size > 1, wrong
 
 
+def layer_of_one_process_under_fsdp_is_refused():
+    """Its experts are sharded over other processes than the layer's group, so a checkpoint of this process's experts would be incomplete."""
+    net = fully_shard(Net(ALONE), mesh=everyone().mesh)
+    words = ["moe.gate_up_proj has", f"experts here, expected {EXPERTS}", "sharded again"]
+    folder = shared_folder()
+    refused(ValueError, words, lambda: aristos.save(net, folder))
+    refused(ValueError, words, lambda: aristos.load(net, folder))
+
+
 def clipping_of_any_norm():
     """Two meshes, plain tensors, and processes without some gradients."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -388,6 +397,7 @@ CASES = dict(
     fsdp_with_torchs_clipping=fsdp("adamw", torch.nn.utils.clip_grad_norm_),
     fsdp_with_bf16_experts=fsdp_with_bf16_experts,
     fsdp_of_a_model_on_meta=fsdp_of_a_model_on_meta,
+    layer_of_one_process_under_fsdp_is_refused=layer_of_one_process_under_fsdp_is_refused,
     clipping_of_any_norm=clipping_of_any_norm,
     clipping_of_a_model_with_fsdp=clipping_of_a_transformers_model("fsdp_size"),
     clipping_of_a_model_with_tp=clipping_of_a_transformers_model("tp_size"),
