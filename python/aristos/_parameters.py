@@ -18,7 +18,9 @@ def is_dtensor(tensor):
 
 def local(tensor):
     """This process's part of a DTensor, in the same memory, or the tensor itself if it is not a DTensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    return tensor.to_local() if tensor.device.type in (tensor.device_mesh.device_type, "meta") else _Local.apply(tensor)
 
 
 def sharded(block, group):
@@ -26,7 +28,32 @@ def sharded(block, group):
     process it is the block itself."""
     if group.size == 1:
         return block
-    return DTensor.from_local(block, group.mesh, [Shard(0)], run_check=False)
+    return _from_local(block, group.mesh, [Shard(0)])
+
+
+def _from_local(block, mesh, placements):
+    """A DTensor on the block's device. DTensor.from_local moves a block to the mesh's type of device, which is another one if a layer is on
+    the CPU and its group has NCCL. It does not move blocks on "meta"."""
+    if block.device.type in (mesh.device_type, "meta"):
+        return DTensor.from_local(block, mesh, placements, run_check=False)
+    with torch.no_grad():
+        whole = DTensor.from_local(torch.empty_like(block, device="meta"), mesh, placements, run_check=False)
+        whole = torch.empty_like(whole, device=block.device)
+        whole.to_local().copy_(block)
+    return whole
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local`, whose gradient stays on its device."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.layout = tensor.device_mesh, tensor.placements
+        return tensor.to_local()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _from_local(grad, *ctx.layout)
 
 
 def distributed_like(values, parameter):

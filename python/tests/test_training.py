@@ -14,7 +14,7 @@ from harness import full, refused, relative_error
 from test_moe import ALONE, EXPERTS, HIDDEN, INNER, TOP_K, shared_folder
 from test_transformers import folder_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -187,6 +187,24 @@ def fsdp_of_a_model_on_meta():
     aristos.load(other, folder)
     wrong = [name for name, parameter in other.named_parameters() if not torch.equal(parameter, single.get_parameter(name))]
     assert not wrong and size > 1, wrong
+
+
+def layer_on_the_cpu_in_a_group_with_nccl():
+    """The mesh of such a group is of CUDA devices. The layer trains, is saved and is loaded in host memory."""
+    group = everyone()
+    mesh = group.mesh
+    group._mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("ep",))
+    try:
+        said = equals_one_process(lambda net: (DistributedDataParallel(aristos.exclude_experts(net)), lambda: None), "adamw")
+        net, other, folder = Net(group), Net(group, mean_gradients=False), shared_folder()
+        aristos.save(net, folder)
+        for values in (lambda: aristos.load(other, folder), lambda: other.load_state_dict(net.state_dict())):
+            torch.nn.init.zeros_(other.moe.down_proj)
+            values()
+            assert torch.equal(other.moe.down_proj.to_local(), net.moe.down_proj.to_local()) and other.moe.down_proj.device.type == "cpu"
+    finally:
+        group._mesh = mesh
+    return said
 
 
 def layer_of_one_process_under_fsdp_is_refused():
@@ -397,6 +415,7 @@ CASES = dict(
     fsdp_with_torchs_clipping=fsdp("adamw", torch.nn.utils.clip_grad_norm_),
     fsdp_with_bf16_experts=fsdp_with_bf16_experts,
     fsdp_of_a_model_on_meta=fsdp_of_a_model_on_meta,
+    layer_on_the_cpu_in_a_group_with_nccl=layer_on_the_cpu_in_a_group_with_nccl,
     layer_of_one_process_under_fsdp_is_refused=layer_of_one_process_under_fsdp_is_refused,
     clipping_of_any_norm=clipping_of_any_norm,
     clipping_of_a_model_with_fsdp=clipping_of_a_transformers_model("fsdp_size"),
