@@ -206,6 +206,8 @@ enum Fault {
     SignalFirst,
     /// A quiet (and therefore a barrier) completes no operation.
     NoQuiet,
+    /// The header of PE 0's second forward pass has another number of tokens.
+    OtherTokens,
 }
 
 impl<T: Transport> Transport for Faulty<T> {
@@ -234,6 +236,10 @@ impl<T: Transport> Transport for Faulty<T> {
         if matches!(self.fault, Fault::SignalFirst) {
             self.inner.signal_op(signal, value, op, pe);
             self.inner.put(dest, src, pe);
+        } else if matches!(self.fault, Fault::OtherTokens) && self.my_pe() == 0 && value == 2 {
+            let mut src = src.to_vec();
+            src[16] += 1;
+            self.inner.put_signal(dest, &src, signal, value, op, pe);
         } else {
             self.inner.put_signal(dest, src, signal, value, op, pe);
         }
@@ -276,7 +282,7 @@ fn is_detected(case: &Case, fault: Fault) -> bool {
         let world: Vec<_> = match fault {
             // If no PE is reachable, the layer sends by put_signal.
             Fault::SignalFirst => ReorderWorld::new(case.splits[0].len(), case.heap(), seed),
-            Fault::NoFence | Fault::NoQuiet => world,
+            _ => world,
         }
         .into_iter()
         .map(|inner| Faulty { inner, fault })
@@ -286,6 +292,26 @@ fn is_detected(case: &Case, fault: Fault) -> bool {
             Ok(Err(_)) | Err(_) => true,
         }
     })
+}
+
+#[test]
+fn peer_whose_headers_disagree_is_reported() {
+    use std::time::Duration;
+
+    use aristos::moe::{Layer, WeightSource};
+    let source = synthetic(mixtral(6, 4, 6, 3), 1);
+    let options = with!(Options::default(); wait_limit = Duration::from_secs(2));
+    let spec = common::spec::<f32>(source.config(), 2, 4, &options);
+    let world = shm(2, spec.heap_bytes().unwrap());
+    let world = world.into_iter().map(|inner| Faulty { inner, fault: Fault::OtherTokens }).collect();
+    // Two passes of four tokens each.
+    let errors = common::on_pes(world, |shmem| {
+        let me = shmem.my_pe();
+        let mut layer = Layer::<_, f32>::builder(spec.clone()).build(&shmem, &source).unwrap();
+        common::forward(&mut layer, &source.hidden_states(8 * me..8 * me + 8)).map_err(|error| error.to_string())
+    });
+    let error = errors[1].as_ref().unwrap_err();
+    assert!(error.contains("PE 0 sent a header for 9 tokens in pass 2 of a batch of 8"), "{error}");
 }
 
 /// Relayed rows change results only by rounding.

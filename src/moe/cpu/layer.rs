@@ -205,7 +205,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         &self.memory.layout
     }
 
-    /// Maximum tokens of a PE in the largest batch that the layer has run, the same on every PE. If it exceeds [`LayerSpec::max_tokens`], such batches took several
+    /// Maximum tokens of a PE in the largest batch that the layer has run, the same on every PE of the group that shares the experts. If it exceeds [`LayerSpec::max_tokens`], such batches took several
     /// passes, and a layer with a larger maximum is faster.
     pub fn most_tokens(&self) -> usize {
         self.most_tokens

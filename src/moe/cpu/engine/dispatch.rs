@@ -119,6 +119,13 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             let what = format!("counts {:?} that do not fit the layer", &words[..HEADER_WORDS + local]);
             return Err(MoeError::Protocol { pe: self.shmem.world_pe(pe), what });
         }
+        // All headers of a batch have its tokens. With other tokens this PE would run another number of passes than its peers.
+        if let Some(first) = self.saved.blocks[..self.block.number].first().map(|first| first.inbound[pe].tokens)
+            && first != tokens
+        {
+            let what = format!("a header for {tokens} tokens in pass {} of a batch of {first}", self.block.number + 1);
+            return Err(MoeError::Protocol { pe: self.shmem.world_pe(pe), what });
+        }
         self.saved.most_tokens = self.saved.most_tokens.max(tokens);
         if self.has_loss_sums() {
             let loss = &words[HEADER_WORDS + local..];
@@ -131,8 +138,16 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             };
         }
         self.block.rounds = self.block.rounds.max(rounds);
-        self.block.inbound[pe] =
-            Inbound { rows, slots, return_row, return_slot, counts, starts: vec![0; local], ..Inbound::default() };
+        self.block.inbound[pe] = Inbound {
+            rows,
+            slots,
+            return_row,
+            return_slot,
+            tokens,
+            counts,
+            starts: vec![0; local],
+            ..Inbound::default()
+        };
         if is_relay_for {
             let losses = if self.has_loss_sums() { 2 + 3 * e } else { 0 };
             self.open_streams(pe, &words[HEADER_WORDS + local + losses..])?;

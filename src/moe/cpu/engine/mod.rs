@@ -32,6 +32,8 @@ pub(super) struct Inbound {
     /// Offsets of this PE's rows and slots in the sender's return area.
     return_row: usize,
     return_slot: usize,
+    /// Tokens of the sender's whole batch.
+    tokens: usize,
     /// By local expert: number of rows received for the expert, and the first of these rows in the expert's batch.
     counts: Vec<usize>,
     starts: Vec<usize>,
