@@ -91,7 +91,7 @@ pub struct ExpertsBackward {
 /// One PE's part of a layer in memory of its caller, except for symmetric memory.
 ///
 /// A state can be used for one backward. Passes must be called in the same order on all PEs. A call returns before its pass has ended, so a
-/// later call returns errors of the pass.
+/// later call returns errors of the pass. Dropping it waits for the stream of the last call, which must still exist then.
 pub struct DeviceExperts<'g> {
     // The first field: dropping it waits for the kernels, and makes the device usable in the thread that drops the others.
     errors: HostRecord<'g>,
@@ -134,8 +134,10 @@ impl HostRecord<'_> {
 
 impl Drop for HostRecord<'_> {
     fn drop(&mut self) {
-        // Kernels may still write the record, so wait for them, and ignore their errors. Any thread may drop the value.
-        let _ = self.gpu.use_stream(self.stream.get()).and_then(|()| self.gpu.synchronise());
+        // Kernels may still write the record, so wait for them. If that fails, the record is leaked. Any thread may drop the value.
+        if self.gpu.use_stream(self.stream.get()).and_then(|()| self.gpu.synchronise()).is_err() {
+            return;
+        }
         // SAFETY: `DeviceExperts::new` allocated the memory, which is not used after this.
         unsafe { self.gpu.free_host_raw(self.address) }
     }
