@@ -64,6 +64,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        if spec is None:
+            return None
         load = spec.loader.exec_module
 
         def exec_module(module):
@@ -76,7 +78,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _patch_if_known(layers):
     # In other versions of PEFT an adapter on distributed experts fails with an error of torch.
-    if hasattr(layers, "_LoraFactorsProxy") and hasattr(layers, "ParamWrapper"):
+    proxy, wrapper = getattr(layers, "_LoraFactorsProxy", None), getattr(layers, "ParamWrapper", None)
+    if hasattr(proxy, "forward") and hasattr(wrapper, "get_delta_weight") and hasattr(wrapper, "get_param"):
         _patch(layers)
 
 

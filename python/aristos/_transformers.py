@@ -75,7 +75,8 @@ def _alone(module, hidden_states, top_k_index, top_k_weights):
 
 # The names of the number of experts in the configurations of families.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_check_implementation = PreTrainedModel._check_and_adjust_experts_implementation
+# In other versions, which may lack these private functions, such families are not refused.
+_check_implementation = getattr(PreTrainedModel, "_check_and_adjust_experts_implementation", None)
 
 
 @functools.wraps(_check_implementation)
@@ -91,6 +92,7 @@ def _refuse_if_never_called(self, experts_implementation):
     return _check_implementation(self, experts_implementation)
 
 
-PreTrainedModel._check_and_adjust_experts_implementation = _refuse_if_never_called
+if _check_implementation and hasattr(PreTrainedModel, "_can_set_experts_implementation"):
+    PreTrainedModel._check_and_adjust_experts_implementation = _refuse_if_never_called
 EPImplementationInterface.register("aristos", _AristosExperts)
 ALL_EXPERTS_FUNCTIONS.register("aristos", _alone)

@@ -1,6 +1,9 @@
 """Adapters of PEFT on experts, compared with the unpatched model in one process, and families that transformers never lets us compute."""
 
+import subprocess
 import sys
+import types
+import unittest.mock
 
 import torch
 import torch.distributed as dist
@@ -123,11 +126,32 @@ def families_that_are_never_called_are_refused():
         auto.from_config(config, experts_implementation="eager")
 
 
+def other_versions_of_libraries_are_left_alone():
+    """Private functions of transformers and PEFT may be missing."""
+    for missing in ("_check_and_adjust_experts_implementation", "_can_set_experts_implementation"):
+        lines = f"""
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+del PreTrainedModel.{missing}
+before = dict(vars(PreTrainedModel))
+import aristos
+assert dict(vars(PreTrainedModel)) == before and "aristos" in ALL_EXPERTS_FUNCTIONS
+"""
+        subprocess.run([sys.executable, "-c", lines], check=True)
+    part = type("Part", (), {})
+    aristos._peft._patch_if_known(types.SimpleNamespace(_LoraFactorsProxy=part, ParamWrapper=part))
+    assert "forward" not in vars(part)
+    finder = aristos._peft._Finder()
+    with unittest.mock.patch.object(aristos._peft, "_LAYERS", "peft.missing"), unittest.mock.patch.object(sys, "meta_path", [finder, *sys.meta_path]):
+        assert finder.find_spec("peft.missing", None) is None
+
+
 # The number of processes of each case: one, several or any.
 CASES = [
     (1, "all_linear", adapters_equal_eager("qwen3_moe", target_modules="all-linear")),
     *((1, f"experts_of_{family}", adapters_equal_eager(family, target_modules=[], target_parameters=EXPERTS)) for family in FAMILIES),
     (1, "families_that_are_never_called_are_refused", families_that_are_never_called_are_refused),
+    (1, "other_versions_of_libraries_are_left_alone", other_versions_of_libraries_are_left_alone),
     (2, "distributed_adapters_equal_one_process", distributed_adapters_equal_one_process),
     (2, "adapters_of_a_layer_train_under_ddp", lambda: adapters_of_a_layer_train_under_ddp(False)),
     (2, "adapters_of_a_layer_with_means_train_under_ddp", lambda: adapters_of_a_layer_train_under_ddp(True)),
