@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use aristos::shmem::mpi::MpiTransport;
-use aristos::shmem::{Shmem, SignalOp};
+use aristos::shmem::{Cmp, Shmem, SignalOp, Wait};
 use rustix::process::{Signal, kill_process};
 
 use super::binary::{self, run};
@@ -43,8 +43,8 @@ fn over_hosts(hosts: &Hosts, n: usize, program: impl AsRef<OsStr>, args: &str) -
         let slots: Vec<String> = hosts.addresses().split(',').map(slots).collect();
         command.args(["--allow-run-as-root", "--oversubscribe", "--map-by", "node"]);
         command.args(["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "osc", "^rdma,ucx"]);
-        // The hosts share their CPUs, unknown to MPI.
-        command.args(["--mca", "mpi_yield_when_idle", "1"]);
+        // The hosts share their CPUs, unknown to MPI, which would bind a process of each host to the first one.
+        command.args(["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]);
         command.args(["--mca", "plm_rsh_agent", &format!("{on} --on")]);
         command.args(["--host", &slots.join(",")]);
     } else {
@@ -83,7 +83,39 @@ pub fn conforming(filter: &str, sums: &mut Sums) {
 }
 
 /// Checks of PEs on different hosts.
-pub const CHECKS_ACROSS_HOSTS: &[Check] = &[("messages_arrive_while_pes_compute", messages_arrive_while_pes_compute)];
+pub const CHECKS_ACROSS_HOSTS: &[Check] = &[
+    ("messages_arrive_while_pes_compute", messages_arrive_while_pes_compute),
+    ("fences_order_puts_of_any_size", fences_order_puts_of_any_size),
+];
+
+/// Puts of different sizes to one place, each after a fence: the last one is read.
+fn fences_order_puts_of_any_size(world: &Mpi) {
+    const BYTES: usize = 1 << 20;
+    if let Some(first) = world.0.first(2).unwrap() {
+        let heap_bytes = Shmem::<MpiTransport<'_>>::heap_bytes_for(2, BYTES + 128);
+        let pe = Shmem::new(MpiTransport::new(Box::leak(Box::new(first)), heap_bytes).unwrap());
+        let (data, word) = (pe.alloc::<u8>(BYTES).unwrap(), pe.alloc::<u64>(1).unwrap());
+        let peer = 1 - pe.my_pe();
+        for round in 1..=10u8 {
+            pe.barrier_all(Instant::now() + END_LIMIT).unwrap();
+            let mut expected = vec![0; BYTES];
+            for (number, bytes) in [BYTES, 64, BYTES / 2, 5000, 4000, 1].into_iter().enumerate() {
+                let value = 10 * round + number as u8;
+                pe.put(data.slice(0..bytes), &vec![value; bytes], peer);
+                pe.fence();
+                expected[..bytes].fill(value);
+            }
+            pe.signal_op(word, u64::from(round), SignalOp::Set, peer);
+            pe.wait_until(Wait { signal: word, cmp: Cmp::Ge, value: u64::from(round) }, Instant::now() + END_LIMIT)
+                .unwrap();
+            let mut got = vec![0; BYTES];
+            pe.get(&mut got, data, pe.my_pe());
+            assert!(got == expected, "PE {} reads puts in another order in round {round}", pe.my_pe());
+        }
+        pe.barrier_all(Instant::now() + END_LIMIT).unwrap();
+    }
+    world.0.barrier(Duration::from_secs(60)).unwrap();
+}
 
 /// Two PEs exchange data and signals without a call of MPI, as if they computed: they only look at their own memory.
 fn messages_arrive_while_pes_compute(world: &Mpi) {

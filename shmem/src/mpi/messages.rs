@@ -5,8 +5,9 @@
 //! starts and tests messages every [`PERIOD`], receives data straight into the heap, and sends the signals that follow it. A PE that
 //! waits does the same itself, without the period.
 //!
-//! A message is a header, with data of at most [`INLINE_BYTES`] bytes in it, or followed by the data. Messages of one PE to another
-//! are delivered in order. The target acknowledges each one by an empty message, so that `quiet` knows of its delivery.
+//! A message is a header, with data of at most [`INLINE_BYTES`] bytes in it, or followed by the data. The signals of one PE to another
+//! are delivered in the order of their messages. Data may overtake the data of an earlier message, except after a fence. The target
+//! acknowledges each message by an empty one, so that `quiet` knows of its delivery.
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
@@ -54,15 +55,18 @@ struct Header {
     /// The data's messages have this length, except the last one.
     piece_bytes: usize,
     signal: Option<Signal>,
+    /// Whether a fence precedes the message.
+    fenced: bool,
 }
 
 impl Header {
-    const BYTES: usize = 6 * size_of::<u64>();
+    const BYTES: usize = 7 * size_of::<u64>();
 
     fn encode(self) -> Vec<u8> {
         let (signal, value, op) = self.signal.unwrap_or((0, 0, SignalOp::Set));
         let kind = self.signal.map_or(0, |_| if op == SignalOp::Set { 1 } else { 2 });
-        let words = [self.dest as u64, self.bytes as u64, self.piece_bytes as u64, signal as u64, value, kind];
+        let (dest, bytes, piece_bytes) = (self.dest as u64, self.bytes as u64, self.piece_bytes as u64);
+        let words = [dest, bytes, piece_bytes, signal as u64, value, kind, u64::from(self.fenced)];
         words.iter().flat_map(|word| word.to_le_bytes()).collect()
     }
 
@@ -70,7 +74,8 @@ impl Header {
         let word = |i: usize| u64::from_le_bytes(std::array::from_fn(|b| message[8 * i + b]));
         let op = if word(5) == 1 { SignalOp::Set } else { SignalOp::Add };
         let signal = (word(5) > 0).then(|| (word(3) as usize, word(4), op));
-        Header { dest: word(0) as usize, bytes: word(1) as usize, piece_bytes: word(2) as usize, signal }
+        let (dest, bytes, piece_bytes) = (word(0) as usize, word(1) as usize, word(2) as usize);
+        Header { dest, bytes, piece_bytes, signal, fenced: word(6) == 1 }
     }
 }
 
@@ -90,8 +95,12 @@ struct Outgoing {
 /// A message whose header has been received.
 #[derive(Debug)]
 struct Incoming {
+    header: Header,
+    /// Data in the header.
+    inline: Vec<u8>,
+    /// Whether the data may be written to the heap. Messages start in order, because their data is matched in order.
+    started: bool,
     requests: Vec<MpiRequest>,
-    signal: Option<Signal>,
 }
 
 /// What the holder of the turn works on, per PE.
@@ -113,6 +122,8 @@ pub(super) struct Messages {
     queues: Mutex<Vec<VecDeque<Outgoing>>>,
     /// Number of messages per PE that are not known to be delivered.
     undelivered: Vec<AtomicUsize>,
+    /// Per PE: whether a fence precedes the next message.
+    fenced: Vec<AtomicBool>,
     /// Locked only with the turn.
     exchanges: Mutex<Vec<Exchange>>,
     limit: OnceLock<Duration>,
@@ -139,6 +150,7 @@ impl Messages {
             comm,
             queues: Mutex::new((0..n_pes).map(|_| VecDeque::new()).collect()),
             undelivered: (0..n_pes).map(|_| AtomicUsize::new(0)).collect(),
+            fenced: (0..n_pes).map(|_| AtomicBool::new(false)).collect(),
             exchanges: Mutex::new((0..n_pes).map(|_| Exchange::default()).collect()),
             limit: OnceLock::new(),
             stop: AtomicBool::new(false),
@@ -173,7 +185,13 @@ impl Messages {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    /// Queues a message to `pe`, and starts it if no other thread calls MPI.
+    /// Data of later messages is written after that of earlier ones.
+    pub(super) fn fence(&self) {
+        self.fenced.iter().for_each(|fenced| fenced.store(true, Ordering::Relaxed));
+    }
+
+    /// Queues a message to `pe`. A large one starts at once if no other thread calls MPI, a small one in any case, because this PE may
+    /// next wait for `pe` inside a call of MPI.
     ///
     /// # Panics
     /// If it does not fit into the heap.
@@ -189,7 +207,8 @@ impl Messages {
         self.window.check_bounds(dest, bytes);
         signal.iter().for_each(|&(signal, ..)| self.window.check_word(signal));
         let piece_bytes = self.window.piece_bytes.load(Ordering::Relaxed);
-        let mut first = Header { dest, bytes, piece_bytes, signal }.encode();
+        let fenced = self.fenced[pe].swap(false, Ordering::Relaxed);
+        let mut first = Header { dest, bytes, piece_bytes, signal, fenced }.encode();
         let mut rest = Some(data);
         if bytes <= INLINE_BYTES {
             first.extend_from_slice(self.bytes_of(rest.as_ref()));
@@ -204,7 +223,11 @@ impl Messages {
             requests: Vec::new(),
             since: Instant::now(),
         });
-        self.advance();
+        if bytes <= INLINE_BYTES {
+            self.work(&Turn::wait());
+        } else {
+            self.advance();
+        }
     }
 
     fn bytes_of<'d>(&'d self, data: Option<&'d Data>) -> &'d [u8] {
@@ -228,13 +251,25 @@ impl Messages {
 
     /// Receives, delivers and starts messages as far as possible without a wait. Returns at once if another thread calls MPI.
     pub(super) fn advance(&self) {
-        let Some(turn) = Turn::now() else { return };
+        if let Some(turn) = Turn::now() {
+            self.work(&turn);
+        }
+    }
+
+    fn work(&self, turn: &Turn) {
         let mut exchanges = lock(&self.exchanges);
-        self.receive(&mut exchanges, &turn);
+        while let Some((source, _)) = self.receive(DELIVERED_TAG, turn) {
+            exchanges[source].delivered += 1;
+        }
+        while let Some((source, message)) = self.receive(HEADER_TAG, turn) {
+            let header = Header::decode(&message);
+            let inline = message[Header::BYTES..].to_vec();
+            exchanges[source].incoming.push_back(Incoming { header, inline, started: false, requests: Vec::new() });
+        }
         for (pe, exchange) in exchanges.iter_mut().enumerate() {
-            self.deliver(pe, exchange, &turn);
+            self.deliver(pe, &mut exchange.incoming, turn);
             if self.undelivered[pe].load(Ordering::Relaxed) > 0 {
-                self.send_queued(pe, exchange, &turn);
+                self.send_queued(pe, exchange, turn);
             }
         }
     }
@@ -277,65 +312,72 @@ impl Messages {
         }
     }
 
-    /// Receives headers and acknowledgements.
-    fn receive(&self, exchanges: &mut [Exchange], _turn: &Turn) {
-        loop {
-            let mut flag = 0;
-            // SAFETY: a status consists of integers, so all-zero bytes are valid; the null handle is a constant.
-            let (mut status, mut matched) = unsafe { (std::mem::zeroed::<ffi::MPI_Status>(), ffi::RSMPI_MESSAGE_NULL) };
-            // SAFETY: MPI writes only to the three locals.
-            self.window.abort_on_error_code("MPI_Improbe", unsafe {
-                let (source, tag) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
-                ffi::MPI_Improbe(source, tag, self.comm, &mut flag, &mut matched, &mut status)
+    /// Receives a header or an acknowledgement, with its source.
+    fn receive(&self, tag: c_int, _turn: &Turn) -> Option<(usize, Vec<u8>)> {
+        let (mut flag, mut len) = (0, 0);
+        // SAFETY: a status consists of integers, so all-zero bytes are valid; the null handle is a constant.
+        let (mut status, mut matched) = unsafe { (std::mem::zeroed::<ffi::MPI_Status>(), ffi::RSMPI_MESSAGE_NULL) };
+        // SAFETY: MPI writes only to the three locals.
+        self.window.abort_on_error_code("MPI_Improbe", unsafe {
+            ffi::MPI_Improbe(ffi::RSMPI_ANY_SOURCE, tag, self.comm, &mut flag, &mut matched, &mut status)
+        });
+        if flag == 0 {
+            return None;
+        }
+        // SAFETY: the status belongs to the matched message.
+        let code = unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut len) };
+        self.window.abort_on_error_code("MPI_Get_count", code);
+        let mut message = vec![0u8; len as usize];
+        // SAFETY: the buffer has the message's length. MPI has the message already, because it is small.
+        self.window.abort_on_error_code("MPI_Mrecv", unsafe {
+            let at = message.as_mut_ptr().cast::<c_void>();
+            ffi::MPI_Mrecv(at, len, ffi::RSMPI_UINT8_T, &mut matched, ffi::RSMPI_STATUS_IGNORE)
+        });
+        Some((status.MPI_SOURCE as usize, message))
+    }
+
+    /// Writes the data of a message from `pe` to the heap, now or when it arrives.
+    fn start_incoming(&self, pe: usize, message: &mut Incoming) {
+        let Header { dest, bytes, piece_bytes, .. } = message.header;
+        let to = self.window.at(dest, bytes).as_ptr();
+        message.started = true;
+        if bytes <= INLINE_BYTES {
+            assert_eq!(message.inline.len(), bytes);
+            // SAFETY: `at` has checked the destination, and the ranges do not overlap.
+            unsafe { to.copy_from_nonoverlapping(message.inline.as_ptr(), bytes) };
+            return;
+        }
+        for at in (0..bytes).step_by(piece_bytes) {
+            let (len, mut request) = (piece_bytes.min(bytes - at) as c_int, MpiRequest::new());
+            // SAFETY: `at` has checked the destination, which outlives the request.
+            self.window.abort_on_error_code("MPI_Irecv", unsafe {
+                let (to, byte) = (to.add(at).cast::<c_void>(), ffi::RSMPI_UINT8_T);
+                ffi::MPI_Irecv(to, len, byte, pe as c_int, DATA_TAG, self.comm, &mut request.0)
             });
-            if flag == 0 {
-                return;
-            }
-            let mut first = [0u8; Header::BYTES + INLINE_BYTES];
-            // SAFETY: a matched message, which has at most the buffer's length, and which MPI has received already.
-            self.window.abort_on_error_code("MPI_Mrecv", unsafe {
-                let (at, len) = (first.as_mut_ptr().cast::<c_void>(), first.len() as c_int);
-                ffi::MPI_Mrecv(at, len, ffi::RSMPI_UINT8_T, &mut matched, ffi::RSMPI_STATUS_IGNORE)
-            });
-            let exchange = &mut exchanges[status.MPI_SOURCE as usize];
-            if status.MPI_TAG == DELIVERED_TAG {
-                exchange.delivered += 1;
-                continue;
-            }
-            let Header { dest, bytes, piece_bytes, signal } = Header::decode(&first);
-            let to = self.window.at(dest, bytes).as_ptr();
-            let mut requests = Vec::new();
-            if bytes <= INLINE_BYTES {
-                // SAFETY: `at` has checked the destination, and the ranges do not overlap.
-                unsafe { to.copy_from_nonoverlapping(first[Header::BYTES..].as_ptr(), bytes) };
-            } else {
-                for at in (0..bytes).step_by(piece_bytes) {
-                    let (len, mut request) = (piece_bytes.min(bytes - at) as c_int, MpiRequest::new());
-                    // SAFETY: `at` has checked the destination, which outlives the request.
-                    self.window.abort_on_error_code("MPI_Irecv", unsafe {
-                        let (to, byte) = (to.add(at).cast::<c_void>(), ffi::RSMPI_UINT8_T);
-                        ffi::MPI_Irecv(to, len, byte, status.MPI_SOURCE, DATA_TAG, self.comm, &mut request.0)
-                    });
-                    requests.push(request);
-                }
-            }
-            exchange.incoming.push_back(Incoming { requests, signal });
+            message.requests.push(request);
         }
     }
 
-    /// Sends the signals of the messages from `pe` whose data has arrived, and acknowledges them.
-    fn deliver(&self, pe: usize, exchange: &mut Exchange, turn: &Turn) {
-        while let Some(message) = exchange.incoming.front_mut() {
+    /// Starts messages from `pe`. Sends the signals of those whose data has arrived, and acknowledges them.
+    fn deliver(&self, pe: usize, incoming: &mut VecDeque<Incoming>, turn: &Turn) {
+        loop {
+            for (place, message) in incoming.iter_mut().enumerate().skip_while(|(_, message)| message.started) {
+                if message.header.fenced && place > 0 {
+                    break;
+                }
+                self.start_incoming(pe, message);
+            }
+            let Some(message) = incoming.front_mut() else { return };
             self.window.retain_incomplete(&mut message.requests, turn);
             if !message.requests.is_empty() {
                 return;
             }
-            if let Some((signal, value, op)) = message.signal {
+            if let Some((signal, value, op)) = message.header.signal {
                 // MPI does not order its write of the signal after other writes for this PE's other thread.
                 fence(Ordering::Release);
                 self.window.signal(signal, value, op, self.window.me, turn);
             }
-            exchange.incoming.pop_front();
+            incoming.pop_front();
             let mut request = MpiRequest::new();
             // SAFETY: the message has no data, so it needs no buffer.
             unsafe {

@@ -27,7 +27,7 @@
 //!
 //! # Between hosts
 //! Puts and signals to PEs on other hosts are messages, which a thread of each PE sends and receives while the PE computes
-//! ([`messages`]), if MPI allows calls from several threads, one at a time (MPI_THREAD_SERIALIZED). Messages to a PE arrive in order.
+//! (`messages.rs`), if MPI allows calls from several threads, one at a time (MPI_THREAD_SERIALIZED). Messages to a PE arrive in order.
 //! A put copies its source, which may be reused at once. Gets and atomic operations go through the window, once all
 //! messages to their PE have been delivered. Without PEs on other hosts there is no thread.
 //!
@@ -59,9 +59,6 @@ use world::Turn;
 /// A spinning wait calls MPI once per this number of polls, and so do repeated reads of a signal: a poll is one load, a call
 /// takes a hundred times as long, and with more PEs than CPUs Open MPI yields the CPU in it.
 const POLLS_PER_CALL: u32 = 16;
-
-/// Time that the other PEs may need to send their last messages.
-const END_LIMIT: Duration = Duration::from_secs(60);
 
 /// One PE's heap and its access to the other heaps. Must stay in the thread that initialised MPI.
 #[derive(Debug)]
@@ -144,8 +141,10 @@ impl Drop for MpiTransport<'_> {
         let ends = !std::thread::panicking();
         if ends && self.messages.is_some() {
             (0..self.n_pes()).for_each(|pe| self.drain(pe));
-            // The others need this PE's thread until they have sent everything. After an error the world aborts the job.
-            let _ = self.world.barrier(END_LIMIT);
+            // The others need this PE's thread until they have sent everything. Freeing the window has no limit either.
+            if let Err(error) = self.world.barrier(Duration::MAX) {
+                self.window.abort(&error);
+            }
         }
         if let Some((messages, thread)) = self.messages.take() {
             messages.stop();
@@ -154,6 +153,9 @@ impl Drop for MpiTransport<'_> {
             if ends {
                 // SAFETY: the thread has ended, and all messages have been delivered.
                 unsafe { messages.free(&Turn::wait()) };
+            } else {
+                // MPI may still read the buffers.
+                std::mem::forget(messages);
             }
         }
         if ends {
@@ -286,6 +288,9 @@ impl Transport for MpiTransport<'_> {
     }
 
     fn fence(&self) {
+        if let Some((messages, _)) = &self.messages {
+            messages.fence();
+        }
         self.window.flush_all();
     }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 /// Interval between checks.
 const PERIOD: Duration = Duration::from_millis(100);
 
-/// Watches the calls of one thread. The shared words need no ordering: a stale read only delays detection until the next check.
+/// Watches calls of which one is made at a time. The shared words need no ordering: a stale read only delays detection until the next check.
 #[derive(Debug)]
 pub struct Watchdog {
     calls: Arc<Calls>,

@@ -43,7 +43,8 @@ impl Turn {
     }
 }
 
-/// The communicator of all PEs, with the right to call MPI. A thread that holds it must not use the transport.
+/// The communicator of all PEs, with the right to call MPI. A thread that holds it must not use the transport. Before a blocking call,
+/// the transport's `quiet` must have returned: messages between hosts make no progress meanwhile.
 pub struct Comm<'w> {
     comm: &'w SimpleCommunicator,
     _turn: Turn,
@@ -344,6 +345,13 @@ impl MpiWorld {
 
     /// Ends all processes of the world including this one; `mpirun` exits with `code` and prints its own message.
     pub fn abort(&self, code: i32) -> ! {
+        // Not for ever: the other thread may hang in MPI.
+        let until = Instant::now() + Duration::from_secs(1);
+        let mut turn = Turn::now();
+        while turn.is_none() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+            turn = Turn::now();
+        }
         // SAFETY: MPI is initialised.
         unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
         std::process::exit(code)
