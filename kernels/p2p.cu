@@ -34,7 +34,7 @@ __device__ u64 global_ns() {
     return t;
 }
 
-// Called by all threads of the scope's group, which transfers `bytes` together.
+// Called by all threads that `l.scope` selects (in_group), which transfer `bytes` together.
 __device__ void transfer(const Loop& l, char* remote, char* local, u64 bytes) {
     if (l.scope == BLOCK) {
         if (l.op == PUT) nvshmemx_putmem_block(remote, local, bytes, l.peer);

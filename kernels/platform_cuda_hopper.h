@@ -100,7 +100,7 @@ DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memo
 // this thread.
 template <int N> DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
 template <int N> DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory"); }
-// Orders global-memory accesses that this thread has observed before its later TMA accesses.
+// Orders this thread's accesses of global memory, and those that it has observed, before its later TMA accesses.
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- Clusters of two blocks: blocks 2 i and 2 i + 1 of a CLUSTER_KERNEL

@@ -55,7 +55,7 @@ enum Numbers {
     Repeated,
     /// Inputs of about a thousand.
     Large,
-    /// Inputs near the smallest f32.
+    /// Inputs of about 1e-20, whose products are below the smallest normal f32, and output gradients of about 1e-15.
     Tiny,
     /// Every second expert is the negative of the one before, so that their results cancel.
     Cancelling,

@@ -609,9 +609,9 @@ fn traffic_equals_the_cpu_layers() {
             // Forward has one header per peer: 8 words, plus one per expert of the PE with most experts, rounded up to
             // 16 bytes. Backward needs no header, because all activations are kept.
             assert_eq!(got.header_bytes, 2 * (4 * (8 + 2u64)).next_multiple_of(16), "PE {pe}");
-            // One put with signal for each header, for each dispatched chunk, forward and backward, and for each
-            // returned chunk. Chunks beyond the window's slots add one credit each, forward and backward
-            // (protocol_cases.h counts them).
+            // Every header and every chunk is one put with signal. Forward sends the headers; both passes dispatch chunks
+            // and return chunks. In both, each received chunk beyond the window's slots adds a credit. protocol_cases.h
+            // counts them.
             let credits = got.signals - got.puts;
             assert!(credits.is_multiple_of(2) && credits < got.puts, "PE {pe}: {got:?}");
             assert!(got.puts >= 2 + 2 * chunks, "PE {pe}: {got:?}");

@@ -9,7 +9,7 @@ use crate::cluster::Cluster;
 use crate::error::InputError;
 use crate::json::{Number, Range, parse_json, read_text};
 
-/// Experts and schedule.
+/// The experts' costs and the training schedule, as the planner uses them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "RawWorkload", into = "RawWorkload")]
 pub struct Workload {

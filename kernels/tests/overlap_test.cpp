@@ -170,7 +170,7 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
     });
     if (sums != NO_SUMS) {
         time.next(n * t.w->pes[0]->info.launches[KERNEL_ALL_REDUCE].grid);
-        // `grad_weights` means a caller's routing, so that only experts' gradients are summed.
+        // With `grad_weights` the caller has routed the pass. The kernel then sums only the experts' gradients.
         float given;
         t.w->all([&](u32 pe) {
             Pass p = t.pass(pe, 0);

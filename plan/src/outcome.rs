@@ -19,7 +19,7 @@ pub struct Terms {
     pub compute_ms: f64,
     /// Exchanges per pass times the longest exchange of a device of the group.
     pub communication_ms: f64,
-    /// The all-reduce between groups.
+    /// The all-reduces of gradients between groups and, with replicas, between an expert's holders.
     pub all_reduce_ms: f64,
 }
 

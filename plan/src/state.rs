@@ -54,7 +54,7 @@ struct ChangedGroup {
 /// The outcome of a change.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MoveResult {
-    /// For the group that `i` leaves, and the one that it joins.
+    /// Times of the group that [`Move::i`] leaves, and of the group that it joins; zero for [`IDLE`].
     works: [GroupWork; 2],
     slowest: Option<usize>,
     limit_ms: f64,
@@ -67,8 +67,8 @@ pub(crate) struct State<'p, 'a, L> {
     group_of: Vec<u32>,
     /// A device's index in its group's list.
     place: Vec<u32>,
-    /// For group g and device i (index g n + i), the sums from the device to the group's members, which reject most changes in constant time. Empty
-    /// beyond [`TOWARD_MOST`] devices.
+    /// For group g and device i (index g n + i): the sums of alpha and of beta over the device's links to the group's members. From these sums
+    /// the exchange time of a joining device follows in constant time, and rejects most changes. Empty beyond [`TOWARD_MOST`] devices.
     toward: Vec<(f64, f64)>,
     workers: usize,
     /// The group with the most work, and how much.

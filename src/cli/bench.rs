@@ -72,7 +72,7 @@ struct MoeArgs {
     /// Share of the routing that the hot experts get
     #[arg(long, value_name = "WEIGHT", default_value_t = 0.0)]
     hot_weight: f64,
-    /// Take the tokens' experts from a routing file (docs/simulator.md), its first record of layer 0, instead of the router; on the CPU
+    /// Take the tokens' experts from a routing file (docs/simulator.md), its first record of layer 0, instead of the router; on the CPU only
     #[arg(long, value_name = "ROUTING.json", conflicts_with_all = ["hot_ratio", "hot_weight"])]
     routing: Option<PathBuf>,
     /// Measured iterations; each runs every measurement once

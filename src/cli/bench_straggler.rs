@@ -22,7 +22,7 @@ pub struct Args {
     /// Warm-up steps
     #[arg(long, default_value_t = 50)]
     warmup: usize,
-    /// Number of PEs [default: as many as CPUs, 2 at least]
+    /// Number of PEs [default: as many as srun, mpirun or torchrun started; otherwise one per CPU, at least 2]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
     /// Compute of the most loaded PE of a step over the mean; each step loads another PE

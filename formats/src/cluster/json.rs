@@ -10,7 +10,7 @@ use super::{Cluster, Device, Probe};
 use crate::error::InputError;
 use crate::json::{Count, Number, Range, parse_json, read_text};
 
-/// Version of the files.
+/// Version of the file format.
 const VERSION: u64 = 1;
 
 #[derive(Deserialize, Serialize)]

@@ -1,4 +1,5 @@
-//! Search under the placed objective: groups and placement annealed together, in rounds of ever fewer numbers of groups.
+//! Search under the placed objective. Anneals groups and placement together, in rounds. Each round keeps fewer candidates for the
+//! number of groups.
 
 use super::Placed;
 use super::found::FoundPlaced;

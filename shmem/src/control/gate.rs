@@ -96,7 +96,7 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// A gate for `ranks` of a job of `n_pes` ranks. `sockets` listen and are non-blocking. Ranks must run `program` and meet the
+    /// A gate for `ranks` of a job of `n_pes` ranks. The `listeners` are non-blocking. Ranks must run `program` and meet the
     /// `condition`.
     pub fn new(
         listeners: Vec<OwnedFd>,

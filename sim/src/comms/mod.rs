@@ -283,8 +283,9 @@ impl Simulation<'_> {
     }
 }
 
-/// The time of one layer by the closed form, without the initial delay. `None` unless the form is exact: all nodes send the same amount to
-/// each other, all packets and rounds are full, and no NIC is a limit.
+/// The time of one layer by the closed form, without the initial delay. `None` unless the form is exact: at least two
+/// nodes, all in one cluster, send the same amount to each other, all packets and rounds are full, and neither a NIC nor a parallelization
+/// multiplier changes the times.
 ///
 /// The time of a round is base + floor(bw / packet) (prep + packet / bw). The number of rounds is (load of a node) * n / (links * n (n - 1)
 /// / 2 * bw). Both are from the routing-simulation document that `docs/simulator.md` names, with its brackets corrected.

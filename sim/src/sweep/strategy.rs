@@ -52,7 +52,7 @@ struct Device {
     peak_bytes: f64,
 }
 
-/// Sums over the represented devices.
+/// Sums over the simulated devices: time, its part in communication, and the number of operations.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     total_s: f64,

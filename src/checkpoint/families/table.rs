@@ -73,7 +73,7 @@ const ONLY_DEEPSEEK: &[(&str, Only)] = &[
 
 const SIGMOID_PLAIN: Router = Router { norm: Norm::sum(0.0), ..Router::sigmoid(0) };
 
-/// The five families supported first, then the others by name.
+/// The five oldest families, then the others roughly by name. A variant follows the family that it resembles.
 pub(super) static FAMILIES: &[Entry] = &[
     Entry {
         model_type: "mixtral",

@@ -416,8 +416,9 @@ fn replicated_experts(me: usize, len: usize, groups: &Groups) -> (Vec<Replicated
     (groups.experts(me).iter().map(of).collect(), size)
 }
 
-/// The memory for the slots of these groups, or, with `slots`, of any placement with at most that many experts per PE. Each of K holders
-/// has K - 1 slots of 1/K of the gradients, rounded up.
+/// The size of the buffers for exchanging gradients: `now`, or, with `slots`, enough for any placement of at most `slots` experts per PE.
+/// Each of an expert's K holders needs K - 1 buffers of ceil(`len` / K) elements, less than `len` + K in all, and K is at most the number
+/// of PEs.
 fn size_for(len: usize, now: SlotOffset, groups: &Groups, slots: Option<usize>) -> SlotOffset {
     let Some(slots) = slots else { return now };
     let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();

@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn weights_split_into_the_fewest_planes_for_24_bits() {
-        // The vectors are reused by several splits.
+        // All cases use the same `Planes`, because a split must not see data of an earlier one.
         let mut split = Planes::default();
         for (values, dtype, parts) in [
             (vec![1.0f32, -0.5, 3.0], Dtype::Bf16, 1),
