@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ from aristos import _aristos, _cuda, _device, _experts, _group
 SOURCES = Path(__file__).parents[2] / "tests" / "cuda"
 BF16 = torch.bfloat16
 STREAM = 0x5150
+# The time after which the processes of a case are killed.
+LIMIT_S = 300
 ADDRESSES = ("x", "grad_output", "output", "ids", "weights", "grad_weights")
 
 
@@ -241,7 +244,7 @@ def launch(case, size, env):
         folder = Path(name)
         compile_stand_ins(folder)
         free.bind(("127.0.0.1", 0))
-        processes = []
+        processes, logs = [], []
         for rank in range(size):
             more = dict(FAKE_MEMORY="1000000000", FAKE_NCCL_VERSION="22902", FAKE_DEVICES="2", FAKE_NCCL_DIR=name) | env
             more |= dict(FAKE_NVSHMEM_LOG=str(folder / "log"), FAKE_DRIVER_LOG=str(folder / f"driver-{rank}"))
@@ -250,15 +253,26 @@ def launch(case, size, env):
                 port = free.getsockname()[1]
                 more |= dict(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             command = [sys.executable, __file__, case.__name__]
-            processes.append(subprocess.Popen(command, env=os.environ | more, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            # Files, because a process whose pipe is full would wait for a reader.
+            logs.append([folder / f"{rank}.{stream}" for stream in ("out", "err")])
+            with logs[-1][0].open("w") as out, logs[-1][1].open("w") as err:
+                processes.append(subprocess.Popen(command, env=os.environ | more, stdout=out, stderr=err))
         free.close()
-        ended = [process.communicate(timeout=300) for process in processes]
-        failed = any(process.returncode for process in processes)
+        until, errors = time.monotonic() + LIMIT_S, []
+        try:
+            failed = any([process.wait(max(0, until - time.monotonic())) for process in processes])
+        except subprocess.TimeoutExpired:
+            failed = True
+            errors = [f"not ended after {LIMIT_S} s"]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        errors += [err.read_text().strip() for _, err in logs]
         if failed:
-            print("\n".join(err for _, err in ended), file=sys.stderr)
-            last = [err.strip().splitlines()[-1] for _, err in ended if err.strip()]
-            return False, last[0] if last else "no message"
-        return True, ended[0][0].strip()
+            print("\n".join(errors), file=sys.stderr)
+            return False, next((text.splitlines()[-1] for text in errors if text), "no message")
+        return True, logs[0][0].read_text().strip()
 
 
 def main():
