@@ -189,7 +189,11 @@ impl Place {
             _ => meeting("PE 0 has ended"),
         };
         let late = self.deadline + GRACE;
-        send_by(link.socket.as_fd(), Kind::Segment, b"", &[own.fd()], late).map_err(|errno| ended(errno.into()))?;
+        match send_by(link.socket.as_fd(), Kind::Segment, b"", &[own.fd()], late) {
+            // PE 0 has refused this PE and closed the connection. Its reason can still be received.
+            Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
+            Err(errno) => return Err(ended(errno.into())),
+        }
         let Link { socket, inbox, session } = &mut link;
         let mut files = Vec::with_capacity(self.n_pes);
         while files.len() < self.n_pes {
