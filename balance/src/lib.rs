@@ -3,7 +3,7 @@
 //! The meaning of the arguments and of the result is that of EPLB (DeepSeek-AI 2025): the tokens of an expert are split evenly among its replicas, and all
 //! ranks hold the same number of physical experts. The algorithm is not EPLB's: an expert has at most one replica on a rank. Replicas are counted for several
 //! largest loads, packed by LPT (Graham 1969), and counts and ranks are annealed together (Kirkpatrick, Gelatt and Vecchi 1983). With unequal shares, which a
-//! a plan has too, all loads become equal: a rank gets whole experts and a part of another one, as in the alias method (Walker 1977).
+//! plan has too, all loads become equal: a rank gets whole experts and a part of another one, as in the alias method (Walker 1977).
 
 mod node;
 mod random;

@@ -190,7 +190,7 @@ impl Place {
         };
         let late = self.deadline + GRACE;
         match send_by(link.socket.as_fd(), Kind::Segment, b"", &[own.fd()], late) {
-            // PE 0 has refused this PE and closed the connection. Its reason can still be received.
+            // PE 0 has refused this PE and closed the connection. The reason can still be received.
             Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
             Err(errno) => return Err(ended(errno.into())),
         }

@@ -1,7 +1,7 @@
 //! Puts and signals to PEs on other hosts, as messages that are sent and received while this PE computes.
 //!
 //! One-sided calls do not allow that without remote memory access: a flush returns only when the data has crossed the network, and
-//! MPI at the target may take the data only during one of the target's calls. So a put is copied and queued. A thread of each PE
+//! MPI at the target may take the data only during one of the target's calls. Therefore a put is copied and queued. A thread of each PE
 //! starts and tests messages every [`PERIOD`], receives data straight into the heap, and sends the signals that follow it. A PE that
 //! waits does the same itself, without the period.
 //!
