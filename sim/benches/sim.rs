@@ -139,7 +139,6 @@ fn step(name: &str) {
                     steps: 1,
                     jitter: None,
                     cores: None,
-                    puts_block: false,
                     nics: Nics::PerPe,
                     speed: (1.0, 1.0),
                     traced: 0,

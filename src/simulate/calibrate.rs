@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::calibration::{
-    Calibration, Counts, Fitted, HYBRID, MPI, PassTerms, REMOTE, Residual, SHM, Shape, Terms, VERSION, sum,
+    Calibration, Counts, Fitted, HYBRID, PassTerms, REMOTE, Residual, SHM, Shape, Terms, VERSION, sum,
 };
 use crate::moe::Options;
 use crate::moe::cpu::experts::tiles;
@@ -72,8 +72,6 @@ pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibr
     }
     match transport {
         SHM => calibration.busy_factor = busy_factor(&calibration, &together),
-        // A put takes the link's time, and the target's processing has its own term.
-        MPI => return Ok(calibration),
         _ => calibration.receive = receive(&calibration, &together),
     }
     for backward in [false, true] {

@@ -54,9 +54,8 @@ pub struct Calibration {
     pub residuals: BTreeMap<String, Residual>,
 }
 
-/// The transport within a host; and the transport whose puts complete when the target has the data.
+/// The transport within a host.
 pub(super) const SHM: &str = "shm";
-pub(super) const MPI: &str = "mpi";
 /// A transport with two kinds of links.
 pub(super) const HYBRID: &str = "hybrid";
 
@@ -257,11 +256,6 @@ impl Calibration {
     /// The cores of a host.
     pub(super) fn cores(&self) -> Cores {
         Cores { count: self.cores, busy_factor: self.busy_factor }
-    }
-
-    /// Whether a put occupies its PE until the target has the data.
-    pub(super) fn puts_block(&self) -> bool {
-        self.transport == MPI
     }
 
     /// The cost of a layer with tiles of about `tile_rows` rows.

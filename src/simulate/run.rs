@@ -141,7 +141,6 @@ impl Simulated {
                         .jitter
                         .map(|jitter| Jitter { seed: jitter.seed.wrapping_add(record as u64), ..jitter }),
                     cores,
-                    puts_block: self.calibration.as_ref().is_some_and(Calibration::puts_block),
                     nics: self.nics,
                     speed,
                     traced: if record == 0 { self.traced } else { 0 },

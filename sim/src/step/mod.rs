@@ -151,9 +151,6 @@ pub struct Step<'a> {
     pub jitter: Option<Jitter>,
     /// The cores that PEs share; `None` if each PE has a processor of its own.
     pub cores: Option<Cores>,
-    /// Whether a put blocks its PE until the target has received the message, and a target receives only while it puts or waits itself.
-    /// This models one-sided operations that are implemented with two-sided messages and no progress thread.
-    pub puts_block: bool,
     /// Whether PEs share a port to the network.
     pub nics: Nics,
     /// Factors on the speed of the network ports, and on FLOP/s.

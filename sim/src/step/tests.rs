@@ -74,7 +74,6 @@ impl Case {
             steps: 1,
             jitter: None,
             cores: None,
-            puts_block: false,
             nics: Nics::PerPe,
             speed: (1.0, 1.0),
             traced: 8,
@@ -327,51 +326,6 @@ fn receiving_thread_uses_idle_cores() {
         near(times.pes[1].expert_s[0], expert_s);
         // PE 0 is idle when its result arrives, so its core receives the result and no work is delayed.
         near(times.pes[0].expert_s[0], 100.0);
-    }
-}
-
-#[test]
-fn blocking_puts_wait_for_their_targets() {
-    // PE 0 has a token for PE 1's expert, and PE 1 has two for its own expert, which it computes for 200 s before its next call. Then the
-    // row and the result take 1 + 10 s each, and PE 0 waits for the result.
-    let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[0, 0])]], &[0, 1], 4, 2);
-    let case = Case::one_group(plan, &[0, 1]);
-    let times = simulate(&Step { puts_block: true, ..case.step() });
-    // The announcement, a fifth of the latency, has arrived by then, so the put takes 200 + 10.8.
-    near(times.pes[0].dispatch_s[0], 210.8);
-    near(times.pes[1].combine_s[0], 11.0);
-    near(times.pes[1].expert_s[0], 300.0);
-    near(times.step_s[0], 200.0 + 10.4 + 100.0 + 11.0);
-    // Both PEs put at once, and neither waits for the other. Rows arrive after three fifths of the latency, and acknowledgements two fifths
-    // later. A bulk phase ends when the rows have arrived, so it is shorter than with puts that do not block. In the pipelined schedule a
-    // PE continues when it has the acknowledgement.
-    let both = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[0]), rows(&[])]], &[1, 1], 4, 4);
-    let both = Case::one_group(both, &[1, 1]);
-    for (schedule, sooner) in [(Schedule::Pipelined, 0.0), (Schedule::Bulk, 0.8)] {
-        let step = Step { schedule, ..both.step() };
-        let (blocking, without) = (simulate(&Step { puts_block: true, ..step }), simulate(&step));
-        near(blocking.step_s[0], without.step_s[0] - sooner);
-        near(blocking.pes[0].dispatch_s[0], 11.0);
-        near(without.pes[0].dispatch_s[0], 0.0);
-    }
-    // PE 0's two rows for PE 1 leave from 0.4 to 20.4. PE 1 puts a row to PE 2 until 11, and then announces one to PE 0. PE 0's grant
-    // queues behind the two rows and arrives at 20.6. The rows have arrived by then, but PE 0 gets the acknowledgement only after PE 1's
-    // row has left, at 30.6.
-    let none = || rows(&[]);
-    let from =
-        [vec![none(), rows(&[0, 0]), none()], vec![rows(&[0]), none(), rows(&[0])], vec![none(), none(), none()]];
-    let crossing = Case::one_group(group_plan(&from, &[1, 1, 1], 4, 4), &[1, 1, 1]);
-    let times = simulate(&Step { puts_block: true, ..crossing.step() });
-    near(times.pes[0].dispatch_s[0], 30.8);
-    near(times.pes[1].dispatch_s[0], 31.2);
-    // With more PEs, small windows and both passes, all messages are sent too.
-    let n = 5;
-    let all = |from: usize| (0..n).map(|to| rows(&vec![0; (from * to) % 4 + from % 2])).collect::<Vec<_>>();
-    let many = Case::one_group(group_plan(&(0..n).map(all).collect::<Vec<_>>(), &vec![1; n], 1, 2), &vec![1; n]);
-    for schedule in [Schedule::Pipelined, Schedule::Bulk] {
-        let step = Step { schedule, backward: true, window_chunks: 1, steps: 2, ..many.step() };
-        let (blocking, without) = (simulate(&Step { puts_block: true, ..step }), simulate(&step));
-        near(blocking.sent_bytes, without.sent_bytes);
     }
 }
 

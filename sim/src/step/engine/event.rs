@@ -34,43 +34,13 @@ pub enum What {
     /// The headers of all PEs have arrived at a PE.
     Headers,
     /// The PE may send chunk or crossing `chunk` of receiver `to`: its slot there is free.
-    Leave {
-        to: u32,
-        chunk: u32,
-        kind: Kind,
-    },
+    Leave { to: u32, chunk: u32, kind: Kind },
     /// The head of a message has arrived. `at` and `chunk` are those of [`Message`].
-    Head {
-        at: u32,
-        chunk: u32,
-        kind: Kind,
-    },
+    Head { at: u32, chunk: u32, kind: Kind },
     /// The whole message has arrived.
-    Arrived {
-        at: u32,
-        chunk: u32,
-        kind: Kind,
-    },
-    /// Blocking puts. `Announced`: a message is announced to the PE. `Granted`: the PE may send the message. `Asked`: the PE is asked to
-    /// acknowledge a message. `Taken`: an acknowledgement has arrived at the PE.
-    Announced {
-        at: u32,
-        chunk: u32,
-        kind: Kind,
-    },
-    Granted {
-        at: u32,
-        chunk: u32,
-        kind: Kind,
-    },
-    Asked {
-        from: u32,
-    },
-    Taken,
+    Arrived { at: u32, chunk: u32, kind: Kind },
     /// A PE has finished a piece of work. The event is ignored if PEs share cores and `HostWork::turn` is no longer `turn`.
-    Computed {
-        turn: u64,
-    },
+    Computed { turn: u64 },
     /// All PEs of a group have finished a bulk phase.
     Phase,
 }

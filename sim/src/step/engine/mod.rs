@@ -1,6 +1,5 @@
 //! The engine that simulates steps: its state, and look-ups in the plans.
 
-mod blocking;
 mod bulk;
 mod event;
 mod reduce;
@@ -13,7 +12,7 @@ mod work;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use event::{Event, Message, What};
+use event::{Event, What};
 use types::{Copies, HostWork, Relaying, Work};
 
 use super::plan::{PePlan, Tiling};
@@ -52,11 +51,6 @@ struct Pe {
     early: Vec<(u32, u32)>,
     /// Open parts of the crossings for which this PE is the relay.
     relaying: Vec<Relaying>,
-    /// Blocking puts: messages announced to this PE, and messages that have arrived here. Both wait until this PE is in a call.
-    announced: Vec<Message>,
-    untaken: Vec<Message>,
-    /// Whether the PE is receiving messages. No other work starts until it has received all of them.
-    taking: bool,
     headers: u32,
     headers_s: f64,
     /// Factor on the time of its work in this step ([`Jitter`](crate::step::Jitter)).

@@ -10,8 +10,7 @@ use crate::step::plan::Chunk;
 use aristos_formats::Span;
 
 impl Engine<'_> {
-    /// Queues a copy for a PE. A copy without cost completes at once, unless it is a blocking put. The caller then calls
-    /// [`Engine::compute`].
+    /// Queues a copy for a PE. A copy without cost completes at once. The caller then calls [`Engine::compute`].
     pub(super) fn copy(&mut self, p: usize, copy: Copying) {
         let cost = &self.step.cost.copy_flop[usize::from(self.is_backward(p))];
         let of = |at: usize, chunk: u32| self.plan(at).chunks[chunk as usize];
@@ -32,7 +31,7 @@ impl Engine<'_> {
                 f64::from(chunk.rows) * cost.add_row + f64::from(chunk.result_slots) * cost.sum_slot
             }
         };
-        match flop > 0.0 || self.step.puts_block && copy.is_put() {
+        match flop > 0.0 {
             true => self.pes[p].copies.push(copy, flop),
             false => self.copied(p, copy),
         }
@@ -91,23 +90,15 @@ impl Engine<'_> {
         sent
     }
 
-    /// Sends a message, or announces it if puts block.
-    pub(super) fn message(&mut self, message: Message) {
-        match self.step.puts_block {
-            true => self.ask(message),
-            false => self.leave(message, 1.0),
-        }
-    }
-
-    /// Sends a message. Its head arrives after `of_latency` of the link's latency, once the port is free.
-    pub(super) fn leave(&mut self, Message { from, to, at, chunk, kind, pass }: Message, of_latency: f64) {
+    /// Sends a message. The head arrives after the link's latency, once the port is free.
+    pub(super) fn message(&mut self, Message { from, to, at, chunk, kind, pass }: Message) {
         let bytes = self.bytes(at, chunk, kind, pass);
         self.sent_bytes += bytes;
         if !self.network.is_local(from, to) {
             self.network_bytes += bytes;
         }
         let leaves_s = self.network.send(from, to, self.on_wire(from, to, bytes, pass), self.now_s);
-        let head_s = leaves_s + of_latency * self.network.alpha_s(from, to);
+        let head_s = leaves_s + self.network.alpha_s(from, to);
         self.at(head_s, from, pass, What::Head { at: at as u32, chunk, kind });
     }
 

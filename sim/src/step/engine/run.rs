@@ -13,9 +13,6 @@ use crate::network::{Network, Nics};
 use crate::step::{Schedule, Step, StepTimes};
 
 /// Simulates the steps. Each step starts when all PEs have ended the last one.
-///
-/// # Panics
-/// If puts block and relays forward rows: blocking puts of relays are not modelled.
 pub fn simulate(step: &Step) -> StepTimes {
     let mut engine = Engine::new(step);
     let mut times = StepTimes {
@@ -61,7 +58,6 @@ impl<'a> Engine<'a> {
             for (index, &pe) in group.members.iter().enumerate() {
                 (pes[pe].group, pes[pe].index) = (g as u32, index as u32);
                 let crossings = &step.plans[group.plan].pes[index].crossings;
-                assert!(crossings.is_empty() || !step.puts_block, "relays and puts that block");
                 pes[pe].relaying = crossings.iter().map(Relaying::new).collect();
             }
             // A dissemination barrier takes ceil(log2(n)) messages one after the other.
@@ -181,15 +177,8 @@ impl<'a> Engine<'a> {
             What::Head { at, chunk, kind } => self.head(at as usize, chunk, kind, event.pass),
             What::Arrived { at, chunk, kind } => {
                 self.take_in(who, self.size(at as usize, chunk, kind).0);
-                match self.step.puts_block {
-                    false => self.arrived(who, at, chunk, kind, event.pass),
-                    true => self.arrived_at_call(self.message_of(at, chunk, kind, event.pass)),
-                }
+                self.arrived(who, at, chunk, kind, event.pass);
             }
-            What::Announced { at, chunk, kind } => self.announced(self.message_of(at, chunk, kind, event.pass)),
-            What::Granted { at, chunk, kind } => self.granted(self.message_of(at, chunk, kind, event.pass)),
-            What::Asked { from } => self.asked(who, from as usize, event.pass),
-            What::Taken => self.taken(who),
             What::Computed { turn } => self.computed(who, turn),
             What::Phase => self.next_phase(who),
         }

@@ -15,8 +15,6 @@ pub(super) enum Work {
     Router,
     Tile(u32),
     Copy(Copying),
-    /// Waits in a blocking put until the target has received the message.
-    Put(Copying),
     /// Background work: the shared expert, and gradients of expert weights.
     Filler,
 }
@@ -81,12 +79,6 @@ pub(super) enum Copying {
     Add { at: u32, chunk: u32, kind: Kind },
     /// Sums and adds results of its own rows.
     AddOwn { chunk: u32 },
-}
-
-impl Copying {
-    pub(super) fn is_put(self) -> bool {
-        matches!(self, Copying::Send { .. } | Copying::Return { .. })
-    }
 }
 
 /// Pending copies, by priority: send, gather, return, add.

@@ -75,7 +75,7 @@ impl Engine<'_> {
 
     /// Starts the next piece of work of an idle PE, or ends the pass.
     pub(super) fn compute(&mut self, p: usize) {
-        if self.pes[p].working.is_some() || self.pes[p].taking {
+        if self.pes[p].working.is_some() {
             return;
         }
         let (cost, backward) = (self.step.cost, usize::from(self.is_backward(p)));
@@ -101,7 +101,6 @@ impl Engine<'_> {
         };
         match next {
             Some((work, flop)) => self.begin_work(p, work, flop),
-            None if self.step.puts_block && self.in_call(p) => self.compute(p),
             None => self.end_if_done(p),
         }
     }
@@ -124,15 +123,8 @@ impl Engine<'_> {
         match self.worked(p) {
             Some(Work::Route) => return self.routed(p),
             Some(Work::Tile(tile)) => self.tile_done(p, tile),
-            Some(Work::Copy(copy)) => {
-                self.copied(p, copy);
-                if self.step.puts_block && copy.is_put() {
-                    self.pes[p].working = Some((Work::Put(copy), self.now_s));
-                    self.in_call(p);
-                    return;
-                }
-            }
-            Some(Work::Put(_) | Work::Router | Work::Filler) | None => {}
+            Some(Work::Copy(copy)) => self.copied(p, copy),
+            Some(Work::Router | Work::Filler) | None => {}
         }
         self.compute(p);
     }
@@ -146,7 +138,7 @@ impl Engine<'_> {
         let time = &mut self.pes[p].time;
         let (sum, name) = match work {
             Work::Route | Work::Router => (&mut time.router_s, "router"),
-            Work::Copy(copy) | Work::Put(copy) => match copy {
+            Work::Copy(copy) => match copy {
                 Copying::Send { .. } | Copying::Gather { .. } => (&mut time.dispatch_s, "dispatch"),
                 _ => (&mut time.combine_s, "combine"),
             },
