@@ -65,7 +65,6 @@ mod memory;
 pub mod mpi;
 #[cfg(feature = "ofi")]
 pub mod ofi;
-mod pace;
 pub mod reorder;
 mod segment;
 mod shm;
@@ -73,6 +72,7 @@ mod sync;
 pub mod tcp;
 mod team;
 mod threads;
+mod throttle;
 mod typed;
 mod wait;
 
@@ -89,12 +89,12 @@ pub use handle::AsShmem;
 pub use host::host_id;
 pub use meet::meet;
 pub use memory::available_bytes;
-pub use pace::{Hold, Pace};
 pub use segment::Segment;
 pub use shm::{ShmTransport, Watch};
 pub use team::Team;
 pub(crate) use threads::check_heap;
 pub use threads::threads;
+pub use throttle::{Delay, Throttle};
 pub use typed::Shmem;
 
 /// How a signal operation combines its value with the word.

@@ -25,7 +25,7 @@ use std::time::Instant;
 
 use super::doorbell::{ring, signal};
 use super::wait::Patience;
-use super::{LostPe, Pace, RawWait, Segment, ShmemError, SignalOp, Transport};
+use super::{LostPe, RawWait, Segment, ShmemError, SignalOp, Throttle, Transport};
 
 /// Reports lost PEs of a world over shared memory, which shared memory itself does not reveal.
 pub trait Watch: Send + Sync {
@@ -49,7 +49,7 @@ pub struct ShmTransport {
     /// The PEs' numbers in messages, if they differ.
     numbers: Option<Vec<usize>>,
     watch: Option<Arc<dyn Watch>>,
-    pace: Option<Pace>,
+    throttle: Option<Throttle>,
 }
 
 impl ShmTransport {
@@ -81,9 +81,9 @@ impl ShmTransport {
         ShmTransport { numbers: Some(numbers), watch: Some(watch), ..self }
     }
 
-    /// Delays messages as `pace` specifies.
-    pub fn paced(self, pace: Pace) -> Self {
-        ShmTransport { pace: Some(pace), ..self }
+    /// Delays messages as `throttle` specifies.
+    pub fn throttled(self, throttle: Throttle) -> Self {
+        ShmTransport { throttle: Some(throttle), ..self }
     }
 
     fn over(my_pe: usize, segments: Arc<[Segment]>) -> Result<Self, ShmemError> {
@@ -96,7 +96,7 @@ impl ShmTransport {
             return Err(ShmemError::Segment(format!("PE {pe}'s heap has {other} bytes, PE {my_pe}'s {bytes}")));
         }
         let patience = Patience::of(segments.len());
-        Ok(Self { my_pe, segments, patience, numbers: None, watch: None, pace: None })
+        Ok(Self { my_pe, segments, patience, numbers: None, watch: None, throttle: None })
     }
 
     #[inline]
@@ -128,13 +128,13 @@ impl Transport for ShmTransport {
     #[inline]
     fn put(&self, dest: usize, src: &[u8], pe: usize) {
         self.segments[pe].copy_in(dest, src);
-        self.pace.iter().for_each(|pace| pace.put(pe, src.len()));
+        self.throttle.iter().for_each(|throttle| throttle.put(pe, src.len()));
     }
 
     #[inline]
     fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
         self.mine().copy_to(src, &self.segments[pe], dest, bytes);
-        self.pace.iter().for_each(|pace| pace.put(pe, bytes));
+        self.throttle.iter().for_each(|throttle| throttle.put(pe, bytes));
     }
 
     #[inline]
@@ -155,7 +155,7 @@ impl Transport for ShmTransport {
 
     #[inline]
     fn signal_op(&self, word: usize, value: u64, op: SignalOp, pe: usize) {
-        self.pace.iter().for_each(|pace| pace.signal(pe));
+        self.throttle.iter().for_each(|throttle| throttle.signal(pe));
         let peer = &self.segments[pe];
         signal(peer.atomic_u64(word), value, op, peer.bell());
     }

@@ -10,7 +10,7 @@ use half::bf16;
 use super::cpus;
 use super::moe_samples::PeSamples;
 use super::moe_steps::measure;
-use crate::job::host::{Host, MemoryHost, PePart};
+use crate::job::host::{Host, PeTask, SymmetricRuntime};
 use crate::job::launch::StatusPage;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::job::request::DeviceKind;
@@ -35,7 +35,7 @@ impl Observer for StatusObserver {
 ///
 /// # Errors
 /// A layer that cannot be built, or an error of the launcher or the protocol.
-pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
+pub fn run(bench: &MoeBench, host: &mut impl SymmetricRuntime) -> Result<()> {
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     if bench.device != DeviceKind::Cpu {
         return super::moe_device::run(bench, host);
@@ -51,7 +51,7 @@ struct OnCpu<'b> {
     source: Synthetic,
 }
 
-impl PePart for OnCpu<'_> {
+impl PeTask for OnCpu<'_> {
     type Error = anyhow::Error;
 
     fn heap_bytes<T: Transport>(&self) -> Result<usize> {

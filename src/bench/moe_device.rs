@@ -12,7 +12,7 @@ use crate::gpu::DeviceLimits;
 use crate::job::device::with_device;
 #[cfg(feature = "cuda")]
 use crate::job::heap;
-use crate::job::host::MemoryHost;
+use crate::job::host::SymmetricRuntime;
 use crate::job::request::MoeBench;
 use crate::moe::Dtype;
 #[cfg(feature = "cuda")]
@@ -24,7 +24,7 @@ use crate::moe::synthetic::Synthetic;
 ///
 /// # Errors
 /// A missing device, a layer that it cannot run, or an error of the launcher or the protocol.
-pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
+pub fn run(bench: &MoeBench, host: &mut impl SymmetricRuntime) -> Result<()> {
     let source = Synthetic::new(bench.layer.clone())?;
     let on_device = on_device(bench);
     let spec = bench.spec(&source, Dtype::Bf16);

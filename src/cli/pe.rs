@@ -7,7 +7,7 @@ use anyhow::Result;
 use crate::bench::{moe, p2p, straggler};
 #[cfg(feature = "device")]
 use crate::gpu::GpuError;
-use crate::job::host::MemoryHost;
+use crate::job::host::SymmetricRuntime;
 use crate::job::launch::PeContext;
 use crate::job::request::Request;
 use crate::job::{JobError, PeFailure};
@@ -43,7 +43,7 @@ pub fn main() -> Result<ExitCode> {
 ///
 /// # Errors
 /// One line.
-pub fn carry_out(request: Request, host: &mut impl MemoryHost) -> Result<()> {
+pub fn carry_out(request: Request, host: &mut impl SymmetricRuntime) -> Result<()> {
     match request {
         Request::Run(request) => run::pe::run(&mut PreparedRun::open(*request)?, host),
         Request::BenchMoe(bench) => moe::run(&bench, host),

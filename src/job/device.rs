@@ -5,7 +5,7 @@ use std::mem::ManuallyDrop;
 use std::time::Duration;
 
 use super::JobError;
-use super::host::{DeviceMemory, Host, MemoryHost};
+use super::host::{DeviceMemory, Host, SymmetricRuntime};
 use super::request::DeviceKind;
 #[cfg(feature = "cuda")]
 use crate::gpu::cuda::CudaGpu;
@@ -29,7 +29,7 @@ pub fn with_device<R, E: From<JobError>>(
     (device, symmetric): (DeviceKind, SymmetricBy),
     spec: &LayerSpec,
     on_device: &DeviceOptions,
-    host: &mut impl MemoryHost,
+    host: &mut impl SymmetricRuntime,
     work: impl FnOnce(&dyn Gpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
     let wanted = WantedDevice { device, symmetric, path: on_device.path, wait_limit: spec.options.wait_limit };
@@ -64,7 +64,7 @@ pub struct WantedDevice {
 pub fn with_symmetric<R, E: From<JobError>>(
     wanted: WantedDevice,
     bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
-    host: &mut impl MemoryHost,
+    host: &mut impl SymmetricRuntime,
     work: impl FnOnce(&dyn Gpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
     in_part(OpenDevice::open(wanted, bytes, host)?, host, work)
@@ -77,7 +77,7 @@ pub fn with_symmetric<R, E: From<JobError>>(
 pub fn before_part<R, E: From<JobError>>(
     wanted: WantedDevice,
     bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
-    host: &mut impl MemoryHost,
+    host: &mut impl SymmetricRuntime,
     work: impl FnOnce(&dyn Gpu) -> Result<R, E>,
 ) -> Result<(R, Option<OpenDevice>), E> {
     let open = OpenDevice::open(wanted, bytes, host)?;
@@ -88,7 +88,7 @@ pub fn before_part<R, E: From<JobError>>(
 /// Runs `work`, sends the results, and closes the device. Closing waits for all PEs, so results are sent before.
 fn in_part<R, E: From<JobError>>(
     open: OpenDevice,
-    host: &mut impl MemoryHost,
+    host: &mut impl SymmetricRuntime,
     work: impl FnOnce(&dyn Gpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
     let result = work(open.gpu(), host)?;
@@ -112,7 +112,7 @@ impl OpenDevice {
     fn open(
         wanted: WantedDevice,
         bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
-        host: &mut impl MemoryHost,
+        host: &mut impl SymmetricRuntime,
     ) -> Result<Self, JobError> {
         match wanted.device {
             #[cfg(feature = "cuda")]
@@ -188,7 +188,7 @@ impl OpenDevice {
 /// Returns an error if the device, NVSHMEM or NCCL lacks a feature, or the error of `work`.
 #[cfg(feature = "cuda")]
 pub fn with_cuda<R, E: From<JobError>>(
-    host: &mut impl MemoryHost,
+    host: &mut impl SymmetricRuntime,
     symmetric: SymmetricBy,
     wait_limit: Duration,
     work: impl FnOnce(&CudaGpu, &dyn Host) -> Result<R, E>,
@@ -201,7 +201,7 @@ pub fn with_cuda<R, E: From<JobError>>(
 }
 
 #[cfg(feature = "cuda")]
-fn cuda(host: &mut impl MemoryHost, symmetric: SymmetricBy, wait_limit: Duration) -> Result<CudaGpu, JobError> {
+fn cuda(host: &mut impl SymmetricRuntime, symmetric: SymmetricBy, wait_limit: Duration) -> Result<CudaGpu, JobError> {
     let gpu = match host.device_memory(Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), 0))? {
         DeviceMemory::Shared(shmem) => CudaGpu::attach_by(symmetric, shmem, wait_limit),
         DeviceMemory::Tcp(shmem) => CudaGpu::attach_by(symmetric, shmem, wait_limit),
@@ -217,7 +217,7 @@ fn cuda(host: &mut impl MemoryHost, symmetric: SymmetricBy, wait_limit: Duration
 fn emulated(
     path: Option<GemmPath>,
     bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
-    host: &mut impl MemoryHost,
+    host: &mut impl SymmetricRuntime,
 ) -> Result<Emulated, JobError> {
     let network_only = network_only().map_err(MoeError::Device)?;
     let hopper = path == Some(GemmPath::Hopper);

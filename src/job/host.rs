@@ -8,9 +8,9 @@ use std::time::Instant;
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use super::JobError;
-use super::launch::{GoOn, PeContext, StatusPage};
+use super::launch::{Continuation, PeContext, StatusPage};
 use crate::shmem::tcp::TcpTransport;
-use crate::shmem::{Pace, ShmTransport, Shmem, Transport};
+use crate::shmem::{ShmTransport, Shmem, Throttle, Transport};
 
 /// The CPUs on which this thread may run. Launchers set them.
 pub fn allowed_cpus() -> Vec<usize> {
@@ -56,7 +56,7 @@ pub trait Host {
     fn send(&self, body: &[u8]) -> Result<(), JobError>;
 
     /// The number of a lost PE, if the job can continue without that PE. This PE's communication then fails until it has called
-    /// [`MemoryHost::go_on`].
+    /// [`SymmetricRuntime::continuation`].
     fn lost(&self) -> Option<usize> {
         None
     }
@@ -65,7 +65,7 @@ pub trait Host {
     ///
     /// # Errors
     /// Returns an error if the process to which this PE reports has ended.
-    fn say_final(&self) -> Result<(), JobError> {
+    fn commit_steps(&self) -> Result<(), JobError> {
         Ok(())
     }
 
@@ -92,12 +92,12 @@ pub enum DeviceMemory {
 }
 
 /// A host that can give its PE symmetric memory.
-pub trait MemoryHost: Host {
+pub trait SymmetricRuntime: Host {
     /// Runs a part over symmetric memory of all PEs. Collective.
     ///
     /// # Errors
     /// Returns an error of the memory or of the part.
-    fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error>;
+    fn work<P: PeTask>(&mut self, part: P) -> Result<(), P::Error>;
 
     /// Whether all PEs are on one host, and so share memory.
     fn shares_memory(&self) -> bool;
@@ -108,7 +108,7 @@ pub trait MemoryHost: Host {
     /// Returns an error if memory or file descriptors run out, a PE ends, or the transport does not support devices.
     fn device_memory(&mut self, heap_bytes: usize) -> Result<DeviceMemory, JobError>;
 
-    /// Ends a part that used [`MemoryHost::device_memory`]: sends the results. Collective.
+    /// Ends a part that used [`SymmetricRuntime::device_memory`]: sends the results. Collective.
     ///
     /// # Errors
     /// Returns an error if a PE is lost.
@@ -121,14 +121,14 @@ pub trait MemoryHost: Host {
     ///
     /// # Errors
     /// Returns an error if the PEs cannot continue.
-    fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, JobError> {
+    fn continuation(&mut self, settled: u64, complete: u64) -> Result<Continuation, JobError> {
         let _ = (settled, complete);
         Err(JobError::Peers("these PEs cannot go on without one".to_string()))
     }
 }
 
 /// A PE's part of a job, which runs over any transport.
-pub trait PePart {
+pub trait PeTask {
     /// Its error.
     type Error: From<JobError>;
 
@@ -139,7 +139,7 @@ pub trait PePart {
     fn heap_bytes<T: Transport>(&self) -> Result<usize, Self::Error>;
 
     /// The delays to inject into this PE's messages, if any. Only shared memory supports them.
-    fn pace(&self, my_pe: usize) -> Option<Pace> {
+    fn throttle(&self, my_pe: usize) -> Option<Throttle> {
         let _ = my_pe;
         None
     }
@@ -228,16 +228,16 @@ impl Host for PeContext {
         self.status().lost()
     }
 
-    fn say_final(&self) -> Result<(), JobError> {
-        Ok(self.say_final()?)
+    fn commit_steps(&self) -> Result<(), JobError> {
+        Ok(self.commit_steps()?)
     }
 }
 
-impl MemoryHost for PeContext {
-    fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error> {
+impl SymmetricRuntime for PeContext {
+    fn work<P: PeTask>(&mut self, part: P) -> Result<(), P::Error> {
         let transport = transport(self, part.heap_bytes::<ShmTransport>()?)?;
-        let transport = match part.pace(self.my_pe()) {
-            Some(pace) => transport.paced(pace),
+        let transport = match part.throttle(self.my_pe()) {
+            Some(throttle) => transport.throttled(throttle),
             None => transport,
         };
         part.run(&Shmem::new(transport), self)
@@ -251,8 +251,8 @@ impl MemoryHost for PeContext {
         Ok(DeviceMemory::Shared(Shmem::new(transport(self, heap_bytes)?)))
     }
 
-    fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, JobError> {
-        Ok(self.go_on(settled, complete)?)
+    fn continuation(&mut self, settled: u64, complete: u64) -> Result<Continuation, JobError> {
+        Ok(self.continuation(settled, complete)?)
     }
 }
 

@@ -3,7 +3,7 @@
 use serde::de::DeserializeOwned;
 
 use super::JobError;
-use super::launch::{Event, GoOn, LaunchError, Processes, StatusView};
+use super::launch::{Continuation, Event, LaunchError, Processes, StatusView};
 
 /// Decoded JSON messages of a job's PEs, in order of arrival.
 pub struct Messages<M> {
@@ -51,7 +51,7 @@ pub fn collect<M: DeserializeOwned>(
     processes: Processes<'_>,
     mut on_message: impl FnMut(usize, M),
     mut on_tick: impl FnMut(&StatusView<'_>),
-    mut on_loss: impl FnMut(&GoOn, &LaunchError),
+    mut on_loss: impl FnMut(&Continuation, &LaunchError),
 ) -> Result<(), JobError> {
     let mut messages = Messages::new();
     processes.run(|event| match event {

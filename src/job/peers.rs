@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
-use super::host::{AllToAll, DeviceMemory, Host, MemoryHost, PePart, TwoSided};
+use super::host::{AllToAll, DeviceMemory, Host, PeTask, SymmetricRuntime, TwoSided};
 use super::launch::{LaunchError, MAX_PES, StatusPage};
 use super::messages::Messages;
 use super::request::Request;
@@ -392,8 +392,8 @@ impl<W: World> Host for PeerHost<'_, W> {
     }
 }
 
-impl<W: World> MemoryHost for PeerHost<'_, W> {
-    fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error> {
+impl<W: World> SymmetricRuntime for PeerHost<'_, W> {
+    fn work<P: PeTask>(&mut self, part: P) -> Result<(), P::Error> {
         let heap_bytes = part.heap_bytes::<W::Transport<'_>>()?;
         let host: &PeerHost<'_, W> = self;
         host.pes.over_memory(heap_bytes, host.limit, |shmem| {

@@ -12,7 +12,7 @@ use crate::gpu::Gpu;
 use crate::job::device::with_device;
 #[cfg(feature = "cuda")]
 use crate::job::heap;
-use crate::job::host::{Host, MemoryHost};
+use crate::job::host::{Host, SymmetricRuntime};
 #[cfg(feature = "cuda")]
 use crate::job::request::RowsPer;
 use crate::moe::LayerSpec;
@@ -24,7 +24,7 @@ use crate::moe::{Groups, Hosts, Placement};
 use crate::report::{PeReport, SymmetricMemory};
 
 /// Runs this PE's part on a device. Returns after the PE has sent its report.
-pub(super) fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
+pub(super) fn run(job: &mut PreparedRun, host: &mut impl SymmetricRuntime) -> Result<()> {
     let open = job.open_device.take();
     let job: &PreparedRun = job;
     let spec = job.layer_spec(job.groups.position(host.my_pe()).0);

@@ -9,7 +9,7 @@ use anyhow::{Result, bail, ensure};
 
 use crate::cluster::Cluster;
 use crate::job::request::{DeviceKind, RunRequest};
-use crate::shmem::Hold;
+use crate::shmem::Delay;
 
 /// Reads the cluster of `--emulate-cluster`.
 ///
@@ -29,13 +29,13 @@ pub(super) fn read(path: &Path, request: &RunRequest) -> Result<Cluster> {
 pub(super) struct Rate {
     flop_per_s: f64,
     since: Cell<Instant>,
-    hold: Hold,
+    delay: Delay,
 }
 
 impl Rate {
     /// `most` limits the sleep after one GEMM.
     pub(super) fn new(flop_per_s: f64, most: Duration) -> Rate {
-        Rate { flop_per_s, since: Cell::new(Instant::now()), hold: Hold::new(most) }
+        Rate { flop_per_s, since: Cell::new(Instant::now()), delay: Delay::new(most) }
     }
 
     /// Marks the start of a phase that may contain GEMMs.
@@ -45,8 +45,8 @@ impl Rate {
 
     /// Accounts for GEMMs of `flop` FLOP since the last call of `begin` or `end`.
     pub(super) fn end(&self, flop: f64) {
-        self.hold.owe(flop / self.flop_per_s - self.since.get().elapsed().as_secs_f64());
-        self.hold.pay();
+        self.delay.owe(flop / self.flop_per_s - self.since.get().elapsed().as_secs_f64());
+        self.delay.pay();
         self.begin();
     }
 }

@@ -11,7 +11,7 @@ use super::inject::Rate;
 use super::pe_results::{FIRST_PHASE, LOADING, report_and_write};
 use super::steps::Steps;
 use crate::cluster::{Cluster, LinkTable};
-use crate::job::host::{Host, MemoryHost, PePart, allowed_cpus};
+use crate::job::host::{Host, PeTask, SymmetricRuntime, allowed_cpus};
 use crate::job::launch::StatusPage;
 use crate::job::request::{DeviceKind, OnFailure, RowsPer};
 use crate::moe::cpu::{Exchange, OneGroup, replica_bytes};
@@ -19,7 +19,7 @@ use crate::moe::kernels::Element;
 use crate::moe::metrics::{Observer, Phase};
 use crate::moe::{Dtype, Layer, MoeError, Replicas};
 use crate::report::{PeReport, SymmetricMemory};
-use crate::shmem::{GroupTransport, Pace, ShmTransport, Shmem, Transport};
+use crate::shmem::{GroupTransport, ShmTransport, Shmem, Throttle, Transport};
 
 struct StatusObserver {
     status: StatusPage,
@@ -42,7 +42,7 @@ impl Observer for StatusObserver {
 ///
 /// # Errors
 /// Returns an error if the layer cannot be built, a peer does not respond, or a file or message cannot be written.
-pub fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
+pub fn run(job: &mut PreparedRun, host: &mut impl SymmetricRuntime) -> Result<()> {
     host.status().set_phase(LOADING);
     if job.request.rows_per == RowsPer::Host {
         job.hosts = host.hosts();
@@ -60,7 +60,7 @@ pub fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
             return ended;
         }
         host.status().set_phase(LOADING);
-        let how = host.go_on(progress.settled() as u64, progress.complete() as u64)?;
+        let how = host.continuation(progress.settled() as u64, progress.complete() as u64)?;
         job.exclude_pes(&how.lost)?;
         progress.resume_from(how.from as usize);
     }
@@ -72,15 +72,15 @@ struct OnCpu<'j> {
     progress: &'j mut Progress,
 }
 
-impl PePart for OnCpu<'_> {
+impl PeTask for OnCpu<'_> {
     type Error = anyhow::Error;
 
     fn heap_bytes<T: Transport>(&self) -> Result<usize> {
         heap_bytes(self.job)
     }
 
-    fn pace(&self, my_pe: usize) -> Option<Pace> {
-        self.job.pace(my_pe)
+    fn throttle(&self, my_pe: usize) -> Option<Throttle> {
+        self.job.throttle(my_pe)
     }
 
     fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
@@ -170,7 +170,7 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
         None => steps.run(&mut builder.build(shmem, job)?, &mut report)?,
     };
     if job.request.on_failure == OnFailure::Continue {
-        host.say_final()?;
+        host.commit_steps()?;
     }
     report.symmetric = SymmetricMemory {
         used_bytes: world.used_bytes() as u64,
@@ -184,7 +184,7 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
 
 impl PreparedRun {
     /// The minimum times of this PE's messages to the remaining PEs, if links are slowed down.
-    pub(super) fn pace(&self, pe: usize) -> Option<Pace> {
+    pub(super) fn throttle(&self, pe: usize) -> Option<Throttle> {
         let of = |cluster: &Cluster, to: usize| {
             let link = cluster.links.link(pe, to);
             // ms/MB is the same as ns/B.
@@ -192,7 +192,7 @@ impl PreparedRun {
         };
         let links =
             |cluster| self.world.iter().map(|&to| if to == pe { (0.0, 0.0) } else { of(cluster, to) }).collect();
-        self.injected.as_ref().map(|cluster| Pace::new(links(cluster), self.wait_limit()))
+        self.injected.as_ref().map(|cluster| Throttle::new(links(cluster), self.wait_limit()))
     }
 
     /// The maximum compute rate of this PE, if PEs are slowed down.

@@ -14,7 +14,7 @@ use super::routing::{Captured, SavedRouting};
 use crate::checkpoint::{OutputFile, ResultLayout, memory_file, real_path};
 #[cfg(feature = "cuda")]
 use crate::job::heap;
-use crate::job::launch::{FailureDomains, GoOn, LaunchError, Processes, StatusView};
+use crate::job::launch::{Continuation, FailureDomains, LaunchError, Processes, StatusView};
 use crate::job::messages::collect;
 #[cfg(feature = "cuda")]
 use crate::job::request::DeviceKind;
@@ -79,7 +79,7 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
         processes.failure_domains = FailureDomains { groups, steps: job.request.steps as u64 };
     }
     let mut lost = Vec::new();
-    let on_loss = |how: &GoOn, cause: &LaunchError| {
+    let on_loss = |how: &Continuation, cause: &LaunchError| {
         let known: Vec<usize> = lost.iter().flat_map(|groups: &LostGroups| &groups.pes).copied().collect();
         let pes: Vec<usize> = how.lost.iter().copied().filter(|pe| !known.contains(pe)).collect();
         tracing::warn!("{cause}; from step {} on the others go on without PEs {pes:?}", how.from);

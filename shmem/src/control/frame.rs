@@ -68,7 +68,7 @@ pub enum Kind {
     /// PE: it stopped because a PE is lost; the body is the number of final steps and of steps with results, both u64.
     Stopped,
     /// Supervisor: continue without the lost PEs; the body is JSON.
-    GoOn,
+    Continuation,
     /// PE: all steps are final; from now on the loss of a PE is the job's failure. No body.
     Final,
 }
@@ -95,7 +95,7 @@ impl Kind {
         Kind::Kill,
         Kind::Verdict,
         Kind::Stopped,
-        Kind::GoOn,
+        Kind::Continuation,
         Kind::Final,
     ];
 

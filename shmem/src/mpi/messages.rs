@@ -162,7 +162,7 @@ impl Messages {
                 own.advance();
             }
         });
-        let failed = |e| MpiError::Unfit(format!("cannot start the thread of messages between hosts: {e}"));
+        let failed = |e| MpiError::Unsuitable(format!("cannot start the thread of messages between hosts: {e}"));
         Ok((messages, thread.map_err(failed)?))
     }
 

@@ -105,7 +105,7 @@ impl<'w> MpiTransport<'w> {
     /// with code 1, and `mpirun` ends the other processes.
     ///
     /// # Errors
-    /// [`MpiError::Unfit`] if the watchdog's thread cannot be started.
+    /// [`MpiError::Unsuitable`] if the watchdog's thread cannot be started.
     pub fn with_flush_limit(self, limit: Duration) -> Result<Self, MpiError> {
         self.window.limit_flushes(limit)?;
         if let Some((messages, _)) = &self.messages {

@@ -47,7 +47,7 @@ unsafe impl Sync for Window {}
 impl Window {
     /// Creates a zeroed heap of `heap_bytes` bytes on each PE of the world (collective).
     pub(super) fn new(world: &MpiWorld, heap_bytes: usize) -> Result<Window, MpiError> {
-        let unsuitable = |what: String| MpiError::Unfit(what);
+        let unsuitable = |what: String| MpiError::Unsuitable(what);
         let size = ffi::MPI_Aint::try_from(heap_bytes)
             .map_err(|_| unsuitable(format!("a symmetric heap of {heap_bytes} bytes is larger than MPI can count")))?;
         let mut base = std::ptr::null_mut::<u8>();
@@ -106,7 +106,8 @@ impl Window {
     /// Limits the time that each flush waits. After the limit the process prints a line to standard error and exits with code 1.
     pub(super) fn limit_flushes(&self, limit: Duration) -> Result<(), MpiError> {
         let watchdog = Watchdog::start(self.me, limit, |pe| format!("{} (MPI_Win_flush)", late(pe)));
-        let watchdog = watchdog.map_err(|e| MpiError::Unfit(format!("cannot start the watchdog's thread: {e}")))?;
+        let watchdog =
+            watchdog.map_err(|e| MpiError::Unsuitable(format!("cannot start the watchdog's thread: {e}")))?;
         let _ = self.watchdog.set(watchdog);
         Ok(())
     }
@@ -320,7 +321,7 @@ fn check_model(window: ffi::MPI_Win) -> Result<(), MpiError> {
     };
     // SAFETY: reads a constant.
     if model != Some(unsafe { aristos_mpi_win_unified }) {
-        return Err(MpiError::Unfit(format!(
+        return Err(MpiError::Unsuitable(format!(
             "{}: its windows have not the unified memory model (MPI_WIN_UNIFIED), which signals need",
             library()
         )));

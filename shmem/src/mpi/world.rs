@@ -78,7 +78,7 @@ pub enum MpiError {
     },
     /// The MPI library, or the way in which the program was started, is unsuitable.
     #[error("{0}")]
-    Unfit(String),
+    Unsuitable(String),
     /// A peer was missing after a limit.
     #[error("waited {} s for {what}", .limit.as_secs_f64())]
     Late {
@@ -114,9 +114,9 @@ impl MpiWorld {
     /// Asks for MPI_THREAD_SERIALIZED, with which messages to other hosts make progress while this PE computes.
     ///
     /// # Errors
-    /// [`MpiError::Unfit`] if MPI is initialised already, is older than 3.0, or lacks MPI_THREAD_FUNNELED.
+    /// [`MpiError::Unsuitable`] if MPI is initialised already, is older than 3.0, or lacks MPI_THREAD_FUNNELED.
     pub fn init() -> Result<Self, MpiError> {
-        let unsuitable = |what: String| Err(MpiError::Unfit(what));
+        let unsuitable = |what: String| Err(MpiError::Unsuitable(what));
         let Some((universe, level)) = mpi::initialize_with_threading(Threading::Serialized) else {
             return unsuitable("MPI is initialised already in this process".into());
         };

@@ -19,7 +19,7 @@ pub enum OfiError {
     },
     /// No suitable provider.
     #[error("{0}")]
-    Unfit(String),
+    Unsuitable(String),
     /// An error of the PEs' TCP connections or heaps.
     #[error(transparent)]
     Tcp(#[from] TcpError),

@@ -117,7 +117,7 @@ fn load() -> Result<(), OfiError> {
         }
     });
     loaded.clone().map_err(|why| {
-        OfiError::Unfit(format!(
+        OfiError::Unsuitable(format!(
             "cannot load libfabric ({why}): install it (Debian: libfabric1), or load its module, which sets LD_LIBRARY_PATH"
         ))
     })

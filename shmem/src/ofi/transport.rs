@@ -43,7 +43,7 @@ impl OfiTransport {
     /// without a deadline wait at most `limit` for a peer.
     ///
     /// # Errors
-    /// As for [`TcpTransport::new`]; [`OfiError::Unfit`] if no provider is suitable on some PE, or the PEs' providers differ.
+    /// As for [`TcpTransport::new`]; [`OfiError::Unsuitable`] if no provider is suitable on some PE, or the PEs' providers differ.
     pub fn new(world: &TcpWorld, heap_bytes: usize, provider: Option<&str>, limit: Duration) -> Result<Self, OfiError> {
         let tcp = TcpTransport::new(world, heap_bytes, limit)?;
         let (me, n) = (world.my_pe(), world.n_pes());
@@ -187,7 +187,7 @@ fn open(world: &TcpWorld, heap: &Arc<Segment>, provider: Option<&str>) -> Result
             return Ok(opened);
         }
     }
-    Err(OfiError::Unfit(match provider {
+    Err(OfiError::Unsuitable(match provider {
         Some(provider) => format!(
             "libfabric has no provider {provider} with remote memory access and atomics here; `fi_info -c \
              'FI_RMA|FI_ATOMIC'` names those that it has"
@@ -209,18 +209,18 @@ fn receive_endpoint(
     let info = match message.split_first() {
         Some((1, info)) => EndpointInfo::from_bytes(info),
         Some((0, why)) => {
-            return Err(OfiError::Unfit(format!("PE {pe}: {}", String::from_utf8_lossy(why))));
+            return Err(OfiError::Unsuitable(format!("PE {pe}: {}", String::from_utf8_lossy(why))));
         }
         _ => None,
     };
-    let info = info.ok_or_else(|| OfiError::Unfit(format!("PE {pe} has not said how it is reached")))?;
+    let info = info.ok_or_else(|| OfiError::Unsuitable(format!("PE {pe} has not said how it is reached")))?;
     let kind = |info: &EndpointInfo| (info.provider.clone(), info.protocol, info.address.len());
     if kind(&info) != kind(mine) {
         let [theirs, ours] = [&info, mine].map(|info| {
             let (protocol, version) = info.protocol;
             format!("{} (protocol {protocol}, version {version})", info.provider)
         });
-        return Err(OfiError::Unfit(format!(
+        return Err(OfiError::Unsuitable(format!(
             "PE {pe} has libfabric's provider {theirs}, this PE {ours}: expected the same on all"
         )));
     }

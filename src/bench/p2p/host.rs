@@ -20,7 +20,7 @@ use super::report::PeRows;
 use super::sampling::{HostSampling, LinkSpeed, ROUNDS};
 use super::{Figure, Measure, Op, P2pBench, Row};
 use crate::bench::cpus::{self, CpuSpan};
-use crate::job::host::{Host, PePart, TwoSided};
+use crate::job::host::{Host, PeTask, TwoSided};
 use crate::report::median;
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
@@ -84,7 +84,7 @@ pub struct OnHost<'b> {
     pub bench: &'b P2pBench,
 }
 
-impl PePart for OnHost<'_> {
+impl PeTask for OnHost<'_> {
     type Error = anyhow::Error;
 
     fn heap_bytes<T: Transport>(&self) -> Result<usize> {

@@ -6,13 +6,13 @@ use anyhow::bail;
 
 use super::P2pBench;
 use super::host::OnHost;
-use crate::job::host::MemoryHost;
+use crate::job::host::SymmetricRuntime;
 
 /// Measures, and sends a [`PeRows`](super::report::PeRows).
 ///
 /// # Errors
 /// A PE that does not answer in time, wrong bytes, a missing NVSHMEM, or an error of the host.
-pub fn run(bench: &P2pBench, host: &mut impl MemoryHost) -> Result<()> {
+pub fn run(bench: &P2pBench, host: &mut impl SymmetricRuntime) -> Result<()> {
     if bench.on_device {
         #[cfg(feature = "cuda")]
         return crate::job::device::with_cuda(host, crate::gpu::SymmetricBy::Nvshmem, bench.wait_limit, |gpu, host| {

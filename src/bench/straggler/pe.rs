@@ -13,7 +13,7 @@ use super::queue::RunQueue;
 use super::{PeStep, StragglerBench, StragglerMode};
 use crate::bench::cpus::{self, CpuSpan};
 use crate::bench::p2p::host::meet;
-use crate::job::host::{AllToAll, Host, MemoryHost, PePart};
+use crate::job::host::{AllToAll, Host, PeTask, SymmetricRuntime};
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
 /// Slots of a pair.
@@ -62,7 +62,7 @@ struct StragglerMemory {
 ///
 /// # Errors
 /// A PE that does not respond in time, or an error of the host.
-pub fn run(bench: &StragglerBench, host: &mut impl MemoryHost) -> Result<()> {
+pub fn run(bench: &StragglerBench, host: &mut impl SymmetricRuntime) -> Result<()> {
     host.work(StragglerPart { bench })
 }
 
@@ -70,7 +70,7 @@ struct StragglerPart<'b> {
     bench: &'b StragglerBench,
 }
 
-impl PePart for StragglerPart<'_> {
+impl PeTask for StragglerPart<'_> {
     type Error = anyhow::Error;
 
     fn heap_bytes<T: Transport>(&self) -> Result<usize> {

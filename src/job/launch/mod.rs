@@ -51,7 +51,7 @@ pub use role::ofi_provider;
 pub use role::{LaunchedPlace, Role, enter, join_limit, launched_place, on_several_hosts};
 pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes};
-pub use survivors::{FailureDomains, GoOn};
+pub use survivors::{Continuation, FailureDomains};
 
 /// Protocol version. Increase it with every change to the request or to the frames between the processes of a job.
 pub const VERSION: u32 = 5;

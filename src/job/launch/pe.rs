@@ -16,7 +16,7 @@ use rustix::process::{Pid, Signal};
 
 use super::heartbeat::process_name;
 use super::status::StatusPage;
-use super::survivors::{GoOn, Stopped};
+use super::survivors::{Continuation, Stopped};
 use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, LaunchError, MAX_PES};
 use crate::shmem::control::frame::{self, Frame, Inbox, Kind};
 use crate::shmem::{Segment, ShmemError};
@@ -133,7 +133,7 @@ impl PeContext {
         self.n_pes
     }
 
-    /// The remaining PEs, ascending: all PEs until [`PeContext::go_on`].
+    /// The remaining PEs, ascending: all PEs until [`PeContext::continuation`].
     pub fn world(&self) -> &[usize] {
         &self.world
     }
@@ -187,10 +187,10 @@ impl PeContext {
     ///
     /// # Errors
     /// Returns an error if the supervisor ends.
-    pub fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, LaunchError> {
+    pub fn continuation(&mut self, settled: u64, complete: u64) -> Result<Continuation, LaunchError> {
         self.control.send(Kind::Stopped, &Stopped { settled, complete }.to_bytes(), &[])?;
-        let frame = receive(&self.control, &mut self.inbox, Kind::GoOn)?;
-        let how: GoOn =
+        let frame = receive(&self.control, &mut self.inbox, Kind::Continuation)?;
+        let how: Continuation =
             serde_json::from_slice(&frame.body).map_err(|error| protocol(&self.control, error.to_string()))?;
         self.world.retain(|pe| !how.lost.contains(pe));
         Ok(how)
@@ -200,7 +200,7 @@ impl PeContext {
     ///
     /// # Errors
     /// Returns an error if the supervisor has ended.
-    pub fn say_final(&self) -> Result<(), LaunchError> {
+    pub fn commit_steps(&self) -> Result<(), LaunchError> {
         self.control.send(Kind::Final, b"", &[])
     }
 

@@ -16,7 +16,7 @@ use super::fleet::{Fleet, describe};
 use super::heartbeat::{Heartbeats, Process};
 use super::signals::Signals;
 use super::status::StatusView;
-use super::survivors::{FailureDomains, GoOn, Survivors};
+use super::survivors::{Continuation, FailureDomains, Survivors};
 use super::{LaunchError, MAX_PES, rendezvous};
 use crate::shmem::control::frame::{Frame, Inbox, Kind, MAX_FILES, Outbox};
 use crate::stdio::one_line;
@@ -69,7 +69,7 @@ pub enum Event<'e> {
     /// PEs were lost, and the others continue.
     GoesOn {
         /// The lost PEs, and the first step without them.
-        how: &'e GoOn,
+        how: &'e Continuation,
         /// The first error seen.
         cause: &'e LaunchError,
     },
@@ -243,7 +243,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             let lost = self.fleet.listen()?;
             self.judge_ended()?;
             self.note_lost(&lost)?;
-            self.go_on()?;
+            self.continuation()?;
             let now = Instant::now();
             if self.failed_at.is_some_and(|at| now >= at + GRACE || self.fleet.ended()) {
                 return Err(self.first_cause());
@@ -423,12 +423,12 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
     }
 
     /// Lets the remaining PEs continue, once all of them have stopped.
-    fn go_on(&mut self) -> Result<(), LaunchError> {
+    fn continuation(&mut self) -> Result<(), LaunchError> {
         let Some((how, cause)) = self.survivors.decide()? else { return Ok(()) };
         let body = serde_json::to_vec(&how).expect("numbers have a JSON form");
         for pe in self.survivors.living() {
             self.status.tell_lost(pe, None);
-            self.links[pe].outbox.push(Kind::GoOn, &body, Arc::new([]), 0..0);
+            self.links[pe].outbox.push(Kind::Continuation, &body, Arc::new([]), 0..0);
         }
         (self.on_event)(Event::GoesOn { how: &how, cause: &cause });
         Ok(())

@@ -21,7 +21,7 @@ pub struct FailureDomains {
 
 /// How the remaining PEs continue.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GoOn {
+pub struct Continuation {
     /// All PEs lost so far.
     pub lost: Vec<usize>,
     /// The first step without the lost PEs.
@@ -74,7 +74,7 @@ impl Survivors {
         self.lost[pe]
     }
 
-    /// Whether the PE has stopped and waits for `GoOn`.
+    /// Whether the PE has stopped and waits for `Continuation`.
     pub(super) fn has_stopped(&self, pe: usize) -> bool {
         self.stopped[pe].is_some()
     }
@@ -130,7 +130,7 @@ impl Survivors {
     ///
     /// # Errors
     /// Returns the cause if the PEs cannot continue.
-    pub(super) fn decide(&mut self) -> Result<Option<(GoOn, LaunchError)>, LaunchError> {
+    pub(super) fn decide(&mut self) -> Result<Option<(Continuation, LaunchError)>, LaunchError> {
         if self.cause.is_none() {
             return Ok(None);
         }
@@ -149,7 +149,7 @@ impl Survivors {
         self.stopped.fill(None);
         self.meeting = true;
         let lost = (0..self.lost.len()).filter(|&pe| self.lost[pe]).collect();
-        Ok(Some((GoOn { lost, from }, cause)))
+        Ok(Some((Continuation { lost, from }, cause)))
     }
 }
 
@@ -182,8 +182,8 @@ mod tests {
                 assert!(survivors.decide().unwrap().is_none());
                 survivors.stop(pe, &stopped(settled, complete)).unwrap();
             }
-            let (go_on, cause) = survivors.decide().unwrap().unwrap();
-            assert_eq!(go_on, GoOn { lost: vec![2, 3], from });
+            let (continuation, cause) = survivors.decide().unwrap().unwrap();
+            assert_eq!(continuation, Continuation { lost: vec![2, 3], from });
             assert!(cause.to_string().starts_with("PE 3 was killed"));
             assert!(survivors.decide().unwrap().is_none());
         }
@@ -197,7 +197,7 @@ mod tests {
         survivors.lose(2, died(2)).unwrap();
         survivors.stop(4, &stopped(6, 7)).unwrap();
         survivors.stop(5, &stopped(6, 7)).unwrap();
-        assert_eq!(survivors.decide().unwrap().unwrap().0, GoOn { lost: vec![0, 1, 2, 3], from: 6 });
+        assert_eq!(survivors.decide().unwrap().unwrap().0, Continuation { lost: vec![0, 1, 2, 3], from: 6 });
         // Losing the last group fails the job.
         survivors.met();
         assert!(survivors.lose(5, died(5)).unwrap_err().to_string().starts_with("PE 5"));

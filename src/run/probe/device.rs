@@ -10,7 +10,7 @@ use super::links::{DeviceProber, RECORD_BYTES, symmetric_bytes};
 use crate::cluster::{Cluster, Device};
 use crate::gpu::{Buffer, DeviceLimits, Gpu, SymmetricBy};
 use crate::job::device::{OpenDevice, WantedDevice, before_part, with_symmetric};
-use crate::job::host::MemoryHost;
+use crate::job::host::SymmetricRuntime;
 use crate::job::request::{DeviceKind, ProbeRequest};
 use crate::moe::device::{self, DeviceLayer, DeviceOptions};
 use crate::moe::metrics::Phase;
@@ -149,7 +149,7 @@ pub fn emulated_bytes(request: &ProbeRequest, limits: &DeviceLimits, here: usize
 ///
 /// # Errors
 /// Returns the errors of [`probe_devices`].
-pub(super) fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
+pub(super) fn run(request: &ProbeRequest, host: &mut impl SymmetricRuntime) -> Result<()> {
     let bytes = |limits: &DeviceLimits, all_reachable| request.symmetric_bytes(limits, all_reachable);
     with_symmetric(request.wanted(), bytes, host, |gpu, host| {
         let mut show = |stage: ProbeStage, done: usize, of: usize| {
@@ -168,7 +168,7 @@ pub(super) fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<
 ///
 /// # Errors
 /// Returns the errors of [`probe_devices`].
-pub fn probe_before(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<(Cluster, Option<OpenDevice>)> {
+pub fn probe_before(request: &ProbeRequest, host: &mut impl SymmetricRuntime) -> Result<(Cluster, Option<OpenDevice>)> {
     let bytes = |limits: &DeviceLimits, all_reachable| request.symmetric_bytes(limits, all_reachable);
     before_part(request.wanted(), bytes, host, |gpu| probe_devices(gpu, request, &mut |_, _, _| {}))
 }

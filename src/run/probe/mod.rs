@@ -14,7 +14,7 @@ use half::bf16;
 use host::{MEMORY_SHARE, host_name, probe_sources};
 
 use crate::cluster::Cluster;
-use crate::job::host::{Host, MemoryHost, PePart};
+use crate::job::host::{Host, PeTask, SymmetricRuntime};
 use crate::job::request::{DeviceKind, ProbeRequest, ProbedExpert};
 use crate::moe::cpu::experts::{Batch, Mlp, Scratch};
 use crate::moe::kernels::Element;
@@ -166,7 +166,7 @@ pub fn heap_bytes<T: Transport>(options: &ProbeOptions, pes: usize) -> usize {
 ///
 /// # Errors
 /// Returns the errors of [`probe_pes`].
-pub fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
+pub fn run(request: &ProbeRequest, host: &mut impl SymmetricRuntime) -> Result<()> {
     if request.device != DeviceKind::Cpu {
         #[cfg(feature = "device")]
         return device::run(request, host);
@@ -180,7 +180,7 @@ struct ProbePart<'r> {
     request: &'r ProbeRequest,
 }
 
-impl PePart for ProbePart<'_> {
+impl PeTask for ProbePart<'_> {
     type Error = anyhow::Error;
 
     fn heap_bytes<T: Transport>(&self) -> Result<usize> {

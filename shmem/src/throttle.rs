@@ -1,4 +1,4 @@
-//! Injected delays: [`Hold`] extends computations, [`Pace`] messages.
+//! Injected delays: [`Delay`] extends computations, [`Throttle`] messages.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::thread;
@@ -6,16 +6,16 @@ use std::time::{Duration, Instant};
 
 /// Sleeps for a requested total: a sleep that overshoots shortens the next one.
 #[derive(Debug)]
-pub struct Hold {
+pub struct Delay {
     /// Time requested and not yet slept, nanoseconds; negative after a sleep that overshot.
     owed_ns: AtomicI64,
     most: Duration,
 }
 
-impl Hold {
+impl Delay {
     /// `most` limits each sleep.
-    pub fn new(most: Duration) -> Hold {
-        Hold { owed_ns: AtomicI64::new(0), most }
+    pub fn new(most: Duration) -> Delay {
+        Delay { owed_ns: AtomicI64::new(0), most }
     }
 
     /// Adds `seconds`, at most the longest sleep, to the time owed. Does not sleep.
@@ -38,25 +38,25 @@ impl Hold {
 /// Minimum times of one PE's messages. A message is all puts up to a signal; it takes the latency to the signal's target plus the bytes
 /// put times the inverse bandwidth. The PE sends one message at a time and sleeps meanwhile.
 #[derive(Debug)]
-pub struct Pace {
+pub struct Throttle {
     /// Latency to each PE, seconds, and inverse bandwidth, seconds a byte.
     links: Vec<(f64, f64)>,
-    hold: Hold,
+    delay: Delay,
 }
 
-impl Pace {
+impl Throttle {
     /// A message to PE `i` takes `links[i].0` seconds plus `links[i].1` seconds per byte. `most` limits each of the two, and each sleep.
-    pub fn new(links: Vec<(f64, f64)>, most: Duration) -> Pace {
-        Pace { links, hold: Hold::new(most) }
+    pub fn new(links: Vec<(f64, f64)>, most: Duration) -> Throttle {
+        Throttle { links, delay: Delay::new(most) }
     }
 
     pub(crate) fn put(&self, pe: usize, bytes: usize) {
-        self.hold.owe(self.links[pe].1 * bytes as f64);
+        self.delay.owe(self.links[pe].1 * bytes as f64);
     }
 
     pub(crate) fn signal(&self, pe: usize) {
-        self.hold.owe(self.links[pe].0);
-        self.hold.pay();
+        self.delay.owe(self.links[pe].0);
+        self.delay.pay();
     }
 }
 
@@ -67,19 +67,19 @@ mod tests {
 
     #[test]
     fn sleeps_add_up_and_are_bounded() {
-        let hold = Hold::new(Duration::from_millis(5));
+        let delay = Delay::new(Duration::from_millis(5));
         let begin = Instant::now();
         for _ in 0..200 {
-            hold.owe(50e-6);
-            hold.pay();
+            delay.owe(50e-6);
+            delay.pay();
         }
         let took = begin.elapsed();
         // Separate sleeps would overshoot 200 times.
         assert!(took >= Duration::from_millis(10), "{took:?}");
-        assert!(hold.owed_ns.load(Ordering::Relaxed) <= 0);
-        hold.owe(1e30);
-        hold.pay();
-        assert!(hold.owed_ns.load(Ordering::Relaxed) <= 0);
+        assert!(delay.owed_ns.load(Ordering::Relaxed) <= 0);
+        delay.owe(1e30);
+        delay.pay();
+        assert!(delay.owed_ns.load(Ordering::Relaxed) <= 0);
     }
 
     #[test]
@@ -87,7 +87,7 @@ mod tests {
         let mut pes = ShmTransport::threads(3, 1 << 16).unwrap();
         let far = Duration::from_secs(60);
         // No delay to PE 1; 20 ms and 2 us per byte to PE 2.
-        let slow = pes.remove(0).paced(Pace::new(vec![(0.0, 0.0), (0.0, 0.0), (20e-3, 2e-6)], far));
+        let slow = pes.remove(0).throttled(Throttle::new(vec![(0.0, 0.0), (0.0, 0.0), (20e-3, 2e-6)], far));
         let pe = Shmem::new(slow);
         let (data, signal) = (pe.alloc::<u8>(10_000).unwrap(), pe.alloc::<u64>(1).unwrap());
         let took = |to: usize| {
