@@ -103,6 +103,28 @@ def _with_ranks(ranks):
     raise ValueError(f"the layer's group had the processes {ranks}, expected those of a group here, such as all {everyone.size}")
 
 
+def _host():
+    """This host's name, and an identity that two processes share if their layers can find each other. They do so by sockets with abstract
+    names, which belong to a network namespace of a running kernel."""
+    name = os.uname().nodename
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return name, (file.read(), os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        return name, name
+
+
+def _check_one_host(hosts):
+    """Raises an error if the processes, whose `_host()` are given in rank order, are not on one host."""
+    first = {}
+    for rank, (name, identity) in enumerate(hosts):
+        first.setdefault(identity, f"rank {rank} on {name}")
+    if len(first) > 1:
+        named = ", ".join(list(first.values())[:4]) + (", ..." if len(first) > 4 else "")
+        cure = "give each host a group of its own, aristos.Group(mesh['ep']), and use data parallelism between hosts"
+        raise ValueError(f"the group's processes are on {len(first)} hosts or network namespaces ({named}), expected one: {cure}")
+
+
 class Part:
     """This process's part of the tokens that the processes of a batch group have in common. Without a batch group (-1) it is all tokens."""
 
@@ -137,8 +159,8 @@ def alone():
 class Group:
     """The processes of a torch.distributed group, or this process alone.
 
-    Creating a group is collective. The processes must be on one host, because they communicate through shared memory. The wait limit and
-    the maximum number of tokens are those of `init`.
+    Creating a group is collective. The processes must be on one host, because they communicate through shared memory; otherwise the first
+    pass raises ValueError on all of them. The wait limit and the maximum number of tokens are those of `init`.
 
     Args:
         group: a process group, a device mesh of one dimension, or None for the default process group. If torch.distributed is not
@@ -250,7 +272,10 @@ class Group:
         # The number is converted because it is symbolic while a compiler traces.
         tokens = int(max(1, tokens if self.max_tokens is None else self.max_tokens))
         facts = dict(shape, device=device, **({} if device is None else dict(host=platform.node())))
-        for rank, (theirs, their_facts) in enumerate(self.gather((tokens, facts))):
+        gathered = self.gather((tokens, facts, _host()))
+        if device is None:
+            _check_one_host([host for *_, host in gathered])
+        for rank, (theirs, their_facts, _) in enumerate(gathered):
             for field, value in facts.items():
                 if their_facts.get(field) != value:
                     theirs = their_facts.get(field)

@@ -50,6 +50,23 @@ time.sleep(6)
 """
 
 
+# After torch has connected the processes, rank 1 moves to another host: a network namespace and a name of its own.
+TWO_HOSTS = """
+import ctypes, os, socket, torch, aristos
+group = aristos.init(wait_limit_s=20)
+CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
+if group.rank == 1:
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS | CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "unshare")
+    socket.sethostname("second")
+up, down = torch.ones(2, 8, 4), torch.ones(2, 4, 4)
+try:
+    aristos.experts(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), up, down)
+except (ValueError, aristos.AristosError) as error:
+    os.write(1, f"rank {group.rank}: {error}\\n".encode())
+"""
+
+
 # All ranks except the last exit while a thread of gloo, which must release the tensor, waits for the interpreter. The interpreter is
 # released only after the exit has begun.
 ENDING = """
@@ -98,8 +115,8 @@ TASKS = [
 ]
 
 
-def torchrun(pes, *command, **more):
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pes), *map(str, command)]
+def torchrun(pes, *command, before=(), **more):
+    run = [*before, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pes), *map(str, command)]
     return subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more)
 
 
@@ -151,6 +168,23 @@ def different_later_shapes_are_an_error_on_each_rank():
             job.terminate()
         assert "rank 0: PE 0 waited 3.0 s" in said and "for PE 1" in said, said[-400:]
         assert "rank 1: to make a layer: rank 0 did not come in 3" in said, said[-400:]
+
+
+def several_hosts_are_an_error_on_each_rank():
+    with tempfile.TemporaryDirectory() as folder:
+        script = pathlib.Path(folder) / "two_hosts.py"
+        script.write_text(TWO_HOSTS)
+        # In a user namespace a process may create others without being root.
+        job = torchrun(2, script, before=["unshare", "--map-root-user"])
+        try:
+            said = job.communicate(timeout=LIMIT_S)[0]
+        finally:
+            job.terminate()
+        for rank in range(2):
+            lines = [line for line in said.splitlines() if line.startswith(f"rank {rank}: ")]
+            assert len(lines) == 1, reason(said)
+            expected = ("on 2 hosts or network namespaces (rank 0 on ", ", rank 1 on second)", "aristos.Group(mesh['ep'])")
+            assert all(part in lines[0] for part in expected), lines[0]
 
 
 def finished_job_exits_cleanly():
@@ -240,6 +274,7 @@ def losses_agree_for_300_steps():
 CASES = [
     ctrl_c_ends_all_ranks,
     different_later_shapes_are_an_error_on_each_rank,
+    several_hosts_are_an_error_on_each_rank,
     finished_job_exits_cleanly,
     shells_of_slurm_jobs_run_alone,
     ranks_are_read_from_the_innermost_launcher,
