@@ -8,6 +8,8 @@ Without transformers, use `MoE`, a layer with router and shared expert, or `expe
 routing.
 """
 
+import importlib.metadata
+
 from . import _exit as _exit
 from . import _peft as _peft
 from ._aristos import AristosError, families
@@ -16,6 +18,7 @@ from ._checkpoint import load, save
 from ._experts import experts
 from ._group import Group, init
 from ._memory import memory
+from ._metrics import step_metrics
 from ._moe import MoE
 from ._routing import Routing
 from ._training import clip_grad_norm_, exclude_experts, expert_parameters
@@ -35,7 +38,9 @@ __all__ = [
     "memory",
     "rebalance_experts",
     "save",
+    "step_metrics",
 ]
+__version__ = importlib.metadata.version("aristos")
 
 try:
     from . import _transformers as _transformers

@@ -18,6 +18,7 @@ _default = None
 # One year.
 _MAX_WAIT_S = 31_536_000
 # The tag of the messages of `_barrier`. Messages of the program are unlikely to have the same tag.
+_NOTHING = dict(rows_sent=0, bytes_sent=0, dispatch_s=0.0, expert_s=0.0, combine_s=0.0, waiting_s=0.0)
 _BARRIER_TAG = 0x4152
 _settings = dict(wait_limit_s=60.0, max_tokens=None)
 
@@ -203,6 +204,7 @@ class Group:
     def _restart(self):
         self.wait_limit_s, self.max_tokens = _settings["wait_limit_s"], _settings["max_tokens"]
         self._layers, self._made = {}, 0
+        self._measured = _NOTHING
         self._starts += 1
         self._pid = os.getpid()
 
@@ -241,6 +243,7 @@ class Group:
             layers.append(self._make(tokens, device, number, shape))
         elif device is None and self.max_tokens is None and (grown := layers[0][0].grown(self._next_key())):
             # A forward pass is collective, and all processes know of a larger batch after the pass in which it occurred.
+            self._measure(layers[0][0])
             layers[0] = grown, None
             self._made += 1
         elif device is not None and self.max_tokens is None and self.size == 1 and tokens > layers[-1][1]:
@@ -261,6 +264,17 @@ class Group:
         """The number of bytes that this process has put to other processes, summed over all layers on the CPU."""
         natives = (native for layers in self._layers.values() for native, _ in layers)
         return sum(native.sent_bytes() for native in natives if isinstance(native, _aristos.Layer))
+
+    def measured(self):
+        """What this process's layers on the CPU have sent, and the time of each phase, since the last call."""
+        for native in (native for layers in self._layers.values() for native, _ in layers):
+            if isinstance(native, _aristos.Layer):
+                self._measure(native)
+        measured, self._measured = self._measured, _NOTHING
+        return measured
+
+    def _measure(self, native):
+        self._measured = {name: value + self._measured[name] for name, value in native.measured().items()}
 
     def check(self):
         """Raises the error of a pass on a device that has ended, without waiting. Other calls raise it when the next pass begins."""

@@ -144,7 +144,7 @@ class MoE(nn.Module):
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         self._losses(logits, scores, ids)
-        _routing.note(ids)
+        _routing.note(self, self.group, ids, self.experts)
         # The weights of the experts may have another type than x, because FSDP's mixed precision does not convert parameters that it ignores.
         # An attribute is the effective weight, also if a parametrization computes it.
         up, down = (local(getattr(self, name)).to(x.dtype) for name in EXPERT_NAMES)

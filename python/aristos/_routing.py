@@ -3,7 +3,9 @@
 import contextlib
 import json
 
-from . import _group
+import torch
+
+from . import _group, _metrics
 
 _open = []
 
@@ -54,8 +56,11 @@ class Routing:
             file.write(json.dumps(head)[:-1] + ', "records": [\n' + body + "\n]}\n")
 
 
-def note(ids):
-    """Adds a forward pass to all open steps."""
+def note(layer, group, ids, experts):
+    """Adds a forward pass of a layer, which has `experts` experts on `group`, to all open steps and to the metrics."""
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:  # Activation checkpointing repeats the pass in a backward.
+        return
+    _metrics.count(layer, group, ids, experts)
     if _open:
         for layers in _open:
             layers.append(ids.detach().cpu().clone())

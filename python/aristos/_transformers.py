@@ -45,8 +45,8 @@ class _Stored:
         return up, down, biases
 
     def run(self, hidden_states, top_k_index, top_k_weights, group, batch_group=None):
-        _routing.note(top_k_index)
         up, down, biases = self.weights()
+        _routing.note(self._module, group, top_k_index, down.shape[0] * group.size)
         form = biases | self.form
         return run_experts(hidden_states, top_k_index, top_k_weights, up, down, group=group, batch_group=batch_group, **form)
 

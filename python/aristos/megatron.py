@@ -71,12 +71,13 @@ class MoELayer(BaseMoELayer):
         weights, ids = probs.masked_fill(~chosen, -1).topk(self.config.moe_router_topk)
         dropped = ~chosen.gather(1, ids)
         weights, ids = weights.masked_fill(dropped, 0), ids.masked_fill(dropped, -1)
-        _routing.note(ids)
+        group = _group.of(self.ep_group)
+        _routing.note(self, group, ids, self.config.num_moe_experts)
         local = self.experts.local_experts
         up, down = (torch.stack([linear.weight for linear in linears]) for linears in zip(*((e.linear_fc1, e.linear_fc2) for e in local)))
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         form = dict(activation=_ACTIVATIONS[self.config.activation_func], gated=self.config.gated_linear_unit)
-        output = run_experts(x, ids, weights, up, down, group=_group.of(self.ep_group), **form).view_as(hidden_states)
+        output = run_experts(x, ids, weights, up, down, group=group, **form).view_as(hidden_states)
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)
         return output, None

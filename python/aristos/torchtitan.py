@@ -27,7 +27,7 @@ class AristosRoutedExperts(RoutedExperts):
         group = _group.alone() if mesh is None else _group.of(mesh.get_group())
         gate, up, down = (local(weight).bfloat16() for weight in (inner.w1_EFD, inner.w3_EFD, inner.w2_EDF))
         x, ids, scores = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
-        _routing.note(ids)
+        _routing.note(self, group, ids, down.shape[0] * group.size)
         out = run_experts(x.bfloat16(), ids, scores, torch.cat([gate, up], dim=1), down, group=group)
         return out.type_as(x_BLD).view(x_BLD.shape)
 

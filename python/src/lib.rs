@@ -11,6 +11,7 @@ use aristos::checkpoint::{ACTIVATIONS, Family};
 use aristos::moe::cpu::BorrowedGradients;
 use aristos::moe::cpu::experts::Mlp;
 use aristos::moe::kernels::{Borrowed, Element, InstructionSet};
+use aristos::moe::metrics::Phase;
 use aristos::moe::placement::block;
 use aristos::moe::{
     self, Dtype, LayerConfig, LayerSpec, MatrixGradientMut, MlpGradientsMut, MoeLayer, Proj, proj_index,
@@ -441,6 +442,25 @@ impl Layer {
     /// Total bytes that this layer and the smaller layers that it replaced have put to other processes.
     fn sent_bytes(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
+    }
+
+    /// Returns what the passes since the last call have sent to other processes, and the seconds of each phase.
+    fn measured<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (ns, traffic) = py.detach(|| {
+            Ok::<_, PyErr>(match &mut lock(&self.state)?.engine {
+                Engine::F32(layer) => layer.take_measured(),
+                Engine::Bf16(layer) => layer.take_measured(),
+            })
+        })?;
+        let seconds = |phases: &[Phase]| phases.iter().map(|phase| ns[phase.code()] as f64 * 1e-9).sum::<f64>();
+        let dict = PyDict::new(py);
+        dict.set_item("rows_sent", traffic.dispatch_rows + traffic.combine_rows)?;
+        dict.set_item("bytes_sent", traffic.total_bytes())?;
+        dict.set_item("dispatch_s", seconds(&[Phase::Router, Phase::Dispatch]))?;
+        dict.set_item("expert_s", seconds(&[Phase::Expert]))?;
+        dict.set_item("combine_s", seconds(&[Phase::Scale, Phase::Combine]))?;
+        dict.set_item("waiting_s", seconds(&[Phase::Waiting]))?;
+        Ok(dict)
     }
 }
 

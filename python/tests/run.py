@@ -1,7 +1,7 @@
 """Runs test cases of this folder and prints a line for each case: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
 A case is ``docs``, ``docs-device``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, likewise ``lengths``,
-``moe``, ``peft``, ``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or a case of test_transformers.py.
+``metrics``, ``moe``, ``peft``, ``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or a case of test_transformers.py.
 Processes are forked with torchrun's variables after importing torch and transformers, because the imports take longer than most cases.
 """
 
@@ -17,9 +17,12 @@ import test_device
 import test_docs
 import test_experts
 import test_lengths
+import test_metrics
 import test_moe
 import test_training
 import test_transformers
+
+_MODULES = dict(experts=test_experts, lengths=test_lengths, metrics=test_metrics, moe=test_moe, training=test_training)
 
 # The time that the other processes have to end after one process has failed.
 GRACE_S = 20
@@ -43,7 +46,7 @@ def cases_of(text, size):
     """Returns the cases, as (name, function) pairs, that a word of the command line stands for."""
     module, _, name = text.partition(":")
     if text == "docs":
-        return [(f"docs::{case.__name__}", case) for case in (test_docs.the_ten_lines, test_docs.the_loop_with_data_parallelism)]
+        return [(f"docs::{case.__name__}", case) for case in test_docs.CASES]
     if text == "docs-device":
         return [("docs::the_lines_for_one_gpu", test_docs.the_lines_for_one_gpu)]
     if text == "torchtitan":
@@ -52,8 +55,8 @@ def cases_of(text, size):
         return [("megatron::layer_by_specification_equals_megatrons", megatron)]
     if module == "device":
         return test_device.cases(name)
-    if module in ("experts", "lengths", "moe", "training"):
-        return {"experts": test_experts, "lengths": test_lengths, "moe": test_moe, "training": test_training}[module].cases(name, size)
+    if module in _MODULES:
+        return _MODULES[module].cases(name, size)
     if module == "peft":
         # Imported here only, because it takes seconds.
         import test_peft

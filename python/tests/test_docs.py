@@ -8,12 +8,14 @@ import re
 import torch
 import torch.distributed as dist
 
+import aristos
+
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "training.md"
 
 
 def blocks():
     found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(found) == 4, f"{len(found)} blocks of Python"
+    assert len(found) == 5, f"{len(found)} blocks of Python"
     return [compile(block, str(PAGE), "exec") for block in found], found
 
 
@@ -44,6 +46,26 @@ def the_loop_with_data_parallelism():
     return f"loss {loss:.2f} per byte"
 
 
+class Writer:
+    """The method of TensorBoard's writer that the page uses."""
+
+    def __init__(self):
+        self.scalars = {}
+
+    def add_scalar(self, tag, scalar_value, global_step=None):
+        self.scalars[tag] = float(scalar_value), global_step
+
+
+def the_lines_for_tensorboard():
+    group, writer = aristos.init(), Writer()
+    layer = aristos.MoE(8, 8, 4, 2, group=group)
+    aristos.step_metrics()
+    layer(torch.randn(6, 8)).sum().backward()
+    exec(blocks()[0][4], dict(aristos=aristos, writer=writer, step=7))
+    assert writer.scalars["layer0/rank_imbalance"][0] >= 1 and writer.scalars["expert_s"][0] > 0, writer.scalars
+    assert {step for _, step in writer.scalars.values()} == {7}
+
+
 def the_lines_for_one_gpu():
     lines = blocks()[1][2].replace('"MODEL"', '"examples/tiny-moe"').replace('"cuda"', '"cpu"')
     text = torch.tensor([list(b"The laws of most jurisdictions throughout the world")])
@@ -56,3 +78,6 @@ def the_lines_for_one_gpu():
     layer = names["model"].model.layers[0].mlp.experts
     moments = names["optimizer"].state[layer.gate_up_proj]["exp_avg"]
     assert moments.isfinite().all() and moments.any(), "the experts have no gradient"
+
+
+CASES = [the_ten_lines, the_loop_with_data_parallelism, the_lines_for_tensorboard]

@@ -9,7 +9,7 @@ use super::kernels::Element;
 use super::memory::LayerMemory;
 use super::replicas::{Exchange, OneGroup};
 use super::weights::Weights;
-use crate::moe::spec::metrics::{NoObserver, Observer, Phase, Recorder};
+use crate::moe::spec::metrics::{NoObserver, Observer, Phase, Recorder, Traffic};
 use crate::moe::spec::{ConfigError, Gradients, LayerSpec, Layout, MoeError, WeightSource};
 use crate::shmem::{AsShmem, Shmem};
 
@@ -245,6 +245,12 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     pub(super) fn all_bytes_put(&self) -> [u64; 2] {
         let [all, network] = self.exchange.as_ref().map_or([0; 2], Exchange::bytes_put);
         [all + self.pe().bytes_put(), network + self.pe().network_bytes_put()]
+    }
+
+    /// Returns and resets the time by [`Phase::code`], nanoseconds, and the traffic of the passes since the last call. For a caller that does
+    /// not finish passes by [`MoeLayer::finish`], which takes both.
+    pub fn take_measured(&mut self) -> ([u64; Phase::ALL.len()], Traffic) {
+        self.recorder.take()
     }
 
     /// Adds the bytes put since `before` to `pass_bytes`.
