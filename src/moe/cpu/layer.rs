@@ -248,7 +248,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     }
 
     /// Returns and resets the time by [`Phase::code`], nanoseconds, and the traffic of the passes since the last call. For a caller that does
-    /// not finish passes by [`MoeLayer::finish`], which takes both.
+    /// not finish passes by [`MoeLayer::finish`](super::super::MoeLayer::finish), which takes both.
     pub fn take_measured(&mut self) -> ([u64; Phase::ALL.len()], Traffic) {
         self.recorder.take()
     }
