@@ -20,6 +20,7 @@ from ._group import Group, init
 from ._memory import memory
 from ._metrics import step_metrics
 from ._moe import MoE
+from ._non_finite import detect_non_finite
 from ._routing import Routing
 from ._training import clip_grad_norm_, exclude_experts, expert_parameters
 
@@ -29,6 +30,7 @@ __all__ = [
     "MoE",
     "Routing",
     "clip_grad_norm_",
+    "detect_non_finite",
     "exclude_experts",
     "expert_parameters",
     "experts",

@@ -233,7 +233,7 @@ def _setup(ctx, inputs, output):
     ctx.spent = False
 
 
-def _main_grad(parameter):
+def main_grad(parameter):
     """Returns `main_grad`, the parameter's f32 sum of gradients in Megatron, if it exists and kernels can add to it in place, and otherwise
     None."""
     main = getattr(parameter, "main_grad", None)
@@ -261,7 +261,7 @@ def _backward_formula(ctx, grad_output, _):
     if grad_output is None:
         grad_output = torch.zeros_like(x)
     tensors = (grad_output, state, x, weights, up, down, up_bias, down_bias)
-    mains = _main_grad(up), _main_grad(down)
+    mains = main_grad(up), main_grad(down)
     if None in mains:
         grad_x, grad_weights, grad_up, grad_down, *biases = torch.ops.aristos.device_experts_backward(*tensors, *ctx.form)
     else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _aristos, _device, _group
+from . import _aristos, _device, _group, _non_finite
 from ._parameters import local
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -73,8 +73,11 @@ def experts(
     shared = -1 if batch_group is None else batch_group.number
     form = (activation, gated, float(limit), limit_after, plus_one)
     op = torch.ops.aristos.experts if _device.kind(x) is None else torch.ops.aristos.device_experts
-    output, _ = op(x, ids, weights, up, down, up_bias, down_bias, group.number, shared, *form)
-    return output
+
+    def run(x, weights, up, down, up_bias, down_bias):
+        return op(x, ids, weights, up, down, up_bias, down_bias, group.number, shared, *form)[0]
+
+    return _non_finite.watch(run, group, ids, gated, x, weights, up, down, up_bias, down_bias)
 
 
 _NO_CUDA = "this wheel has no CUDA devices: build one by MATURIN_PEP517_ARGS='--features cuda' pip install ./python (docs/training.md)"

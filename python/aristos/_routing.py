@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from . import _group, _metrics
+from . import _group, _metrics, _non_finite
 
 _open = []
 
@@ -58,7 +58,10 @@ class Routing:
 
 def note(layer, group, ids, experts):
     """Adds a forward pass of a layer, which has `experts` experts on `group`, to all open steps and to the metrics."""
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:  # Activation checkpointing repeats the pass in a backward.
+    if torch.compiler.is_compiling():
+        return
+    _non_finite.begin(layer)
+    if torch._C._current_graph_task_id() != -1:  # Activation checkpointing repeats the pass in a backward.
         return
     _metrics.count(layer, group, ids, experts)
     if _open:

@@ -398,6 +398,21 @@ def fsdp_shards_the_other_parameters():
     return f"{max(errors):.1e}"
 
 
+def a_main_grad_that_is_not_finite_is_named():
+    problem = Problem(BF16)
+    for leaf in (problem.up, problem.down):
+        leaf.main_grad, leaf.grad_added_to_main_grad = torch.zeros(leaf.shape), False
+
+    def step():
+        with aristos.detect_non_finite():
+            problem.experts().backward(problem.grad)
+
+    step()
+    if aristos.init().rank == 0:
+        problem.down.main_grad[0, 0, 1] = float("inf")
+    refused(FloatingPointError, ["main_grad of down_proj has 1 value that is not finite, inf at expert 0, element 1: rank 0"], step)
+
+
 def invalid_arguments_are_named_and_the_next_pass_works():
     p = Problem(BF16)
     call = lambda **changed: aristos.experts(**(dict(x=p.x, ids=p.ids, weights=p.w, up=p.up, down=p.down) | changed))
@@ -466,6 +481,7 @@ CASES = [
     ("overwritten_state_is_seen", overwritten_state_is_seen),
     ("second_backward_is_refused", second_backward_is_refused),
     ("gradients_are_added_to_main_grad", gradients_are_added_to_main_grad),
+    ("a_main_grad_that_is_not_finite_is_named", a_main_grad_that_is_not_finite_is_named),
     ("operators_pass_opcheck", operators_pass_opcheck),
     ("compile_has_no_graph_break", compile_has_no_graph_break(None)),
     ("compile_of_any_number_of_tokens", compile_has_no_graph_break(True)),
