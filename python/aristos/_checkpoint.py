@@ -17,7 +17,7 @@ import stat
 import torch
 from torch import nn
 
-from . import _group, _parameters
+from . import _aristos, _group, _parameters
 from ._moe import EXPERT_NAMES, MoE
 
 _INDEX = "model.safetensors.index.json"
@@ -67,6 +67,7 @@ class _Save:
         previous = self.on_all(lambda: self.publish(written) if self.group.rank == 0 else None)[0]
         # The new index is in place now, so the shards are kept even if a later step fails.
         self.shard = None
+        _aristos.set_saved_folder(os.path.abspath(self.folder))
         self.on_all(lambda: self.remove_old(previous, written) if self.group.rank == 0 else None)
 
     def on_all(self, step):

@@ -311,10 +311,15 @@ class Group:
         and the error names a missing process."""
         if self.size == 1:
             return [value]
-        if "cpu:gloo" in dist.get_backend_config(self._group):
-            self._barrier(purpose, self.wait_limit_s if limit_s is None else limit_s)
         values = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        try:
+            if "cpu:gloo" in dist.get_backend_config(self._group):
+                self._barrier(purpose, self.wait_limit_s if limit_s is None else limit_s)
+            dist.all_gather_object(values, value, group=self._group)
+        except _aristos.AristosError:
+            raise
+        except RuntimeError as error:  # torch's error of a process that has ended
+            raise _aristos.AristosError(f"to {purpose}: {str(error).splitlines()[0]}{_aristos.how_to_restart()}") from None
         return values
 
     def _barrier(self, purpose, limit_s):
@@ -327,9 +332,10 @@ class Group:
             try:
                 for work in works:
                     work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            except RuntimeError as error:
-                why = str(error).splitlines()[0]
-                raise _aristos.AristosError(f"to {purpose}: rank {rank} did not come in {limit_s:.1f} s: {why}") from None
+            except RuntimeError:
+                late = time.monotonic() >= deadline
+                why = f"did not come in {limit_s:.1f} s" if late else "is lost, its connection has ended"
+                raise _aristos.AristosError(f"to {purpose}: rank {rank} {why}{_aristos.how_to_restart()}") from None
 
     def gather_rows(self, rows, counts):
         """Returns the rows of all processes, in rank order. ``rows`` has ``counts[rank]`` rows. Collective."""

@@ -30,7 +30,7 @@ mod spec;
 mod views;
 
 use signals::Signals;
-use spec::{AristosError, Form, SizesOf, check_rank, error, moe_error, spec_of};
+use spec::{AristosError, Form, SizesOf, check_rank, error, how_to_restart, moe_error, set_saved_folder, spec_of};
 use views::{ExpertViews, Of, Shapes, View};
 
 type CpuLayer<E> = moe::Layer<Shmem<ShmTransport>, E>;
@@ -607,6 +607,8 @@ fn _aristos(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(window_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(rebalance_experts, module)?)?;
     module.add_function(wrap_pyfunction!(instruction_set, module)?)?;
+    module.add_function(wrap_pyfunction!(set_saved_folder, module)?)?;
+    module.add_function(wrap_pyfunction!(how_to_restart, module)?)?;
     module.add_class::<Layer>()?;
     module.add_class::<Saved>()?;
     #[cfg(any(feature = "cuda", feature = "emulate"))]

@@ -1,5 +1,6 @@
 //! Converts Python's arguments to the layer's configuration, and errors to those of Python.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use aristos::checkpoint::ACTIVATIONS;
@@ -10,6 +11,24 @@ use pyo3::prelude::*;
 
 create_exception!(_aristos, AristosError, PyRuntimeError, "What the runtime reports: one line.");
 
+/// The folder of the last checkpoint that `aristos.save` completed in this process.
+static SAVED: Mutex<Option<String>> = Mutex::new(None);
+
+/// Sets the folder that the error of a lost process names for a restart.
+#[pyfunction]
+pub(crate) fn set_saved_folder(folder: String) {
+    *SAVED.lock().unwrap_or_else(PoisonError::into_inner) = Some(folder);
+}
+
+/// The end of the error of a lost process.
+#[pyfunction]
+pub(crate) fn how_to_restart() -> String {
+    match &*SAVED.lock().unwrap_or_else(PoisonError::into_inner) {
+        Some(folder) => format!("; start the job again from its last checkpoint, {folder}"),
+        None => String::new(),
+    }
+}
+
 pub(crate) fn error(e: impl std::fmt::Display) -> PyErr {
     AristosError::new_err(e.to_string())
 }
@@ -18,6 +37,7 @@ pub(crate) fn error(e: impl std::fmt::Display) -> PyErr {
 pub(crate) fn moe_error(e: MoeError) -> PyErr {
     match e {
         MoeError::Config(_) | MoeError::Shape { .. } | MoeError::Usage { .. } => PyValueError::new_err(e.to_string()),
+        MoeError::Wait { .. } | MoeError::Lost { .. } => error(format!("{e}{}", how_to_restart())),
         e => error(e),
     }
 }

@@ -124,6 +124,10 @@ impl<T: Transport> Transport for GroupTransport<'_, T> {
         self.transport().lost()
     }
 
+    fn has_ended(&self, pe: usize) -> Option<bool> {
+        self.transport().has_ended(self.pe(pe))
+    }
+
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {
         self.transport().ptr(self.at(offset, 0), self.pe(pe))
     }

@@ -222,6 +222,10 @@ pub trait Transport {
     fn lost(&self) -> Option<LostPe> {
         None
     }
+    /// Whether the process of `pe` has ended, or `None` if this transport cannot tell. All that it sent before has then arrived.
+    fn has_ended(&self, _pe: usize) -> Option<bool> {
+        None
+    }
     /// The address of offset `offset` of `pe`, if this PE can load and store it directly.
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>>;
     /// Whether loads and stores reach `pe`'s heap (same host or NVLink), so that [`Transport::ptr`] is `Some`, rather than a

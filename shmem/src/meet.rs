@@ -1,5 +1,6 @@
 //! How processes of one host that did not start together become a world: PE 0 listens at a Unix socket with an abstract name (no file is left
-//! behind), the others call it and send their segments, and each receives all of them.
+//! behind), the others call it and send their segments and pidfds, and each receives all of them. By the pidfds a wait for a process that has
+//! ended fails at once.
 //!
 //! Both sides prove that they know the key ([`crate::control`]), and the kernel tells each which user's process is at the other end: another
 //! user's is refused. Segments travel as `SCM_RIGHTS`.
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use super::{Segment, ShmTransport, ShmemError, check_heap};
 use crate::control::frame::{Kind, receive_by, send_by};
@@ -22,7 +24,7 @@ const MAX_BODY_BYTES: usize = 1 << 12;
 /// How much longer the others wait than PE 0, which knows which PE is missing.
 const GRACE: Duration = Duration::from_secs(1);
 /// The program name in every PE's hello. Its number is increased with every change to the PEs' messages.
-const PROGRAM: &str = "aristos meet 2";
+const PROGRAM: &str = "aristos meet 3";
 
 /// Makes a world of `n_pes` processes of this host, which call this with the same `key`, `n_pes` and `heap_bytes` (as for
 /// [`crate::threads`]), and different `my_pe`. Collective; returns when all have joined.
@@ -50,18 +52,21 @@ pub fn meet(
         return Err(meeting(format!("the key {key:?} is too long for a socket's name")));
     }
     let place = Place { name: name.into_bytes(), key: Key::new(key.as_bytes()), n_pes, heap_bytes, deadline };
-    let files = match my_pe {
-        0 if n_pes == 1 => vec![None],
-        0 => place.lead(&own)?,
-        _ => place.follow(my_pe, &own)?,
-    };
+    if n_pes == 1 {
+        return ShmTransport::new(my_pe, vec![own]);
+    }
+    // Linux before 5.3 has no pidfds, and a sandbox may forbid them. Without pidfds all waits have their full time.
+    let process = pidfd_open(getpid(), PidfdFlags::empty()).ok();
+    let own_files = [Some(own.fd()), process.as_ref().map(AsFd::as_fd)].into_iter().flatten().collect();
+    let mut files = if my_pe == 0 { place.lead(own_files)? } else { place.follow(my_pe, own_files)? };
+    let processes = files.split_off(n_pes);
     let mut own = Some(own);
-    let segment = |(pe, file): (usize, Option<OwnedFd>)| match file {
-        Some(file) if pe != my_pe => Segment::from_fd(file),
-        _ => own.take().ok_or_else(|| meeting(format!("no segment of PE {pe} was received"))),
+    let segment = |(pe, file): (usize, OwnedFd)| match own.take_if(|_| pe == my_pe) {
+        Some(own) => Ok(own),
+        None => Segment::from_fd(file),
     };
     let segments = files.into_iter().enumerate().map(segment).collect::<Result<_, _>>()?;
-    ShmTransport::new(my_pe, segments)
+    Ok(ShmTransport::new(my_pe, segments)?.of_processes(processes))
 }
 
 fn meeting(why: impl Into<String>) -> ShmemError {
@@ -83,8 +88,8 @@ struct Place {
 }
 
 impl Place {
-    /// PE 0's side; returns all segments by PE, except its own.
-    fn lead(&self, own: &Segment) -> Result<Vec<Option<OwnedFd>>, ShmemError> {
+    /// PE 0's side. Takes its segment and, if it has one, its pidfd. Returns the segments of all PEs, followed by their pidfds if all have one.
+    fn lead(&self, own: Vec<BorrowedFd<'_>>) -> Result<Vec<OwnedFd>, ShmemError> {
         let listener = local::listen(&self.name, 4096).map_err(|errno| match errno {
             Errno::ADDRINUSE => meeting("another process listens with the same key"),
             errno => system("listen for the other PEs", errno),
@@ -101,21 +106,21 @@ impl Place {
         let mut gate = Gate::new(vec![listener], self.key.clone(), PROGRAM, self.n_pes, 1..self.n_pes, same_heap);
         let admitted = self.admit(&mut gate);
         let mut joined = gate.close();
-        let segments = admitted.and_then(|()| self.receive_segments(&mut joined));
-        let segments = segments.inspect_err(|why| {
+        let files = admitted.and_then(|()| self.receive_files(own, &mut joined));
+        let files = files.inspect_err(|why| {
             for one in joined.iter().flatten() {
                 let body = one.session.seal(Kind::Refused, why.as_bytes());
                 // A PE that does not receive this sees the connection end.
                 let _ = send_by(one.socket.as_fd(), Kind::Refused, &body, &[], Instant::now());
             }
         });
-        let segments = segments.map_err(meeting)?;
-        let files: Vec<BorrowedFd<'_>> =
-            segments.iter().map(|file| file.as_ref().map_or(own.fd(), AsFd::as_fd)).collect();
+        let files = files.map_err(meeting)?;
+        let count = u32::try_from(files.len()).unwrap_or(u32::MAX).to_le_bytes();
+        let borrowed: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
         for (pe, one) in joined.iter().enumerate() {
             let Some(one) = one else { continue };
-            for files in files.chunks(FILES_PER_FRAME) {
-                let body = one.session.seal(Kind::Segments, b"");
+            for files in borrowed.chunks(FILES_PER_FRAME) {
+                let body = one.session.seal(Kind::Segments, &count);
                 send_by(one.socket.as_fd(), Kind::Segments, &body, files, self.deadline + GRACE).map_err(|errno| {
                     match errno {
                         Errno::PIPE | Errno::CONNRESET => meeting(format!("PE {pe} has ended")),
@@ -124,7 +129,7 @@ impl Place {
                 })?;
             }
         }
-        Ok(segments)
+        Ok(files)
     }
 
     /// Waits until all PEs have joined; half a line otherwise.
@@ -149,23 +154,31 @@ impl Place {
         }
     }
 
-    fn receive_segments(&self, joined: &mut [Option<Joined>]) -> Result<Vec<Option<OwnedFd>>, String> {
-        let receive = |(pe, one): (usize, &mut Option<Joined>)| {
-            let Some(one) = one else { return Ok(None) };
+    fn receive_files(&self, own: Vec<BorrowedFd<'_>>, joined: &mut [Option<Joined>]) -> Result<Vec<OwnedFd>, String> {
+        let own =
+            own.iter().map(|file| file.try_clone_to_owned().map_err(|error| format!("PE 0: {error} (ulimit -n)")));
+        let mut own = own.collect::<Result<Vec<_>, _>>()?.into_iter();
+        let (mut segments, mut processes) = (Vec::from_iter(own.next()), Vec::from_iter(own.next()));
+        for (pe, one) in joined.iter_mut().enumerate() {
+            let Some(one) = one else { continue };
             let frame = receive_by(one.socket.as_fd(), &mut one.inbox, MAX_BODY_BYTES, self.deadline);
             let frame = frame.map_err(|error| match error.kind() {
                 io::ErrorKind::TimedOut => format!("PE {pe} has not come in time"),
                 io::ErrorKind::InvalidData => format!("PE {pe}: {error}"),
                 _ => format!("PE {pe} has ended"),
             })?;
-            let file = frame.files.into_iter().next().filter(|_| frame.kind == Kind::Segment);
-            file.map(Some).ok_or_else(|| format!("PE {pe} sent no segment"))
-        };
-        joined.iter_mut().enumerate().map(receive).collect()
+            let mut files = frame.files.into_iter().filter(|_| frame.kind == Kind::Segment);
+            segments.push(files.next().ok_or_else(|| format!("PE {pe} sent no segment"))?);
+            processes.extend(files.next());
+        }
+        if processes.len() == self.n_pes {
+            segments.append(&mut processes);
+        }
+        Ok(segments)
     }
 
-    /// Another PE's side.
-    fn follow(&self, pe: usize, own: &Segment) -> Result<Vec<Option<OwnedFd>>, ShmemError> {
+    /// Another PE's side, with arguments and results as those of [`lead`](Self::lead).
+    fn follow(&self, pe: usize, own: Vec<BorrowedFd<'_>>) -> Result<Vec<OwnedFd>, ShmemError> {
         let who = Introduction { pe, n_pes: self.n_pes, program: PROGRAM };
         let mut link = call(who, &self.key, self.deadline, |_, _| match local::connect(&self.name) {
             Ok(socket) => Ok((socket, (self.heap_bytes as u64).to_le_bytes().to_vec())),
@@ -189,23 +202,29 @@ impl Place {
             _ => meeting("PE 0 has ended"),
         };
         let late = self.deadline + GRACE;
-        match send_by(link.socket.as_fd(), Kind::Segment, b"", &[own.fd()], late) {
+        match send_by(link.socket.as_fd(), Kind::Segment, b"", &own, late) {
             // PE 0 has refused this PE and closed the connection. The reason can still be received.
             Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
             Err(errno) => return Err(ended(errno.into())),
         }
         let Link { socket, inbox, session } = &mut link;
-        let mut files = Vec::with_capacity(self.n_pes);
-        while files.len() < self.n_pes {
+        let (mut files, mut count) = (Vec::with_capacity(2 * self.n_pes), self.n_pes);
+        while files.len() < count {
             let frame = receive_by(socket.as_fd(), inbox, MAX_BODY_BYTES, late).map_err(ended)?;
             match (frame.kind, session.open(frame.kind, &frame.body)) {
                 (Kind::Refused, Some(why)) => return Err(meeting(String::from_utf8_lossy(why))),
-                (Kind::Segments, Some(_)) if !frame.files.is_empty() => files.extend(frame.files.into_iter().map(Some)),
+                (Kind::Segments, Some(body)) if !frame.files.is_empty() => {
+                    files.extend(frame.files);
+                    count = body.try_into().map_or(0, |count| u32::from_le_bytes(count) as usize);
+                }
                 _ => return Err(meeting("PE 0 sent no segments")),
             }
         }
-        files.truncate(self.n_pes);
-        Ok(files)
+        // Proven messages of PE 0 have one of these counts.
+        match files.len() == count && [self.n_pes, 2 * self.n_pes].contains(&count) {
+            true => Ok(files),
+            false => Err(meeting(format!("PE 0 sent {} files for {count}", files.len()))),
+        }
     }
 }
 

@@ -18,10 +18,13 @@
 //!   would need an sfence.
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::doorbell::{ring, signal};
 use super::wait::Patience;
@@ -49,6 +52,8 @@ pub struct ShmTransport {
     /// The PEs' numbers in messages, if they differ.
     numbers: Option<Vec<usize>>,
     watch: Option<Arc<dyn Watch>>,
+    /// The pidfd of each PE's process; empty if this host has none.
+    processes: Vec<OwnedFd>,
     throttle: Option<Throttle>,
 }
 
@@ -81,6 +86,15 @@ impl ShmTransport {
         ShmTransport { numbers: Some(numbers), watch: Some(watch), ..self }
     }
 
+    /// Sets the pidfd of each PE's process, by which a wait for a process that has ended fails at once. None are set if the list is empty.
+    ///
+    /// # Panics
+    /// If the list is neither empty nor of one pidfd per PE.
+    pub(crate) fn of_processes(self, processes: Vec<OwnedFd>) -> Self {
+        assert!(processes.is_empty() || processes.len() == self.segments.len(), "a pidfd for each PE");
+        ShmTransport { processes, ..self }
+    }
+
     /// Delays messages as `throttle` specifies.
     pub fn throttled(self, throttle: Throttle) -> Self {
         ShmTransport { throttle: Some(throttle), ..self }
@@ -96,7 +110,7 @@ impl ShmTransport {
             return Err(ShmemError::Segment(format!("PE {pe}'s heap has {other} bytes, PE {my_pe}'s {bytes}")));
         }
         let patience = Patience::of(segments.len());
-        Ok(Self { my_pe, segments, patience, numbers: None, watch: None, throttle: None })
+        Ok(Self { my_pe, segments, patience, numbers: None, watch: None, processes: Vec::new(), throttle: None })
     }
 
     #[inline]
@@ -181,6 +195,12 @@ impl Transport for ShmTransport {
         self.watch.as_ref()?.lost()
     }
 
+    fn has_ended(&self, pe: usize) -> Option<bool> {
+        // A pidfd is readable once its process has ended.
+        let mut process = [PollFd::new(self.processes.get(pe)?, PollFlags::IN)];
+        Some(poll(&mut process, Some(&Timespec::default())) == Ok(1))
+    }
+
     #[inline]
     fn fence(&self) {
         fence(Ordering::Release);
@@ -207,6 +227,8 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::time::Duration;
 
+    use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
+
     use super::*;
     use crate::{Cmp, Shmem, Wait};
 
@@ -230,6 +252,30 @@ mod tests {
             waiting.join().unwrap()
         });
         assert_eq!(timeout.lost, Some(LostPe::new(9, "its process has ended")));
+    }
+
+    #[test]
+    fn wait_for_an_ended_process_fails_at_once() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let id = |child: &std::process::Child| Pid::from_raw(child.id() as i32).unwrap();
+        let processes = [getpid(), id(&child), getpid()].map(|pid| pidfd_open(pid, PidfdFlags::empty()).unwrap());
+        let pe = ShmTransport::threads(3, 1 << 16).unwrap().remove(0).of_processes(processes.into());
+        let shmem = Shmem::new(pe);
+        let wait = || Wait { signal: shmem.alloc(1).unwrap(), cmp: Cmp::Ge, value: 1 };
+        let (first, second, third) = (wait(), wait(), wait());
+        // The child stays a zombie until `wait`, as a process may whose parent is busy.
+        let far = Instant::now() + Duration::from_secs(600);
+        let timeout = shmem.wait_until_any_of(&[third, first], &[2, 1], far).unwrap_err();
+        assert_eq!((timeout.index, timeout.lost), (1, Some(LostPe::new(1, "its process has ended"))));
+        child.wait().unwrap();
+        let timeout = shmem.wait_until_any_of(&[first], &[1], far).unwrap_err();
+        assert_eq!(timeout.lost, Some(LostPe::new(1, "its process has ended")));
+        // A signal that arrived before the end of its sender counts.
+        shmem.signal_op(second.signal, 1, SignalOp::Set, 0);
+        assert_eq!(shmem.wait_until_any_of(&[third, second], &[2, 1], far), Ok(1));
+        let near = Instant::now() + 3 * Duration::from_millis(100);
+        let timeout = shmem.wait_until_any_of(&[third], &[2], near).unwrap_err();
+        assert!(timeout.lost.is_none() && timeout.waited >= Duration::from_millis(200), "{timeout:?}");
     }
 
     #[test]

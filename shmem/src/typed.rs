@@ -3,12 +3,15 @@
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::channels::Channels;
 use super::heap::Heap;
 use super::team::SyncWords;
 use super::{Cmp, LostPe, Pod, RawWait, ShmemError, SignalOp, Sym, Team, Transport, Wait, WaitTimeout};
+
+/// The interval at which a wait checks whether processes have ended.
+const PROCESS_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// One PE's view of the symmetric heap, over a transport.
 ///
@@ -287,6 +290,38 @@ impl<T: Transport> Shmem<T> {
         })
     }
 
+    /// Waits like [`wait_until_any`](Self::wait_until_any), but fails as soon as a wait cannot hold any more, because the process of the PE
+    /// that would fulfil it, `pes[i]` for `waits[i]`, has ended. Not all transports can tell.
+    ///
+    /// # Errors
+    /// [`WaitTimeout`] if `deadline` passes or a PE is lost first; `index` is the wait of the PE that has ended.
+    ///
+    /// # Panics
+    /// If `waits` is empty or not as long as `pes`.
+    pub fn wait_until_any_of(&self, waits: &[Wait], pes: &[usize], deadline: Instant) -> Result<usize, WaitTimeout> {
+        assert_eq!(waits.len(), pes.len(), "a PE for each wait");
+        if let Some(index) = waits.iter().position(|&wait| self.test(wait)) {
+            return Ok(index);
+        }
+        if pes.iter().all(|&pe| self.transport.has_ended(pe).is_none()) {
+            return self.wait_until_any(waits, deadline);
+        }
+        let start = Instant::now();
+        loop {
+            let until = deadline.min(Instant::now() + PROCESS_CHECK_INTERVAL);
+            let timeout = match self.wait_until_any(waits, until) {
+                Err(timeout) if until < deadline && timeout.lost.is_none() => timeout,
+                ended => return ended.map_err(|timeout| WaitTimeout { waited: start.elapsed(), ..timeout }),
+            };
+            // A process changes the words before it ends, so they are read after the states of the processes.
+            let ended: Vec<_> = pes.iter().map(|&pe| self.transport.has_ended(pe) == Some(true)).collect();
+            if let Some(index) = (0..waits.len()).find(|&index| ended[index] && !self.test(waits[index])) {
+                let lost = LostPe::new(self.world_pe(pes[index]), "its process has ended");
+                return Err(WaitTimeout { index, waited: start.elapsed(), lost: Some(lost), ..timeout });
+            }
+        }
+    }
+
     /// Orders deliveries to each PE: earlier puts, signals and atomics are delivered before later ones.
     pub fn fence(&self) {
         self.transport.fence();
@@ -386,7 +421,9 @@ impl<T: Transport> Shmem<T> {
         deadline: Instant,
     ) -> Result<(), WaitTimeout> {
         let wait = Wait { signal: word, cmp: Cmp::Ge, value };
-        self.wait_until(wait, deadline).map(drop).map_err(|timeout| WaitTimeout { index: pe, ..timeout })
+        self.wait_until_any_of(&[wait], &[pe], deadline)
+            .map(drop)
+            .map_err(|timeout| WaitTimeout { index: pe, ..timeout })
     }
 
     #[track_caller]

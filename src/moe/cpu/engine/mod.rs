@@ -669,7 +669,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             names.push((pe, "its results"));
         }
         let phase = self.rec.enter(Phase::Waiting);
-        match self.shmem.wait_until_any(&waits, self.options.deadline()) {
+        let pes: Vec<usize> = names.iter().map(|&(pe, _)| pe).collect();
+        match self.shmem.wait_until_any_of(&waits, &pes, self.options.deadline()) {
             Ok(_) => Ok(()),
             Err(timeout) => {
                 let (pe, what) = names[timeout.index];
