@@ -21,6 +21,7 @@ from ._memory import memory
 from ._metrics import step_metrics
 from ._moe import MoE
 from ._non_finite import detect_non_finite
+from ._replay import record_routing, replay_routing
 from ._routing import Routing
 from ._training import clip_grad_norm_, exclude_experts, expert_parameters
 
@@ -39,6 +40,8 @@ __all__ = [
     "load",
     "memory",
     "rebalance_experts",
+    "record_routing",
+    "replay_routing",
     "save",
     "step_metrics",
 ]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import _group, _optimizers, _parameters, _routing
+from . import _group, _optimizers, _parameters, _replay
 from ._experts import experts as run_experts
 from ._parameters import local
 
@@ -143,8 +143,8 @@ class MoE(nn.Module):
         weights, ids = scores.topk(self.top_k, dim=-1)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        ids, weights = _replay.routed(self, self.group, ids, weights, self.experts)
         self._losses(logits, scores, ids)
-        _routing.note(self, self.group, ids, self.experts)
         # The weights of the experts may have another type than x, because FSDP's mixed precision does not convert parameters that it ignores.
         # An attribute is the effective weight, also if a parametrization computes it.
         up, down = (local(getattr(self, name)).to(x.dtype) for name in EXPERT_NAMES)
@@ -164,8 +164,9 @@ class MoE(nn.Module):
         return torch.ops.aten._unsafe_view(output, hidden_states.shape)
 
     def _losses(self, logits, scores, ids):
-        # Not by bincount, which waits for the device.
-        self.expert_tokens = ids.new_zeros(self.experts).scatter_add_(0, ids.reshape(-1), torch.ones_like(ids).reshape(-1))
+        # Not by bincount, which waits for the device. A replay may have unset choices, -1.
+        chosen = ids.reshape(-1)
+        self.expert_tokens = ids.new_zeros(self.experts).scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).to(ids.dtype))
         self.aux_loss = self.z_loss = logits.new_zeros(())
         if self.aux_loss_coef:
             load = self.group.sum(torch.cat([self.expert_tokens, self.expert_tokens.new_full((1,), len(ids))]).double())
@@ -228,6 +229,9 @@ class MoE(nn.Module):
                 del state_dict[name]
         for name, parameter, block in zip(EXPERT_NAMES, parameters, blocks):
             state_dict[prefix + name] = _parameters.sharded(block, self.group) if complete else parameter
+
+
+_replay.finders.append(lambda module: (module, module.experts, 2) if isinstance(module, MoE) else None)
 
 
 class _Mlp(nn.Module):

@@ -19,13 +19,11 @@ class Routing:
     @contextlib.contextmanager
     def step(self, number):
         """Records the forward passes inside the context as step `number`. Each layer must have one forward pass."""
-        layers = []
-        _open.append(layers)
-        try:
-            yield
-        finally:
-            _open.remove(layers)
-            self._steps.append((number, layers))
+        with recording() as layers:
+            try:
+                yield
+            finally:
+                self._steps.append((number, layers))
 
     def write(self, path, experts, group=None):
         """Writes the file that `aristos sim comms`, `aristos workload` and `aristos simulate` read with the option `--routing`. Collective;
@@ -54,6 +52,18 @@ class Routing:
         with open(path, "w") as file:
             body = ",\n".join(json.dumps(record, separators=(",", ":")) for record in records)
             file.write(json.dumps(head)[:-1] + ', "records": [\n' + body + "\n]}\n")
+
+
+@contextlib.contextmanager
+def recording():
+    """Yields a list that gets the ids of each forward pass of a layer inside the context."""
+    layers = []
+    _open.append(layers)
+    try:
+        yield layers
+    finally:
+        # Not by `remove`, which compares tensors.
+        _open[:] = [one for one in _open if one is not layers]
 
 
 def note(layer, group, ids, experts):

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import _aristos, _group, _optimizers, _routing
+from . import _aristos, _group, _optimizers, _replay
 from ._experts import experts as run_experts
 from ._parameters import local
 
@@ -16,7 +16,7 @@ class _Stored:
     """The weights of a module of experts, converted to the layout of `experts`. The model family determines what an expert computes, and
     the flags of the module determine how its weights are stored."""
 
-    def __init__(self, module):
+    def __init__(self, module, group):
         name = type(module).__name__
         if getattr(module, "has_post_expert_norm", False):
             raise NotImplementedError(f"{name} has a norm after each expert: aristos does not support it")
@@ -25,7 +25,11 @@ class _Stored:
         for flag, family in (("has_gate", self.form["gated"]), ("has_bias", self._has_bias)):
             if getattr(module, flag, family) != family:
                 raise NotImplementedError(f"{name} has {flag} = {not family}, but experts of {module.config.model_type} have {family}")
-        self._module = module
+        self._module, self._group = module, group
+
+    def experts(self):
+        """The number of experts of all processes."""
+        return len(local(self._module.down_proj)) * self._group.size
 
     def weights(self):
         """Returns up, down, and their biases by name. They are views if the module has this layout, and otherwise copies that autograd
@@ -44,11 +48,11 @@ class _Stored:
         biases = dict(up_bias=up_bias, down_bias=local(module.down_proj_bias)) if self._has_bias else {}
         return up, down, biases
 
-    def run(self, hidden_states, top_k_index, top_k_weights, group, batch_group=None):
+    def run(self, hidden_states, top_k_index, top_k_weights, batch_group=None):
         up, down, biases = self.weights()
-        _routing.note(self._module, group, top_k_index, down.shape[0] * group.size)
-        form = biases | self.form
-        return run_experts(hidden_states, top_k_index, top_k_weights, up, down, group=group, batch_group=batch_group, **form)
+        group, form = self._group, biases | self.form
+        ids, weights = _replay.routed(self._module, group, top_k_index, top_k_weights, self.experts())
+        return run_experts(hidden_states, ids, weights, up, down, group=group, batch_group=batch_group, **form)
 
 
 class _AristosExperts(EPImplementation):
@@ -57,20 +61,36 @@ class _AristosExperts(EPImplementation):
     def __init__(self, experts, ep_mesh, tp_mesh):
         super().__init__(experts, ep_mesh, tp_mesh)
         _optimizers.check_all()
-        self._stored = _Stored(experts)
-        self._group = _group.of(ep_mesh.get_group())
+        experts._aristos = self._stored = _Stored(experts, _group.of(ep_mesh.get_group()))
         # Each process of a group that shares a batch computes a part of it.
         self._batch_group = _group.of(tp_mesh.get_group()) if tp_mesh.size() > 1 else None
 
     def __call__(self, hidden_states, top_k_index, top_k_weights):
-        return self._stored.run(hidden_states, top_k_index, top_k_weights, self._group, self._batch_group)
+        return self._stored.run(hidden_states, top_k_index, top_k_weights, self._batch_group)
+
+
+def _stored(module):
+    """Returns what Aristos keeps of a module of experts that it computes, and None for other modules."""
+    alone = getattr(getattr(module, "config", None), "_experts_implementation", None) == "aristos" and hasattr(module, "is_transposed")
+    if alone and not hasattr(module, "_aristos"):
+        module._aristos = _Stored(module, _group.alone())
+    return getattr(module, "_aristos", None)
 
 
 def _alone(module, hidden_states, top_k_index, top_k_weights):
     """Runs all of a module's experts in this process."""
-    if not hasattr(module, "_aristos"):
-        module._aristos = _Stored(module)
-    return module._aristos.run(hidden_states, top_k_index, top_k_weights, _group.alone())
+    return _stored(module).run(hidden_states, top_k_index, top_k_weights)
+
+
+def _find(module):
+    """Finds the experts in a block of a model, which adapters may have wrapped."""
+    for child in module.children():
+        child = getattr(child, "base_layer", child)
+        if (stored := _stored(child)) is not None:
+            return child, stored.experts(), 2
+
+
+_replay.finders.append(_find)
 
 
 # The names of the number of experts in the configurations of families.

@@ -4,7 +4,8 @@
     mlp = spec.submodules.mlp
     spec.submodules.mlp = ModuleSpec(module=aristos.megatron.MoELayer, submodules=mlp.submodules, metainfo=mlp.metainfo)
 
-The router, the shared expert, the parameters of the experts and their names in checkpoints are those of Megatron.
+The router, the shared expert, the parameters of the experts and their names in checkpoints are those of Megatron. `aristos.replay_routing` is
+refused: Megatron's own `RouterReplay` (moe_enable_routing_replay) forces experts here too.
 """
 
 import torch
@@ -15,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import build_module
 
-from . import _group, _routing
+from . import _group, _replay
 from ._experts import experts as run_experts
 
 _ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", squared_relu: "relu2", quick_gelu: "quick_gelu"}
@@ -72,7 +73,7 @@ class MoELayer(BaseMoELayer):
         dropped = ~chosen.gather(1, ids)
         weights, ids = weights.masked_fill(dropped, 0), ids.masked_fill(dropped, -1)
         group = _group.of(self.ep_group)
-        _routing.note(self, group, ids, self.config.num_moe_experts)
+        ids, weights = _replay.routed(self, group, ids, weights, self.config.num_moe_experts)
         local = self.experts.local_experts
         up, down = (torch.stack([linear.weight for linear in linears]) for linears in zip(*((e.linear_fc1, e.linear_fc2) for e in local)))
         x = hidden_states.reshape(-1, hidden_states.shape[-1])

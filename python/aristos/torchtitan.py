@@ -9,7 +9,7 @@ import torch
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import RoutedExperts
 
-from . import _group, _routing
+from . import _group, _replay
 from ._experts import experts as run_experts
 from ._parameters import local
 
@@ -21,15 +21,28 @@ class AristosRoutedExperts(RoutedExperts):
     class Config(RoutedExperts.Config):
         pass
 
+    def group(self):
+        mesh = getattr(self.token_dispatcher, "ep_mesh", None)
+        return _group.alone() if mesh is None else _group.of(mesh.get_group())
+
     def forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E):
         """Like `RoutedExperts.forward`, except that the given number of tokens per expert is not used, because it is counted again."""
-        mesh, inner = getattr(self.token_dispatcher, "ep_mesh", None), self.inner_experts
-        group = _group.alone() if mesh is None else _group.of(mesh.get_group())
+        inner, group = self.inner_experts, self.group()
         gate, up, down = (local(weight).bfloat16() for weight in (inner.w1_EFD, inner.w3_EFD, inner.w2_EDF))
         x, ids, scores = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
-        _routing.note(self, group, ids, down.shape[0] * group.size)
+        ids, scores = _replay.routed(self, group, ids, scores, down.shape[0] * group.size)
         out = run_experts(x.bfloat16(), ids, scores, torch.cat([gate, up], dim=1), down, group=group)
         return out.type_as(x_BLD).view(x_BLD.shape)
+
+
+def _find(module):
+    """Finds the experts in torchtitan's MoE."""
+    for child in module.children():
+        if isinstance(child, AristosRoutedExperts):
+            return child, len(local(child.inner_experts.w2_EDF)) * child.group().size, 3
+
+
+_replay.finders.append(_find)
 
 
 @override(target=RoutedExperts.Config, description="routed experts by Aristos")

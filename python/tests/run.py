@@ -1,8 +1,9 @@
 """Runs test cases of this folder and prints a line for each case: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
 A case is ``docs``, ``docs-device``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, likewise ``lengths``,
-``metrics``, ``moe``, ``non_finite``, ``peft``, ``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or a case of
-test_transformers.py.
+``metrics``, ``moe``, ``non_finite``, ``peft``, ``replay``, ``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or
+a case of test_transformers.py.
+
 Processes are forked with torchrun's variables after importing torch and transformers, because the imports take longer than most cases.
 """
 
@@ -21,11 +22,18 @@ import test_lengths
 import test_metrics
 import test_moe
 import test_non_finite
+import test_replay
 import test_training
 import test_transformers
 
 _MODULES = dict(
-    experts=test_experts, lengths=test_lengths, metrics=test_metrics, moe=test_moe, non_finite=test_non_finite, training=test_training
+    experts=test_experts,
+    lengths=test_lengths,
+    metrics=test_metrics,
+    moe=test_moe,
+    non_finite=test_non_finite,
+    replay=test_replay,
+    training=test_training,
 )
 
 # The time that the other processes have to end after one process has failed.
