@@ -4,8 +4,8 @@
     mlp = spec.submodules.mlp
     spec.submodules.mlp = ModuleSpec(module=aristos.megatron.MoELayer, submodules=mlp.submodules, metainfo=mlp.metainfo)
 
-The router, the shared expert, the parameters of the experts and their names in checkpoints are those of Megatron. `aristos.replay_routing` is
-refused: Megatron's own `RouterReplay` (moe_enable_routing_replay) forces experts here too.
+The router, the shared expert, the parameters of the experts and their names in checkpoints are those of Megatron. `aristos.replay_routing`
+refuses this layer; Megatron has `moe_enable_routing_replay`.
 """
 
 import torch

@@ -40,13 +40,6 @@ _MODULES = dict(
 GRACE_S = 20
 
 
-def torchtitan():
-    # Imported here only, because it takes seconds.
-    import test_torchtitan
-
-    return test_torchtitan.overridden_experts_equal_torchtitans()
-
-
 def megatron():
     # Imported here only, because it takes seconds.
     import test_megatron
@@ -62,7 +55,10 @@ def cases_of(text, size):
     if text == "docs-device":
         return [("docs::the_lines_for_one_gpu", test_docs.the_lines_for_one_gpu)]
     if text == "torchtitan":
-        return [("torchtitan::overridden_experts_equal_torchtitans", torchtitan)]
+        # Imported here only, because it takes seconds.
+        import test_torchtitan
+
+        return [(f"torchtitan::{case.__name__}", case) for case in test_torchtitan.CASES]
     if text == "megatron":
         return [("megatron::layer_by_specification_equals_megatrons", megatron)]
     if module == "device":

@@ -89,6 +89,15 @@ def layer_by_specification_equals_megatrons():
             for name, parameter in layer.named_parameters():
                 parameter.copy_(weights[names[name]])
         output, grad_x, gradients = passes(layer, x[rank], grad[rank])
+        with aristos.record_routing() as layers:
+            layer(x[rank])
+        assert list(layers[0].shape) == [LENGTH * BATCH, TOP_K]
+
+        def replay():
+            with aristos.replay_routing(layers):
+                layer(x[rank])
+
+        refused(NotImplementedError, ["MoELayer", "could not be intercepted"], replay)
         wrong = dict(glu_linear_offset=1.0)
         refused(ValueError, ["glu_linear_offset is 1.0, expected 0.0"], lambda: layer_of(aristos.megatron.MoELayer, config_of(**wrong)))
     errors = {"output": relative_error(output, wanted[rank][0]), "x": relative_error(grad_x, wanted[rank][1])}

@@ -13,9 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 # Modules with GPU kernels. These tests do not call the kernels, but importing them needs triton, a download of 0.2 GB.
 sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = mock.MagicMock()
 from torchtitan.config.override import OverrideConfig, apply_overrides
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.module import Module
+
+import aristos
 
 HIDDEN, INNER, EXPERTS, TOP_K, LENGTH = 16, 32, 8, 2, 12
 
@@ -71,3 +74,45 @@ def overridden_experts_equal_torchtitans():
     errors = [relative_error(one, want[part]) for one, want, part in zip(got, wanted, parts)]
     assert max(errors) <= 2e-2, errors
     return f"{max(errors):.1e}"
+
+
+def routing_is_replayed():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gate = Linear.Config(in_features=HIDDEN, out_features=EXPERTS)
+    groups = dict(num_expert_groups=4, num_limited_groups=2)
+    router = TokenChoiceTopKRouter.Config(num_experts=EXPERTS, gate=gate, top_k=TOP_K, route_norm=True, route_scale=2.5, **groups)
+    config = MoE.Config(num_experts=EXPERTS, routed_experts=config_of(EXPERTS // size).experts, router=router)
+    apply_overrides(OverrideConfig(imports=["aristos.torchtitan.experts"]), config)
+    layer = config.build()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+        layer.expert_bias_E.normal_(std=0.3)
+    if size > 1:
+        layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (size,)))
+    torch.manual_seed(5 + rank)
+    x = torch.randn(2, LENGTH, HIDDEN)
+    with aristos.record_routing() as layers:
+        want = layer(x)
+    with aristos.replay_routing(layers):
+        assert torch.equal(layer(x), want)
+    ids = torch.rand(2 * LENGTH, EXPERTS).topk(TOP_K).indices
+    ids[0], ids[1, 0], ids[2, -1] = -1, -1, -1
+    with aristos.replay_routing([ids]), aristos.record_routing() as layers:
+        output = layer(x)
+        output.square().sum().backward()
+    assert torch.equal(layers[0], ids)
+    got = layer.router.gate.weight.grad.clone()
+    layer.zero_grad()
+    scores = (x.view(-1, HIDDEN) @ layer.router.gate.weight.T).sigmoid()
+    weights = scores.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, 0)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
+    expected = layer.routed_experts(x, weights, ids, None)
+    expected.square().sum().backward()
+    errors = relative_error(output, expected), relative_error(got, layer.router.gate.weight.grad)
+    assert max(errors) <= 1e-5, errors
+    return f"{max(errors):.1e}"
+
+
+CASES = [overridden_experts_equal_torchtitans, routing_is_replayed]
