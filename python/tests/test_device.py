@@ -4,6 +4,7 @@ the feature `emulate`."""
 import os
 import threading
 
+import test_replay
 import torch
 import torch.distributed as dist
 from harness import refused, relative_error
@@ -354,6 +355,22 @@ def moe_equals_eager():
     return f"{max(errors):.1e}"
 
 
+def replayed_routing_has_unset_slots():
+    """A layer with forced experts, some of them unset, gives the results of the CPU's experts."""
+    results = []
+    for device in ("cpu", "emulated"):
+        os.environ["ARISTOS_DEVICE"] = device
+        module = test_replay.moe_of(dtype=BF16)
+        ids, x = test_replay.drawn_ids(unset=True), test_replay.batch().to(BF16)
+        with aristos.replay_routing([ids]):
+            results.append(test_replay.passes(module, x))
+    output, grad_x = results[1][:2]
+    assert not output[0].any() and not grad_x[0].any(), "a token without experts has an output or a gradient"
+    errors = [relative_error(got, want) for got, want in zip(results[1], results[0], strict=True)]
+    assert max(errors) <= LIMIT[BF16], errors
+    return f"{max(errors):.1e}"
+
+
 def fsdp_shards_the_other_parameters():
     """FSDP2 over gloo: the parameters around the experts are sharded, the experts' are not. The gradients are those without FSDP."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -488,6 +505,7 @@ CASES = [
     ("biases_and_forms", biases_and_forms),
     ("batch_of_a_group", batch_of_a_group),
     ("moe_equals_eager", moe_equals_eager),
+    ("replayed_routing_has_unset_slots", replayed_routing_has_unset_slots),
     ("fsdp_shards_the_other_parameters", fsdp_shards_the_other_parameters),
     ("invalid_arguments_are_named_and_the_next_pass_works", invalid_arguments_are_named_and_the_next_pass_works),
     ("longer_batches_of_one_process", longer_batches_of_one_process),

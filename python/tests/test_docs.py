@@ -15,7 +15,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "training.md"
 
 def blocks():
     found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(found) == 5, f"{len(found)} blocks of Python"
+    assert len(found) == 6, f"{len(found)} blocks of Python"
     return [compile(block, str(PAGE), "exec") for block in found], found
 
 
@@ -46,6 +46,19 @@ def the_loop_with_data_parallelism():
     return f"loss {loss:.2f} per byte"
 
 
+def the_loop_with_router_replay():
+    lines = blocks()[1][2]
+    # The first update sees the probabilities of the rollout, although the passes of the rollout had other shapes.
+    names = {}
+    exec(compile(lines.replace("range(20)", "range(1)").replace("range(2)", "range(1)"), str(PAGE), "exec"), names)
+    assert (names["ratio"] - 1).abs().max() < 1e-5, names["ratio"]
+    before = names["reward"].mean().item()
+    exec(blocks()[0][2], names)
+    reward = names["reward"].mean().item()
+    assert reward > 0.75 and reward > before, (before, reward)
+    return f"reward {before:.2f} to {reward:.2f}"
+
+
 class Writer:
     """The method of TensorBoard's writer that the page uses."""
 
@@ -61,13 +74,13 @@ def the_lines_for_tensorboard():
     layer = aristos.MoE(8, 8, 4, 2, group=group)
     aristos.step_metrics()
     layer(torch.randn(6, 8)).sum().backward()
-    exec(blocks()[0][4], dict(aristos=aristos, writer=writer, step=7))
+    exec(blocks()[0][5], dict(aristos=aristos, writer=writer, step=7))
     assert writer.scalars["layer0/rank_imbalance"][0] >= 1 and writer.scalars["expert_s"][0] > 0, writer.scalars
     assert {step for _, step in writer.scalars.values()} == {7}
 
 
 def the_lines_for_one_gpu():
-    lines = blocks()[1][2].replace('"MODEL"', '"examples/tiny-moe"').replace('"cuda"', '"cpu"')
+    lines = blocks()[1][3].replace('"MODEL"', '"examples/tiny-moe"').replace('"cuda"', '"cpu"')
     text = torch.tensor([list(b"The laws of most jurisdictions throughout the world")])
     names = dict(batches=[text, text])
     os.environ["ARISTOS_DEVICE"] = "emulated"
@@ -80,4 +93,4 @@ def the_lines_for_one_gpu():
     assert moments.isfinite().all() and moments.any(), "the experts have no gradient"
 
 
-CASES = [the_ten_lines, the_loop_with_data_parallelism, the_lines_for_tensorboard]
+CASES = [the_ten_lines, the_loop_with_data_parallelism, the_loop_with_router_replay, the_lines_for_tensorboard]

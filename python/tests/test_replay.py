@@ -3,6 +3,7 @@ against their own code in float64 with the routers replaced."""
 
 import functools
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import aristos
-from aristos import _replay
+from aristos import _moe, _replay
+from aristos._experts import experts as run_experts
 
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 16, 24, 8, 2, 9
 ALONE = aristos.Group.alone()
@@ -94,9 +96,11 @@ def replayed_weights_are_the_routers_own():
     for scoring, normalise in (("softmax", True), ("softmax", False), ("sigmoid", True)):
         for unset in (False, True):
             module, x, ids = moe_of(scoring=scoring, normalise=normalise, aux_loss_coef=0.01), batch(), drawn_ids(unset=unset)
-            with aristos.replay_routing([ids]), aristos.record_routing() as layers:
+            with aristos.replay_routing([ids]), aristos.record_routing() as layers, mock.patch.object(_moe, "run_experts", wraps=run_experts) as run:
                 got = passes(module, x)
             assert torch.equal(layers[0], ids), "the experts are not the forced ones"
+            _, _, weights, *_ = run.call_args.args
+            assert torch.equal(weights == 0, ids < 0), "an unset slot has a weight"
             counts = torch.bincount(ids[ids >= 0], minlength=EXPERTS)
             assert torch.equal(module.expert_tokens, counts), (module.expert_tokens, counts)
             errors = [relative_error(one, other) for one, other in zip(got, dense(module, x, ids))]
@@ -330,7 +334,8 @@ def transformers_model(name, mode):
     forced = [torch.rand(len(ids), EXPERTS).topk(ids.shape[1]).indices for ids in layers]
     for ids in forced:
         ids[0], ids[1, 0], ids[2, -1] = -1, -1, -1
-    with aristos.replay_routing(forced), aristos.record_routing() as again:
+    # No intermediate value is NaN, also for the token without experts.
+    with aristos.replay_routing(forced), aristos.record_routing() as again, torch.autograd.set_detect_anomaly(True):
         want = step(model, mine)
     equal(again, forced)
     for reentrant in (False, True):
