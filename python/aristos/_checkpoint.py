@@ -29,7 +29,7 @@ _OWN_NAMES = re.compile(r"model-[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors|\.ari
 _MIN_BYTES_PER_S = 10_000_000
 
 
-def save(module, folder, group=None):
+def save(module: nn.Module, folder: str | os.PathLike, group: _group.Group | None = None) -> None:
     """Writes a module's weights as a sharded safetensors checkpoint with Hugging Face names. Each process writes its own experts.
     Collective.
 
@@ -220,7 +220,7 @@ def _layers(module):
     return [(f"{name}." if name else "", part) for name, part in module.named_modules() if isinstance(part, MoE)]
 
 
-def load(module, folder):
+def load(module: nn.Module, folder: str | os.PathLike) -> None:
     """Loads a checkpoint that `save` has written, or any safetensors checkpoint with the same names, in shards with an index or in the file
     `model.safetensors`. The experts may also have the names of the parameters. The number of processes need not be that of the save.
     Parameters on the device "meta" are replaced by tensors in host memory.

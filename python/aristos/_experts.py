@@ -16,22 +16,22 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def experts(
-    x,
-    ids,
-    weights,
-    up,
-    down,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
     *,
-    group=None,
-    activation="silu",
-    gated=True,
-    up_bias=None,
-    down_bias=None,
-    limit=0.0,
-    limit_after=False,
-    plus_one=False,
-    batch_group=None,
-):
+    group: _group.Group | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
+    limit_after: bool = False,
+    plus_one: bool = False,
+    batch_group: _group.Group | None = None,
+) -> Tensor:
     """``sum over a token's experts of weight * expert(x)``, with the experts distributed over a group in contiguous blocks of equal size.
 
     Collective: every process of the group makes the same calls in the same order, each with its own tokens, or with none. The result is

@@ -7,11 +7,16 @@ import os
 import platform
 import secrets
 import time
+from typing import TYPE_CHECKING, Any, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from . import _aristos, _cuda, _launchers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _groups = []
 _default = None
@@ -23,7 +28,7 @@ _BARRIER_TAG = 0x4152
 _settings = dict(wait_limit_s=60.0, max_tokens=None)
 
 
-def init(*, wait_limit_s=None, max_tokens=None):
+def init(*, wait_limit_s: float | None = None, max_tokens: int | None = None) -> "Group":
     """Creates the default group of all processes, as given by torch.distributed, torchrun, Slurm or MPI. Without these the group has only
     this process. Collective.
 
@@ -168,7 +173,7 @@ class Group:
             initialised, None stands for this process alone.
     """
 
-    def __init__(self, group=None):
+    def __init__(self, group: "dist.ProcessGroup | DeviceMesh | None" = None):
         mesh = group if hasattr(group, "mesh_dim_names") else None
         if mesh is not None and mesh.ndim != 1:
             raise ValueError(f"the mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}, expected one, such as mesh['ep']")
@@ -186,7 +191,7 @@ class Group:
             self.rank, self.size, self._key = 0, 1, secrets.token_hex(16)
 
     @classmethod
-    def alone(cls):
+    def alone(cls) -> "Group":
         """Creates a group that has only this process and does not use torch.distributed. Not collective."""
         group = cls.__new__(cls)
         group._begin(None)
@@ -209,7 +214,7 @@ class Group:
         self._pid = os.getpid()
 
     @property
-    def mesh(self):
+    def mesh(self) -> "DeviceMesh":
         """The device mesh of the group's processes, over which the weights of experts are sharded. Its dimension is named "ep", unless the
         group was made of a mesh."""
         if self._mesh is None:
@@ -228,11 +233,13 @@ class Group:
             ranks = tuple(dist.get_process_group_ranks(self._group or dist.group.WORLD))
         return _with_ranks, (ranks,)
 
-    def local_experts(self, experts):
+    def local_experts(self, experts: int) -> list[int]:
         """The indices of this process's experts. They are contiguous, and every process has the same number of experts."""
         return _aristos.local_experts(experts, self.rank, self.size)
 
-    def layer(self, tokens, device=None, number=None, **shape):
+    def layer(
+        self, tokens: int, device: str | None = None, number: int | None = None, **shape: Any
+    ) -> "_aristos.Layer | _aristos.DeviceLayer":
         """Returns the native layer of this shape on this kind of device, which all identical layers share. The first call is collective.
         `number` is the index of a CUDA device."""
         if os.getpid() != self._pid:
@@ -260,12 +267,12 @@ class Group:
     def _next_key(self):
         return f"{self._key}-{self._starts}-{self._made}"
 
-    def sent_bytes(self):
+    def sent_bytes(self) -> int:
         """The number of bytes that this process has put to other processes, summed over all layers on the CPU."""
         natives = (native for layers in self._layers.values() for native, _ in layers)
         return sum(native.sent_bytes() for native in natives if isinstance(native, _aristos.Layer))
 
-    def measured(self):
+    def measured(self) -> dict[str, int | float]:
         """What this process's layers on the CPU have sent, and the time of each phase, since the last call."""
         for native in (native for layers in self._layers.values() for native, _ in layers):
             if isinstance(native, _aristos.Layer):
@@ -276,7 +283,7 @@ class Group:
     def _measure(self, native):
         self._measured = {name: value + self._measured[name] for name, value in native.measured().items()}
 
-    def check(self):
+    def check(self) -> None:
         """Raises the error of a pass on a device that has ended, without waiting. Other calls raise it when the next pass begins."""
         for native in (native for layers in self._layers.values() for native, _ in layers):
             if not isinstance(native, _aristos.Layer):
@@ -306,7 +313,7 @@ class Group:
         logging.getLogger("aristos").info(said, native.symmetric_bytes(), tokens)
         return native, tokens
 
-    def gather(self, value, *, purpose="make a layer", limit_s=None):
+    def gather(self, value: Any, *, purpose: str = "make a layer", limit_s: float | None = None) -> list:
         """Returns the values of all processes, in rank order. Collective. With gloo it waits at most `limit_s`, by default the wait limit,
         and the error names a missing process."""
         if self.size == 1:
@@ -337,7 +344,7 @@ class Group:
                 why = f"did not come in {limit_s:.1f} s" if late else "is lost, its connection has ended"
                 raise _aristos.AristosError(f"to {purpose}: rank {rank} {why}{_aristos.how_to_restart()}") from None
 
-    def gather_rows(self, rows, counts):
+    def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns the rows of all processes, in rank order. ``rows`` has ``counts[rank]`` rows. Collective."""
         if self.size == 1:
             return rows
@@ -348,7 +355,7 @@ class Group:
         dist.all_gather(all_rows, padded, group=self._group)
         return torch.cat([one[:n] for one, n in zip(all_rows, counts)])
 
-    def sum(self, values):
+    def sum(self, values: Tensor) -> Tensor:
         """Returns the sum of the tensors of all processes. Collective, not differentiable."""
         if self.size > 1:
             values = values.clone()

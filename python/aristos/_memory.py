@@ -1,6 +1,7 @@
 """The memory of the windows through which processes exchange tokens."""
 
 import json
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from ._moe import MoE
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def memory(config, tokens, ranks, *, dtype=None):
+def memory(config: Any, tokens: int, ranks: int, *, dtype: torch.dtype | None = None) -> int:
     """Returns the number of bytes that each process allocates on the CPU for the windows of a layer. All layers of a model with the same
     sizes share them. Windows that have grown are up to 3.2% larger. The memory of tensors is not included.
 

@@ -1,7 +1,9 @@
 """A Mixture-of-Experts layer with router and shared expert."""
 
+from typing import Iterator
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import _group, _optimizers, _parameters, _replay
@@ -52,23 +54,23 @@ class MoE(nn.Module):
 
     def __init__(
         self,
-        hidden,
-        intermediate,
-        experts,
-        top_k,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
         *,
-        group=None,
-        activation="silu",
-        gated=True,
-        scoring="softmax",
-        normalise=True,
-        shared_intermediate=0,
-        shared_gate=False,
-        aux_loss_coef=0.0,
-        z_loss_coef=0.0,
-        mean_gradients=False,
-        dtype=torch.float32,
-        device=None,
+        group: _group.Group | None = None,
+        activation: str = "silu",
+        gated: bool = True,
+        scoring: str = "softmax",
+        normalise: bool = True,
+        shared_intermediate: int = 0,
+        shared_gate: bool = False,
+        aux_loss_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
+        mean_gradients: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
     ):
         super().__init__()
         self.group = group or _group.default()
@@ -103,7 +105,7 @@ class MoE(nn.Module):
         if self.group.size > 1:
             _optimizers.check_all()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         """Draws new start weights for the experts, the router and the shared expert. Collective, except on the device "meta", where it does
         nothing."""
         if self.down_proj.is_meta:
@@ -118,14 +120,14 @@ class MoE(nn.Module):
                 part.place = (seed, name)
                 part.reset_parameters()
 
-    def own_experts(self, name, tensor):
+    def own_experts(self, name: str, tensor: Tensor) -> Tensor:
         """This process's part of a parameter of the experts, or of a tensor like it."""
         block = local(tensor)
         if len(block) != len(self.local):
             raise ValueError(f"{name} has {len(block)} experts here, expected {len(self.local)}: the layer was sharded again, as by FSDP")
         return block
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         hidden, intermediate = self.down_proj.shape[1:]
         here = "" if len(self.local) == self.experts else f", here {self.local[0]} to {self.local[-1]}"
         form = f"activation={self.activation}, gated={self.gated}, scoring={self.scoring}, normalise={self.normalise}"
@@ -135,7 +137,7 @@ class MoE(nn.Module):
         # The results of a pass are part of its graph, which cannot be copied.
         return self.__dict__ | dict(aux_loss=None, z_loss=None, expert_tokens=None)
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Computes the layer's output for [..., hidden], which has the same shape. Collective."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.gate(x).float()
@@ -177,7 +179,7 @@ class MoE(nn.Module):
         if self.z_loss_coef:
             self.z_loss = self.z_loss_coef * logits.logsumexp(-1).square().sum() / max(1, len(ids))
 
-    def scale_gradients(self):
+    def scale_gradients(self) -> None:
         """Divides the gradients of the experts by the group's size. They are sums over the group, and the gradients of other parameters are
         averages."""
         if self.mean_gradients:
@@ -186,7 +188,7 @@ class MoE(nn.Module):
             if self.get_parameter(name).grad is not None:
                 local(self.get_parameter(name).grad).div_(self.group.size)
 
-    def matrices(self, prefix, up, down):
+    def matrices(self, prefix: str, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
         """For each matrix of this process's experts, yields its name in a Hugging Face checkpoint and its view of `up` or `down`, which are
         this process's blocks of the parameters, or tensors like these."""
         inner = down.shape[2]

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+from typing import Iterator
 
 import torch
 
@@ -17,7 +19,7 @@ class Routing:
         self._steps = []
 
     @contextlib.contextmanager
-    def step(self, number):
+    def step(self, number: int) -> Iterator[None]:
         """Records the forward passes inside the context as step `number`. Each layer must have one forward pass."""
         with recording() as layers:
             try:
@@ -25,7 +27,7 @@ class Routing:
             finally:
                 self._steps.append((number, layers))
 
-    def write(self, path, experts, group=None):
+    def write(self, path: str | os.PathLike, experts: int, group: _group.Group | None = None) -> None:
         """Writes the file that `aristos sim comms`, `aristos workload` and `aristos simulate` read with the option `--routing`. Collective;
         only rank 0 writes.
 

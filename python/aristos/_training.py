@@ -1,14 +1,16 @@
 """Functions for loops that train a model whose experts are distributed over processes."""
 
+from typing import Iterable, KeysView
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ._moe import EXPERT_NAMES, MoE
 from ._parameters import is_dtensor, local
 
 
-def expert_parameters(model):
+def expert_parameters(model: nn.Module) -> KeysView[nn.Parameter]:
     """Returns the set of the parameters of the model's `MoE` layers that are distributed over processes, in the same order on all processes.
     FSDP must leave them alone: ``fully_shard(model, mesh=group.mesh, ignored_params=aristos.expert_parameters(model))``."""
     layers = [layer for layer in model.modules() if isinstance(layer, MoE) and layer.group.size > 1]
@@ -16,7 +18,7 @@ def expert_parameters(model):
     return {layer.get_parameter(name): None for layer in layers for name in EXPERT_NAMES}.keys()
 
 
-def exclude_experts(model):
+def exclude_experts(model: nn.Module) -> nn.Module:
     """Makes `DistributedDataParallel` leave the distributed experts of this model alone, and returns the model:
     ``DistributedDataParallel(aristos.exclude_experts(model))``."""
     experts = expert_parameters(model)
@@ -26,7 +28,9 @@ def exclude_experts(model):
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False):
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
     """Clips the gradients of a model whose parameters are plain tensors and DTensors over any meshes, and returns their norm before that.
 
     The norm is that of all gradients together, and is the same on all processes. Plain tensors count once: the caller has averaged their

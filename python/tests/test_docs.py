@@ -1,6 +1,7 @@
 """Runs the Python examples of docs/training.md under torchrun from the repository's root: those for several processes unmodified, and that for
-one GPU on an emulated device."""
+one GPU on an emulated device. Checks the type hints of the package."""
 
+import inspect
 import os
 import pathlib
 import re
@@ -93,4 +94,37 @@ def the_lines_for_one_gpu():
     assert moments.isfinite().all() and moments.any(), "the experts have no gradient"
 
 
-CASES = [the_ten_lines, the_loop_with_data_parallelism, the_loop_with_router_replay, the_lines_for_tensorboard]
+def public_functions():
+    """Yields names and functions of the package, without those of the native part, whose types are in a stub."""
+    for name in aristos.__all__:
+        value = getattr(aristos, name)
+        if inspect.isfunction(value):
+            yield name, value
+        elif inspect.isclass(value):
+            for of_class, method in vars(value).items():
+                method = getattr(method, "fget", getattr(method, "__func__", method))
+                if inspect.isfunction(method) and (of_class == "__init__" or not of_class.startswith("_")):
+                    yield f"{name}.{of_class}", method
+
+
+def public_functions_have_type_hints():
+    missing, count = [], 0
+    for name, function in public_functions():
+        signature = inspect.signature(function)
+        names = [one.name for one in signature.parameters.values() if one.annotation is one.empty and one.name not in ("self", "cls")]
+        names += ["return"] if signature.return_annotation is signature.empty and not name.endswith("__init__") else []
+        missing += [f"{name}: {one}" for one in names]
+        count += 1
+    assert not missing, missing
+    # Type checkers read the hints only if the package has this file.
+    assert (pathlib.Path(aristos.__file__).parent / "py.typed").exists()
+    return f"{count} functions"
+
+
+CASES = [
+    the_ten_lines,
+    the_loop_with_data_parallelism,
+    the_loop_with_router_replay,
+    the_lines_for_tensorboard,
+    public_functions_have_type_hints,
+]
