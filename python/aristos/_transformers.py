@@ -85,7 +85,8 @@ def _alone(module, hidden_states, top_k_index, top_k_weights):
 def _find(module):
     """Finds the experts in a block of a model, which adapters may have wrapped."""
     for child in module.children():
-        child = getattr(child, "base_layer", child)
+        while hasattr(child, "base_layer"):
+            child = child.base_layer
         if (stored := _stored(child)) is not None:
             return child, stored.experts(), 2
 

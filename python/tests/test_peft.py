@@ -64,6 +64,10 @@ def adapters_equal_eager(family, **where):
         assert relative_error(loss, want_loss) <= 1e-5
         said = equal(got, want)
         with torch.no_grad():
+            with aristos.record_routing() as layers:
+                logits = model(input_ids=batch).logits
+            with aristos.replay_routing(layers):
+                assert torch.equal(model(input_ids=batch).logits, logits)
             merged = model.merge_and_unload()(input_ids=batch).logits
             assert relative_error(merged, eager(input_ids=batch).logits) <= 1e-5
         return said
