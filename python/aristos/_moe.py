@@ -5,6 +5,7 @@ from typing import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import record_function
 
 from . import _group, _optimizers, _parameters, _replay
 from ._experts import experts as run_experts
@@ -140,11 +141,12 @@ class MoE(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Computes the layer's output for [..., hidden], which has the same shape. Collective."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = self.gate(x).float()
-        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
-        weights, ids = scores.topk(self.top_k, dim=-1)
-        if self.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        with record_function("aristos::gate"):
+            logits = self.gate(x).float()
+            scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+            weights, ids = scores.topk(self.top_k, dim=-1)
+            if self.normalise:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         ids, weights = _replay.routed(self, self.group, ids, weights, self.experts)
         self._losses(logits, scores, ids)
         # The weights of the experts may have another type than x, because FSDP's mixed precision does not convert parameters that it ignores.
@@ -158,9 +160,10 @@ class MoE(nn.Module):
             )
         output = run_experts(x, ids, weights, up, down, group=self.group, activation=self.activation, gated=self.gated)
         if self.shared_expert is not None:
-            shared = self.shared_expert(x)
-            if self.shared_expert_gate is not None:
-                shared = self.shared_expert_gate(x).sigmoid() * shared
+            with record_function("aristos::shared_expert"):
+                shared = self.shared_expert(x)
+                if self.shared_expert_gate is not None:
+                    shared = self.shared_expert_gate(x).sigmoid() * shared
             output = output + shared
         # FSDP warns of outputs that are views, so this is done as in torch's linear layers.
         return torch.ops.aten._unsafe_view(output, hidden_states.shape)

@@ -1,4 +1,4 @@
-"""Tests of `aristos.step_metrics` against the routing and the clock, and of `python -m aristos`."""
+"""Tests of `aristos.step_metrics` against the routing and the clock, of the profiler's names, and of `python -m aristos`."""
 
 import subprocess
 import sys
@@ -91,6 +91,15 @@ def a_slow_rank_is_the_late_one():
     return f"waited {found['waiting_max_s']:.1f} s"
 
 
+def the_profiler_shows_the_parts_of_a_layer():
+    layer = aristos.MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=aristos.init(), shared_intermediate=8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer(batch(4)).sum().backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    for part in ("gate", "experts", "shared_expert", "experts_backward"):
+        assert counts.get(f"aristos::{part}") == 1, (part, counts)
+
+
 def the_module_says_what_it_uses():
     said = subprocess.run([sys.executable, "-m", "aristos"], capture_output=True, text=True, check=True).stdout
     for word in (f"aristos        {aristos.__version__}", torch.__version__, aristos._aristos.instruction_set(), "/dev/shm", "qwen3_moe"):
@@ -102,6 +111,7 @@ CASES = [
     unset_choices_count_for_no_expert,
     metrics_are_equal_on_all_ranks,
     a_slow_rank_is_the_late_one,
+    the_profiler_shows_the_parts_of_a_layer,
     the_module_says_what_it_uses,
 ]
 
