@@ -80,6 +80,9 @@ def _replay(entries):
         _open = None
         for hook in hooks:
             hook.remove()
+        # torch calls no hook after an exception such as KeyboardInterrupt.
+        while replay.blocks:
+            replay.blocks.pop().__exit__(None, None, None)
         _closed.update(replay.passes)
     if replay.next < len(entries):
         raise ValueError(f"layers has {len(entries)} entries, but only {replay.next} forward passes of layers ran inside of replay_routing()")
@@ -172,8 +175,7 @@ class _Replay:
             )
         if any(not torch.equal(one[1].ids, equal[0][1].ids) for one in equal):
             names = " and ".join(one[1].name for one in equal)
-            raise RuntimeError(f"{_name(layer)}: {names} differ, but a repeated pass has the scores of both: run backward() before the next pass")
-        passes[:] = [one for one in passes if one is not equal[0]]
+            raise RuntimeError(f"{_name(layer)}: {names} differ, but a repeated pass has the scores of both: use a replay_routing() for each")
         return equal[0][1], digest
 
     def routed(self, layer, ids, weights):
@@ -197,7 +199,7 @@ def _digest(scores):
     """A hash of each token's scores, [T], which activation checkpointing compares on the device."""
     bits = scores.detach().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[scores.element_size()]).long()
     odd = torch.arange(scores.shape[-1], device=scores.device) * 2 + 1
-    return (bits * (odd * 0x9E3779B97F4A7C15 % 2**61)).sum(-1)
+    return (bits * (odd * 0x9E3779B97F4A7C1)).sum(-1)
 
 
 def _same(one, other):
