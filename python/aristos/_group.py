@@ -1,10 +1,10 @@
 """The processes that share the experts of a layer."""
 
+import atexit
 import datetime
 import functools
 import logging
 import os
-import platform
 import secrets
 import time
 from typing import TYPE_CHECKING, Any, Sequence
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _aristos, _cuda, _launchers
+from . import _aristos, _cuda, _hosts, _launchers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,8 +63,9 @@ def init(*, wait_limit_s: float | None = None, max_tokens: int | None = None) ->
         found = _launchers.find()
         if found:
             rank, size, name = found
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("MASTER_PORT", str(29500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1000))
+            for variable, value in (("MASTER_ADDR", _launchers.master_address), ("MASTER_PORT", _launchers.master_port)):
+                if variable not in os.environ:
+                    os.environ[variable] = value(name)
             if size > 1 or name == "RANK":
                 dist.init_process_group(_cuda.backends(), rank=rank, world_size=size)
     _settings = dict(wait_limit_s=wait_limit_s, max_tokens=max_tokens)
@@ -109,26 +110,11 @@ def _with_ranks(ranks):
     raise ValueError(f"the layer's group had the processes {ranks}, expected those of a group here, such as all {everyone.size}")
 
 
-def _host():
-    """This host's name, and an identity that two processes share if their layers can find each other. They do so by sockets with abstract
-    names, which belong to a network namespace of a running kernel."""
-    name = os.uname().nodename
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return name, (file.read(), os.stat("/proc/self/ns/net").st_ino)
-    except OSError:
-        return name, name
-
-
-def _check_one_host(hosts):
-    """Raises an error if the processes, whose `_host()` are given in rank order, are not on one host."""
-    first = {}
-    for rank, (name, identity) in enumerate(hosts):
-        first.setdefault(identity, f"rank {rank} on {name}")
-    if len(first) > 1:
-        named = ", ".join(list(first.values())[:4]) + (", ..." if len(first) > 4 else "")
-        cure = "give each host a group of its own, aristos.Group(mesh['ep']), and use data parallelism between hosts"
-        raise ValueError(f"the group's processes are on {len(first)} hosts or network namespaces ({named}), expected one: {cure}")
+@atexit.register
+def _leave():
+    """Takes leave of the other hosts' processes, which may still compute the last pass. Without it they would lose this process."""
+    for group in _groups:
+        group._leave()
 
 
 class Part:
@@ -165,8 +151,8 @@ def alone():
 class Group:
     """The processes of a torch.distributed group, or this process alone.
 
-    Creating a group is collective. The processes must be on one host, because they communicate through shared memory; otherwise the first
-    pass raises ValueError on all of them. The wait limit and the maximum number of tokens are those of `init`.
+    Creating a group is collective. Processes of one host communicate through shared memory, and hosts over TCP; CUDA devices must be on one
+    host. The wait limit and the maximum number of tokens are those of `init`.
 
     Args:
         group: a process group, a device mesh of one dimension, or None for the default process group. If torch.distributed is not
@@ -209,6 +195,7 @@ class Group:
     def _restart(self):
         self.wait_limit_s, self.max_tokens = _settings["wait_limit_s"], _settings["max_tokens"]
         self._layers, self._made = {}, 0
+        self._rendezvous = None
         self._measured = _NOTHING
         self._starts += 1
         self._pid = os.getpid()
@@ -292,10 +279,8 @@ class Group:
     def _make(self, tokens, device, number, shape):
         # The number is converted because it is symbolic while a compiler traces.
         tokens = int(max(1, tokens if self.max_tokens is None else self.max_tokens))
-        facts = dict(shape, device=device, **({} if device is None else dict(host=platform.node())))
-        gathered = self.gather((tokens, facts, _host()))
-        if device is None:
-            _check_one_host([host for *_, host in gathered])
+        facts = dict(shape, device=device, **({} if device is None else dict(host=os.uname().nodename)))
+        gathered = self.gather((tokens, facts, _hosts.identity()))
         for rank, (theirs, their_facts, _) in enumerate(gathered):
             for field, value in facts.items():
                 if their_facts.get(field) != value:
@@ -306,12 +291,28 @@ class Group:
         self._made += 1
         shape = dict(shape, max_tokens=tokens, wait_limit_s=self.wait_limit_s)
         if device is None:
-            return _aristos.Layer(key, self.rank, self.size, **shape), tokens
+            if self._rendezvous is None and len({host for *_, host in gathered}) > 1:
+                self._rendezvous = self._meet()
+            native = _aristos.Layer(key, self.rank, self.size, self._rendezvous, **shape)
+            for note in native.notes:
+                logging.getLogger("aristos").warning("%s", note)
+            return native, tokens
         on_device = _cuda.options(self._group, self.size, number) if device == _cuda.KIND else dict(spare_multiprocessors=0)
         native = _aristos.DeviceLayer(key, self.rank, self.size, device=device, **shape, **on_device)
         said = "%d bytes of symmetric memory: windows for %d tokens per process (aristos.init(max_tokens=...)), shared by all layers of this shape"
         logging.getLogger("aristos").info(said, native.symmetric_bytes(), tokens)
         return native, tokens
+
+    def _meet(self):
+        """Returns the place where the processes of several hosts connect, which rank 0 tells the others. Collective."""
+        own = _aristos.Rendezvous.listen(_hosts.address()) if self.rank == 0 else None
+        address = self.gather(own and own.address)[0]
+        return own or _aristos.Rendezvous(address)
+
+    def _leave(self):
+        for native in (native for layers in self._layers.values() for native, _ in layers):
+            if isinstance(native, _aristos.Layer):
+                native.leave()
 
     def gather(self, value: Any, *, purpose: str = "make a layer", limit_s: float | None = None) -> list:
         """Returns the values of all processes, in rank order. Collective. With gloo it waits at most `limit_s`, by default the wait limit,

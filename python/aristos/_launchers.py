@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 
 # These launchers come before Slurm, because torchrun and mpirun may be started in a step of Slurm.
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
@@ -58,3 +59,23 @@ def _number(name):
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"{name} is {text!r}, expected a number")
     return int(text)
+
+
+def master_address(rank_name):
+    """The address of rank 0's host for `MASTER_ADDR`, if the launcher whose variable is `rank_name` did not set it: the first node of a Slurm
+    step of several nodes, otherwise this host."""
+    nodes = next((name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if name in os.environ), None)
+    if rank_name != "SLURM_PROCID" or nodes is None or _number(nodes) == 1:
+        return "127.0.0.1"
+    names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    name = next((name for name in names if name in os.environ), names[0])
+    # nid[001-003,7],login1 begins with nid001, rack[1-2]node with rack1node.
+    first = re.match(r"([^\[\],]*)(?:\[(\w+)[^\[\]]*\]([^\[\],]*))?(?:,|$)", os.environ.get(name, ""))
+    if not first or not first[0]:
+        raise ValueError(f"{name} is {os.environ.get(name, '')!r}, expected a list of nodes; set MASTER_ADDR to the first one's address")
+    return "".join(part or "" for part in first.groups())
+
+
+def master_port(_rank_name):
+    """A port for `MASTER_PORT`, which depends on the Slurm job."""
+    return str(29500 + (_number("SLURM_JOB_ID") % 1000 if "SLURM_JOB_ID" in os.environ else 0))

@@ -17,7 +17,8 @@ use aristos::moe::{
     self, Dtype, LayerConfig, LayerSpec, MatrixGradientMut, MlpGradientsMut, MoeLayer, Proj, proj_index,
 };
 use aristos::plan::{Rebalance, rebalance_auto, rebalance_with};
-use aristos::shmem::{ShmTransport, Shmem};
+use aristos::shmem::tcp::TcpWorld;
+use aristos::shmem::{Shmem, Transport};
 use half::bf16;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -25,15 +26,18 @@ use pyo3::types::PyDict;
 
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod device;
+mod hosts;
 mod signals;
 mod spec;
 mod views;
 
+use hosts::Rendezvous;
 use signals::Signals;
 use spec::{AristosError, Form, SizesOf, check_rank, error, how_to_restart, moe_error, set_saved_folder, spec_of};
 use views::{ExpertViews, Of, Shapes, View};
 
-type CpuLayer<E> = moe::Layer<Shmem<ShmTransport>, E>;
+type Pes = Box<dyn Transport + Send + Sync>;
+type CpuLayer<E> = moe::Layer<Shmem<Pes>, E>;
 type SavedOf<E> = <CpuLayer<E> as MoeLayer>::Saved;
 
 /// A layer that grows has room for this fraction of the largest batch more, so that slowly growing batches seldom need a new one.
@@ -250,6 +254,8 @@ fn sizes<E: Element>(layer: &CpuLayer<E>, tokens: usize) -> (usize, usize, usize
 /// A layer. If it is no longer usable, `failed` holds the reason.
 struct State {
     engine: Engine,
+    /// The connections between hosts, if there are several. Dropped after the engine, which uses them.
+    world: Option<TcpWorld>,
     /// Whether the layer keeps the memory of a finished pass for reuse. It keeps that of one pass, because passes rarely overlap.
     has_spare: bool,
     failed: Option<String>,
@@ -269,11 +275,22 @@ struct Layer {
     state: Arc<Mutex<State>>,
     shapes: Shapes,
     sent: Arc<AtomicU64>,
+    rendezvous: Option<Rendezvous>,
+    /// What the user should know about the connections between hosts, a line each.
+    #[pyo3(get)]
+    notes: Vec<String>,
 }
 
 impl Layer {
-    /// Creates process `rank`'s part of a layer (collective).
-    fn make(py: Python<'_>, key: &str, rank: usize, spec: LayerSpec, sent: Arc<AtomicU64>) -> PyResult<Layer> {
+    /// Creates process `rank`'s part of a layer (collective). Without a rendezvous all processes are on this host.
+    fn make(
+        py: Python<'_>,
+        key: &str,
+        rank: usize,
+        spec: LayerSpec,
+        sent: Arc<AtomicU64>,
+        rendezvous: Option<Rendezvous>,
+    ) -> PyResult<Layer> {
         let (size, local) = (spec.placement.n_pes(), spec.placement.experts(rank).len());
         let LayerConfig { hidden, expert, router, .. } = &spec.config;
         let shapes = Shapes {
@@ -287,20 +304,34 @@ impl Layer {
         };
         let signals = Arc::new(Signals::new(rank));
         let watch = signals.clone();
-        let engine = py.detach(|| {
+        let (engine, world, notes) = py.detach(|| {
             spec.validate(size).map_err(moe_error)?;
             let heap_bytes = spec.heap_bytes().map_err(moe_error)?;
-            let deadline = Instant::now() + spec.options.wait_limit;
-            let met = aristos::shmem::meet(key, rank, size, heap_bytes, deadline);
-            let pe = Shmem::new(met.map_err(error)?.watched((0..size).collect(), watch));
-            Ok::<_, PyErr>(match spec.dtype {
+            let limit = spec.options.wait_limit;
+            let (transport, world, notes): (Pes, _, _) = match &rendezvous {
+                None => {
+                    let met = aristos::shmem::meet(key, rank, size, heap_bytes, Instant::now() + limit);
+                    (Box::new(met.map_err(error)?.watched((0..size).collect(), watch)), None, Vec::new())
+                }
+                Some(rendezvous) => {
+                    let (world, transport) = rendezvous.join(key, (rank, size), heap_bytes, limit, watch)?;
+                    let unmapped = transport.unmapped().map(|why| {
+                        format!("rank {rank} cannot map {why}; TCP carries all rows, within hosts too, which is slower")
+                    });
+                    let notes = world.refusals().iter().cloned().chain(unmapped).collect();
+                    (Box::new(transport), Some(world), notes)
+                }
+            };
+            let pe = Shmem::new(transport);
+            let engine = match spec.dtype {
                 Dtype::F32 => Engine::F32(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
                 _ => Engine::Bf16(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
-            })
+            };
+            Ok::<_, PyErr>((engine, world, notes))
         })?;
-        let counted = Sent { all: sent.clone(), counted: 0 };
-        let state = Arc::new(Mutex::new(State { engine, has_spare: false, failed: None, signals, sent: counted }));
-        Ok(Layer { state, shapes, sent })
+        let sent_here = Sent { all: sent.clone(), counted: 0 };
+        let state = State { engine, world, has_spare: false, failed: None, signals, sent: sent_here };
+        Ok(Layer { state: Arc::new(Mutex::new(state)), shapes, sent, rendezvous, notes })
     }
 }
 
@@ -322,7 +353,18 @@ impl Drop for Saved {
     }
 }
 
+impl Drop for State {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
 impl State {
+    /// Ends this process's part of a layer over several hosts, without waiting for the end of the others'.
+    fn leave(&self) {
+        self.world.iter().for_each(|world| world.leave(self.failed.as_deref()));
+    }
+
     fn recycle(&mut self, pass: PassState) {
         if std::mem::replace(&mut self.has_spare, true) {
             return;
@@ -362,16 +404,17 @@ fn lock(state: &Mutex<State>) -> PyResult<MutexGuard<'_, State>> {
 #[pymethods]
 impl Layer {
     /// Creates the layer together with the other processes that pass the same `key` (collective). `limit`, `limit_after` and `plus_one`
-    /// describe the `Glu` of a gated expert.
+    /// describe the `Glu` of a gated expert. Processes of several hosts have a `rendezvous`.
     #[new]
-    #[pyo3(signature = (key, rank, size, *, hidden, intermediate, experts, top_k, activation, gated, bias, limit, limit_after,
-        plus_one, dtype, max_tokens, wait_limit_s))]
+    #[pyo3(signature = (key, rank, size, rendezvous=None, *, hidden, intermediate, experts, top_k, activation, gated, bias, limit,
+        limit_after, plus_one, dtype, max_tokens, wait_limit_s))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         key: &str,
         rank: usize,
         size: usize,
+        rendezvous: Option<&Rendezvous>,
         hidden: usize,
         intermediate: usize,
         experts: usize,
@@ -393,7 +436,7 @@ impl Layer {
         if spec.dtype == Dtype::F16 {
             return Err(PyValueError::new_err(format!("dtype is {dtype:?}, expected float32 or bfloat16 on the CPU")));
         }
-        Layer::make(py, key, rank, spec, Arc::default())
+        Layer::make(py, key, rank, spec, Arc::default(), rendezvous.cloned())
     }
 
     /// Returns a layer that runs the largest batch of this layer in one pass, or None if this layer does (collective). All processes decide
@@ -410,7 +453,7 @@ impl Layer {
         })?;
         let Some((rank, mut spec, most)) = grown else { return Ok(None) };
         spec.max_tokens = most + most / SPARE_PART;
-        Layer::make(py, key, rank, spec, self.sent.clone()).map(Some)
+        Layer::make(py, key, rank, spec, self.sent.clone(), self.rendezvous.clone()).map(Some)
     }
 
     /// Computes `output = sum of weight * expert(x)` (collective). `tensors` holds x, ids, weights and output as in `Forward`, and
@@ -437,6 +480,12 @@ impl Layer {
             Ok::<_, PyErr>(pass)
         })?;
         Ok(Saved { pass: Mutex::new(Some(pass)), tokens, layer: self.state.clone(), shapes })
+    }
+
+    /// Ends this process's part of a layer over several hosts, unless a pass runs. Needed before the process ends: otherwise it is lost to
+    /// processes that still compute a pass.
+    fn leave(&self, py: Python<'_>) {
+        py.detach(|| self.state.try_lock().iter().for_each(|state| state.leave()));
     }
 
     /// Total bytes that this layer and the smaller layers that it replaced have put to other processes.
@@ -611,6 +660,7 @@ fn _aristos(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(how_to_restart, module)?)?;
     module.add_class::<Layer>()?;
     module.add_class::<Saved>()?;
+    module.add_class::<Rendezvous>()?;
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     module.add_class::<device::DeviceLayer>()?;
     #[cfg(any(feature = "cuda", feature = "emulate"))]

@@ -11,6 +11,7 @@ import time
 import typing
 import unittest.mock
 
+import aristos
 from aristos import _launchers
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -47,23 +48,6 @@ except aristos.AristosError as error:
     print(f"rank {group.rank}: {error}", flush=True)
 # Stay alive: the error must not be caused by a process that ends.
 time.sleep(6)
-"""
-
-
-# After torch has connected the processes, rank 1 moves to another host: a network namespace and a name of its own.
-TWO_HOSTS = """
-import ctypes, os, socket, torch, aristos
-group = aristos.init(wait_limit_s=20)
-CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
-if group.rank == 1:
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS | CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "unshare")
-    socket.sethostname("second")
-up, down = torch.ones(2, 8, 4), torch.ones(2, 4, 4)
-try:
-    aristos.experts(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), up, down)
-except (ValueError, aristos.AristosError) as error:
-    os.write(1, f"rank {group.rank}: {error}\\n".encode())
 """
 
 
@@ -115,8 +99,19 @@ TASKS = [
 ]
 
 
-def torchrun(pes, *command, before=(), **more):
-    run = [*before, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pes), *map(str, command)]
+# Slurm's variables, and the node of rank 0.
+NODES = [
+    ("SLURM_JOB_ID=5 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=nid[001-003,7],login1", "nid001"),
+    ("SLURM_JOB_ID=5 SLURM_NNODES=2 SLURM_NODELIST=login1,nid[001-003]", "login1"),
+    ("SLURM_JOB_ID=5 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=rack[1-2]node,x", "rack1node"),
+    ("SLURM_JOB_ID=5 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=a-1,a-2 SLURM_JOB_NODELIST=b", "a-1"),
+    ("SLURM_JOB_ID=5 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=nid001 SLURM_NNODES=4", "127.0.0.1"),
+    ("SLURM_JOB_ID=5 SLURM_STEP_NODELIST=nid001", "127.0.0.1"),
+]
+
+
+def torchrun(pes, *command, **more):
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pes), *map(str, command)]
     return subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more)
 
 
@@ -170,23 +165,6 @@ def different_later_shapes_are_an_error_on_each_rank():
         assert "rank 1: to make a layer: rank 0 did not come in 3" in said, said[-400:]
 
 
-def several_hosts_are_an_error_on_each_rank():
-    with tempfile.TemporaryDirectory() as folder:
-        script = pathlib.Path(folder) / "two_hosts.py"
-        script.write_text(TWO_HOSTS)
-        # In a user namespace a process may create others without being root.
-        job = torchrun(2, script, before=["unshare", "--map-root-user"])
-        try:
-            said = job.communicate(timeout=LIMIT_S)[0]
-        finally:
-            job.terminate()
-        for rank in range(2):
-            lines = [line for line in said.splitlines() if line.startswith(f"rank {rank}: ")]
-            assert len(lines) == 1, reason(said)
-            expected = ("on 2 hosts or network namespaces (rank 0 on ", ", rank 1 on second)", "aristos.Group(mesh['ep'])")
-            assert all(part in lines[0] for part in expected), lines[0]
-
-
 def finished_job_exits_cleanly():
     with tempfile.TemporaryDirectory() as folder:
         script = pathlib.Path(folder) / "ending.py"
@@ -221,6 +199,26 @@ def ranks_are_read_from_the_innermost_launcher():
                 raise AssertionError(f"{text}: {_launchers.find()}, expected an error")
             except ValueError as error:
                 assert " is " in str(error) and "expected" in str(error), error
+
+
+def master_is_the_first_node_of_a_step():
+    for nodes, expected in NODES:
+        with unittest.mock.patch.dict(os.environ, variables(nodes), clear=True):
+            chosen = _launchers.master_address("SLURM_PROCID"), _launchers.master_address("RANK"), _launchers.master_port("SLURM_PROCID")
+        assert chosen == (expected, "127.0.0.1", "29505"), f"{nodes}: {chosen}"
+    refused = {
+        "SLURM_NNODES=2 SLURM_STEP_NODELIST=[": "SLURM_STEP_NODELIST is '[', expected a list of nodes; set MASTER_ADDR",
+        "SLURM_NNODES=2": "SLURM_STEP_NODELIST is '', expected a list of nodes; set MASTER_ADDR",
+        "SLURM_NNODES=two": "SLURM_NNODES is 'two', expected a number",
+        "SLURM_JOB_ID=5.x": "SLURM_JOB_ID is '5.x', expected a number",
+    }
+    for text, expected in refused.items():
+        job = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+        with unittest.mock.patch.dict(os.environ, job | variables(text), clear=True):
+            try:
+                raise AssertionError(f"{text}: {aristos.init()}, expected an error")
+            except ValueError as error:
+                assert str(error).startswith(expected), f"{text}: {error}"
 
 
 def reason(said):
@@ -274,10 +272,10 @@ def losses_agree_for_300_steps():
 CASES = [
     ctrl_c_ends_all_ranks,
     different_later_shapes_are_an_error_on_each_rank,
-    several_hosts_are_an_error_on_each_rank,
     finished_job_exits_cleanly,
     shells_of_slurm_jobs_run_alone,
     ranks_are_read_from_the_innermost_launcher,
+    master_is_the_first_node_of_a_step,
     training_resumes_with_another_number_of_processes,
 ]
 

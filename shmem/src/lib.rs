@@ -49,6 +49,7 @@
 //! # Ok::<(), aristos_shmem::ShmemError>(())
 //! ```
 
+mod boxed;
 mod channels;
 mod collective;
 pub mod control;
@@ -306,6 +307,7 @@ mod tests {
         #[cfg(feature = "ofi")]
         is_shared::<Shmem<ofi::OfiTransport>>();
         is_shared::<Shmem<reorder::ReorderTransport>>();
+        is_shared::<Shmem<Box<dyn Transport + Send + Sync>>>();
         is_send::<Shmem<GroupTransport<'_, ShmTransport>>>();
         is_send::<Sym<f32>>();
         is_send::<Team>();

@@ -164,6 +164,14 @@ fn is_loopback(ip: IpAddr) -> bool {
     ip == Ipv4Addr::LOCALHOST || ip == Ipv6Addr::LOCALHOST
 }
 
+/// A socket for [`TcpWorld::join_at`](super::TcpWorld::join_at), which listens on every interface, at a port that the system assigns.
+///
+/// # Errors
+/// The system's.
+pub fn listen_anywhere() -> io::Result<TcpListener> {
+    listen_for(Ipv6Addr::UNSPECIFIED.into(), 0)
+}
+
 /// Listens on `port` on every interface through which peers can reach `address`.
 fn listen_for(address: IpAddr, port: u16) -> io::Result<TcpListener> {
     let listener = match address {

@@ -43,7 +43,7 @@ mod transport;
 mod world;
 
 pub use error::TcpError;
-pub use join::{JoinLimits, Joining};
+pub use join::{JoinLimits, Joining, listen_anywhere};
 pub use transport::TcpTransport;
 pub use world::TcpWorld;
 

@@ -1,5 +1,7 @@
 //! Behaviour outside of the conformance suite: large transfers, lost and invalid peers, strangers.
 
+mod ends;
+
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
@@ -208,75 +210,6 @@ fn world_can_have_one_heap_after_another() {
             pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: heap_bytes as u64 }, soon()).unwrap();
         }
     });
-}
-
-/// All PEs pass a barrier; `last` then calls the returned function to wait until the others have passed it.
-fn all_but_one_pass_a_barrier(pe: &Shmem<TcpTransport>, last: usize) -> impl FnOnce() {
-    let passed = pe.alloc::<u64>(1).unwrap();
-    pe.barrier_all(soon()).unwrap();
-    if pe.my_pe() != last {
-        pe.signal_op(passed, 1, SignalOp::Add, last);
-    }
-    move || _ = pe.wait_until(Wait { signal: passed, cmp: Cmp::Eq, value: pe.n_pes() as u64 - 1 }, soon()).unwrap()
-}
-
-#[test]
-fn panicking_pe_is_named_by_the_others() {
-    let lines = worlds(3, |world| {
-        let run = move || {
-            let pe = shmem(&world, 1 << 16);
-            let word = pe.alloc::<u64>(1).unwrap();
-            let others_are_here = all_but_one_pass_a_barrier(&pe, 2);
-            if pe.my_pe() == 2 {
-                others_are_here();
-                std::panic::resume_unwind(Box::new("planted"));
-            }
-            drop(others_are_here);
-            let begun = Instant::now();
-            let ended = pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap_err();
-            assert!(begun.elapsed() < LIMIT / 2);
-            // Operations on the lost PE, and all waits, end at once.
-            pe.put(word, &[1], 2);
-            assert_eq!(pe.fetch_add(word, 1, 2), 0);
-            let mut got = [7];
-            pe.get(&mut got, word, 2);
-            pe.quiet();
-            pe.barrier_all(soon()).unwrap_err();
-            assert!(begun.elapsed() < LIMIT / 2);
-            assert_eq!((got, ended.lost.as_ref().map(|lost| lost.pe)), ([0], Some(2)));
-            // Kept until both have seen the loss: a PE that ends without a farewell is lost to the other.
-            (ended.to_string(), pe, world)
-        };
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).ok()
-    });
-    assert_eq!(lines.len(), 3);
-    for line in &lines[..2] {
-        let (line, ..) = line.as_ref().unwrap();
-        assert!(line.ends_with("saw 0; PE 2 is lost: its connection has ended"), "{line}");
-    }
-    assert!(lines[2].is_none());
-}
-
-#[test]
-fn pe_that_ends_for_another_names_it() {
-    let lost = worlds(3, |world| {
-        let pe = shmem(&world, 1 << 16);
-        let others_are_here = all_but_one_pass_a_barrier(&pe, 1);
-        if pe.my_pe() == 1 {
-            others_are_here();
-            world.farewell(0, "it has not come");
-            std::mem::forget((pe, world));
-            return None;
-        }
-        drop(others_are_here);
-        let word = pe.alloc::<u64>(1).unwrap();
-        let ended = pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap_err();
-        // Kept until both have seen the loss.
-        Some((ended.lost.unwrap().to_string(), pe, world))
-    });
-    let lost: Vec<Option<&str>> = lost.iter().map(|kept| kept.as_ref().map(|(line, ..)| line.as_str())).collect();
-    let line = Some("PE 0 is lost: it has not come");
-    assert_eq!(lost, [line, None, line]);
 }
 
 #[test]

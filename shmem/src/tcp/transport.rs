@@ -12,7 +12,7 @@ use super::world::Running;
 use super::{TcpError, TcpWorld, intra_host};
 use crate::doorbell::{ring, signal};
 use crate::wait::Patience;
-use crate::{LostPe, RawWait, Segment, SignalOp, Transport};
+use crate::{LostPe, RawWait, Segment, SignalOp, Transport, Watch};
 
 /// A wait that times out sooner does not query the PEs for a silent one.
 const SHORT_WAIT: Duration = Duration::from_millis(100);
@@ -24,6 +24,7 @@ pub struct TcpTransport {
     /// By PE, the other PEs' heaps that are mapped here; empty if none is.
     intra_host: Vec<Option<Segment>>,
     unmapped: Option<String>,
+    watch: Option<Arc<dyn Watch>>,
     /// How long an operation without a deadline waits for a PE.
     limit: Duration,
     patience: Patience,
@@ -47,7 +48,8 @@ impl TcpTransport {
         }
         // No PE sends a frame for this heap before the barrier below.
         let patience = Patience::of(2 * world.pes_on_host());
-        let transport = TcpTransport { running, heap, intra_host: Vec::new(), unmapped: None, limit, patience };
+        let (intra_host, unmapped, watch) = (Vec::new(), None, None);
+        let transport = TcpTransport { running, heap, intra_host, unmapped, watch, limit, patience };
         world.barrier(limit)?;
         Ok(transport)
     }
@@ -62,6 +64,12 @@ impl TcpTransport {
         (transport.intra_host, transport.unmapped) =
             intra_host::map(&transport.running, world.hosts(), &transport.heap, limit)?;
         Ok(transport)
+    }
+
+    /// Sets a watch that ends all waits once it reports a lost PE, such as this one.
+    pub fn watched(mut self, watch: Arc<dyn Watch>) -> Self {
+        self.watch = Some(watch);
+        self
     }
 
     /// The PE of this host whose memory this PE could not map, and why.
@@ -108,6 +116,10 @@ impl TcpTransport {
 
 impl Drop for TcpTransport {
     fn drop(&mut self) {
+        if self.running.has_left() {
+            // The progress thread may still access the heap, which it frees when it ends.
+            return;
+        }
         // All frames for this heap must arrive before it is unmapped; after a panic the other PEs may never call this.
         if !std::thread::panicking() {
             self.quiet();
@@ -216,10 +228,9 @@ impl Transport for TcpTransport {
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
         let start = Instant::now();
-        let mesh = self.mesh();
-        let found = self.patience.wait(&self.heap, waits, deadline, || mesh.lost().is_some());
-        if found.is_none() && mesh.lost().is_none() && start.elapsed() >= SHORT_WAIT {
-            mesh.find_silent();
+        let found = self.patience.wait(&self.heap, waits, deadline, || self.lost().is_some());
+        if found.is_none() && self.lost().is_none() && start.elapsed() >= SHORT_WAIT {
+            self.mesh().find_silent();
         }
         found
     }
@@ -235,7 +246,7 @@ impl Transport for TcpTransport {
     }
 
     fn lost(&self) -> Option<LostPe> {
-        self.mesh().lost().cloned()
+        self.mesh().lost().cloned().or_else(|| self.watch.as_ref()?.lost())
     }
 
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {

@@ -4,15 +4,13 @@ use std::net::TcpListener;
 #[cfg(feature = "ofi")]
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::frame::{Header, Kind};
 use super::join::{self, Joining, Met};
-#[cfg(feature = "ofi")]
-use super::mesh::Peer;
-use super::mesh::{Mesh, ReceivedState, lock};
+use super::mesh::{Mesh, Peer, ReceivedState, lock};
 use super::outbox::Body;
 use super::{TcpError, progress};
 use crate::LostPe;
@@ -46,6 +44,10 @@ pub(crate) struct Running {
     thread: Option<JoinHandle<()>>,
     /// How long a wait for a message lasts before the other PEs are asked whether they answer, ms.
     liveness_ms: AtomicU64,
+    /// The process that runs the thread, which a forked child does not.
+    process: u32,
+    /// Set by [`TcpWorld::leave`]: the end of this PE waits for no other.
+    left: AtomicBool,
 }
 
 impl TcpWorld {
@@ -76,7 +78,8 @@ impl TcpWorld {
         });
         let thread = thread.map_err(|error| TcpError::system("start the progress thread", error))?;
         let liveness_ms = AtomicU64::new(joining.limits.given_up_after().as_millis() as u64);
-        let running = Arc::new(Running { mesh, thread: Some(thread), liveness_ms });
+        let (process, left) = (std::process::id(), AtomicBool::new(false));
+        let running = Arc::new(Running { mesh, thread: Some(thread), liveness_ms, process, left });
         let world = TcpWorld { running, hosts, refusals };
         // Every PE is connected to every other before any continues.
         world.barrier(until.saturating_duration_since(Instant::now()) + GRACE)?;
@@ -168,6 +171,37 @@ impl TcpWorld {
         }
     }
 
+    /// Ends this PE's part in the world and its heap, which can then be dropped without waiting. Not collective: other PEs may continue among
+    /// themselves, as the end of this PE's connections is no loss to them. Returns once each has carried out the frames sent to it, 5 s at the
+    /// latest. If this PE has failed, or another is lost, the others learn that instead. In a forked child it only prevents that a drop ends the
+    /// parent's connections.
+    pub fn leave(&self, failure: Option<&str>) {
+        let mesh = &self.running.mesh;
+        if self.running.left.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        if self.running.process != std::process::id() {
+            std::mem::forget(self.running.clone());
+            return;
+        }
+        match (mesh.lost(), failure) {
+            (Some(lost), _) => return self.farewell(lost.pe, &lost.why),
+            (None, Some(why)) => return self.farewell(mesh.me, &format!("it failed: {why}")),
+            (None, None) => {}
+        }
+        let ask = |(pe, peer)| {
+            mesh.send(pe, Header::of(Kind::Bye), Body::Bytes(&[]));
+            (peer, mesh.send(pe, Header::of(Kind::Ask), Body::Bytes(&[])))
+        };
+        let asked: Vec<(&Peer, u64)> = mesh.others().map(ask).collect();
+        mesh.wait(Instant::now() + END_LIMIT, |_| {
+            let has_all = |&(peer, number): &(&Peer, u64)| {
+                peer.ended.load(Ordering::SeqCst) || peer.acknowledged.load(Ordering::SeqCst) >= number
+            };
+            asked.iter().all(has_all).then_some(())
+        });
+    }
+
     /// Number of this host's PEs with a lower number.
     #[cfg(feature = "ofi")]
     pub(crate) fn index_on_host(&self) -> usize {
@@ -199,6 +233,10 @@ impl TcpWorld {
 }
 
 impl Running {
+    pub(super) fn has_left(&self) -> bool {
+        self.left.load(Ordering::SeqCst)
+    }
+
     pub(crate) fn tell(&self, pe: usize, channel: u64, message: &[u8]) {
         let header = Header { at: channel, bytes: message.len() as u64, ..Header::of(Kind::Message) };
         self.mesh.send(pe, header, Body::Bytes(message));
@@ -279,7 +317,7 @@ impl Drop for Watch<'_> {
 impl Drop for Running {
     fn drop(&mut self) {
         let mesh = &self.mesh;
-        if !std::thread::panicking() && mesh.lost().is_none() {
+        if !std::thread::panicking() && mesh.lost().is_none() && !self.has_left() {
             mesh.others().for_each(|(pe, _)| _ = mesh.send(pe, Header::of(Kind::Bye), Body::Bytes(&[])));
             // Waits until all have sent it and received all frames, so that no connection is closed with unread data.
             mesh.wait(Instant::now() + END_LIMIT, |_| {
