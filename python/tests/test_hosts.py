@@ -351,23 +351,39 @@ def address_is_that_of_the_interface():
         assert chosen == [HOSTS[host][0], name, name, "no.such.host", "::2"] and ipv6.startswith("[::2]:"), (chosen, ipv6)
 
 
-# The last pass of ranks 0 and 1, which share a host, is long; ranks 2 and 3 end meanwhile. Rank 1 waits for rank 0 then.
+def forking():
+    """Passes before and after a fork whose child drops its copy of the layer."""
+    group = aristos.init()
+    for seed in range(2):
+        problem = Problem(seed=seed)
+        output = problem.experts()
+        output.backward(problem.grad)
+        matches(problem, output, [leaf.grad for leaf in problem.leaves()])
+        if os.fork() == 0:
+            group._layers.clear()
+            os._exit(0)
+        assert os.wait()[1] == 0
+    return "the child has ended"
+
+
+def fork_leaves_the_connections_alone():
+    Job([0, 0, 1, 1], forking).values()
+
+
+# In the last pass rank 1 waits long for rank 0, on its own host; ranks 2 and 3 end meanwhile.
 UNEVEN = """
-import ctypes, os, torch, aristos
-group = aristos.init()
-def call(tokens, inner):
-    up, down = torch.ones(1, 2 * inner, 1024), torch.ones(1, 1024, inner)
-    x, ids = torch.ones(tokens, 1024), torch.zeros(tokens, 1, dtype=torch.int64)
-    return aristos.experts(x, ids, torch.ones(tokens, 1), up, down)
-call(2048 if group.rank == 1 else 0, 2048)
-assert call(2048 if group.rank == 1 else 0, 2048).isfinite().all()
-# Some program's reference keeps the layer until the process has ended.
+import ctypes, os, torch
+os.environ["ARISTOS_CPU"] = "scalar"
+import aristos
+group = aristos.init(max_tokens=8192)
+# A program's reference may keep the layer until the process has ended.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-if group.rank == 3:
-    # A forked child has the connections too, and its end must not end them.
-    if os.fork() == 0:
-        raise SystemExit
-    os.wait()
+up, down = torch.ones(1, 4096, 1024), torch.ones(1, 1024, 2048)
+def call(tokens):
+    ids = torch.zeros(tokens, 1, dtype=torch.int64)
+    return aristos.experts(torch.ones(tokens, 1024), ids, torch.ones(tokens, 1), up, down)
+call(1)
+assert call(8192 if group.rank == 1 else 0).isfinite().all()
 print(f"rank {group.rank} of {group.size} ends", flush=True)
 """
 
@@ -399,6 +415,7 @@ CASES = [
     groups_inside_a_job_and_refused_devices,
     address_is_that_of_the_interface,
     rank_with_another_token_is_refused,
+    fork_leaves_the_connections_alone,
     torchrun_on_two_hosts_ends_cleanly,
 ]
 
