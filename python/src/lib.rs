@@ -1,21 +1,15 @@
 //! The native layer behind the Python package `aristos/`. The layer receives views of the caller's tensors and checks their shapes and
 //! types (`views.rs`). The Python code has checked that the tensors are contiguous and in host memory.
 
-use std::marker::PhantomData;
-use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use aristos::checkpoint::{ACTIVATIONS, Family};
-use aristos::moe::cpu::BorrowedGradients;
-use aristos::moe::cpu::experts::Mlp;
-use aristos::moe::kernels::{Borrowed, Element, InstructionSet};
+use aristos::moe::kernels::InstructionSet;
 use aristos::moe::metrics::Phase;
 use aristos::moe::placement::block;
-use aristos::moe::{
-    self, Dtype, LayerConfig, LayerSpec, MatrixGradientMut, MlpGradientsMut, MoeLayer, Proj, proj_index,
-};
+use aristos::moe::{self, Dtype, LayerConfig, LayerSpec, MoeLayer};
 use aristos::plan::{Rebalance, rebalance_auto, rebalance_with};
 use aristos::shmem::tcp::TcpWorld;
 use aristos::shmem::{Shmem, Transport};
@@ -27,11 +21,13 @@ use pyo3::types::PyDict;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod device;
 mod hosts;
+mod passes;
 mod signals;
 mod spec;
 mod views;
 
 use hosts::Rendezvous;
+use passes::{Backward, Forward, Weights};
 use signals::Signals;
 use spec::{AristosError, Form, SizesOf, check_rank, error, how_to_restart, moe_error, set_saved_folder, spec_of};
 use views::{ExpertViews, Of, Shapes, View};
@@ -57,199 +53,6 @@ enum PassState {
 
 const SECOND_BACKWARD: &str = "a pass allows one backward, which frees what the forward pass saved, also with retain_graph=True: \
     run the forward pass again";
-
-/// Returns a slice of the caller's memory.
-///
-/// # Safety
-/// `address` is aligned and points to `len` initialised elements, which are not written during `'a`.
-unsafe fn read<'a, T>(address: usize, len: usize) -> &'a [T] {
-    if len == 0 {
-        return &[];
-    }
-    // SAFETY: guaranteed by the caller.
-    unsafe { slice::from_raw_parts(address as *const T, len) }
-}
-
-/// Returns a mutable slice of the caller's memory.
-///
-/// # Safety
-/// The conditions are those of [`read`], and nothing else accesses the elements during `'a`.
-unsafe fn write<'a, T>(address: usize, len: usize) -> &'a mut [T] {
-    if len == 0 {
-        return &mut [];
-    }
-    // SAFETY: guaranteed by the caller.
-    unsafe { slice::from_raw_parts_mut(address as *mut T, len) }
-}
-
-/// A slice of the caller's memory that is valid during a call.
-struct CallerSlice<E> {
-    address: usize,
-    len: usize,
-    element: PhantomData<fn() -> E>,
-}
-
-impl<E> AsRef<[E]> for CallerSlice<E> {
-    fn as_ref(&self) -> &[E] {
-        // SAFETY: [`Weights::borrow`] creates the value and requires that the memory is valid during the call. The value is dropped at the
-        // end of the call.
-        unsafe { read(self.address, self.len) }
-    }
-}
-
-/// The addresses of the weights of this process's experts, or of their gradients. All are contiguous. up and down have the layer's element
-/// type. up is `[experts, 2 * intermediate, hidden]`, with the gate's rows before those of up, or `[experts, intermediate, hidden]` without
-/// a gate. down is `[experts, hidden, intermediate]`. The biases are f32 `[experts, out]`, and the address of a missing bias is 0.
-#[derive(Clone, Copy)]
-struct Weights {
-    up: usize,
-    down: usize,
-    up_bias: usize,
-    down_bias: usize,
-}
-
-impl From<[usize; 4]> for Weights {
-    fn from([up, down, up_bias, down_bias]: [usize; 4]) -> Weights {
-        Weights { up, down, up_bias, down_bias }
-    }
-}
-
-impl Weights {
-    /// Returns the address and the length of expert `local`'s matrix, whose elements have `bytes` bytes, and those of its bias.
-    fn matrix_and_bias(&self, config: &LayerConfig, local: usize, proj: Proj, bytes: usize) -> [(usize, usize); 2] {
-        let (h, i) = (config.hidden, config.expert.intermediate);
-        let parts = if config.expert.gated { 2 } else { 1 };
-        let first = if config.expert.gated && proj == Proj::Up { i } else { 0 };
-        match proj {
-            Proj::Gate | Proj::Up => {
-                let row = local * parts * i + first;
-                [(self.up + row * h * bytes, i * h), (self.up_bias + row * size_of::<f32>(), i)]
-            }
-            Proj::Down => {
-                let bias = self.down_bias + local * h * size_of::<f32>();
-                [(self.down + local * h * i * bytes, h * i), (bias, h)]
-            }
-        }
-    }
-
-    /// Returns the experts, whose weights stay in the caller's memory.
-    ///
-    /// # Safety
-    /// The addresses are those of tensors with these shapes and types, and nothing writes to the tensors while the experts live.
-    unsafe fn borrow<E: Element>(&self, config: &LayerConfig, experts: usize) -> PyResult<Vec<Mlp<E>>> {
-        let expert = |local| {
-            let (mut borrowed, mut biases) = ([const { None }; 3], [const { Vec::new() }; 3]);
-            for &proj in config.expert.projections() {
-                let [(address, len), (bias, out)] = self.matrix_and_bias(config, local, proj, size_of::<E>());
-                let matrix: Borrowed<E> = Box::new(CallerSlice { address, len, element: PhantomData });
-                borrowed[proj_index(proj)] = Some(matrix);
-                if config.expert.bias {
-                    // SAFETY: guaranteed by the caller.
-                    biases[proj_index(proj)] = unsafe { read::<f32>(bias, out) }.to_vec();
-                }
-            }
-            Mlp::borrowed(config.expert, config.hidden, borrowed, biases).map_err(moe_error)
-        };
-        (0..experts).map(expert).collect()
-    }
-
-    /// Calls `compute` with buffers for expert `local`'s gradients.
-    ///
-    /// # Safety
-    /// The conditions are those of [`Weights::borrow`], and nothing else accesses the gradients during the call.
-    unsafe fn compute_into<E: Element>(
-        &self,
-        config: &LayerConfig,
-        local: usize,
-        compute: &mut dyn FnMut(MlpGradientsMut<'_>),
-    ) {
-        let mut matrix = [(); 3].map(|()| MatrixGradientMut::F32(&mut []));
-        let mut biases: [&mut [f32]; 3] = [&mut [], &mut [], &mut []];
-        for &proj in config.expert.projections() {
-            let [(address, len), (bias, out)] = self.matrix_and_bias(config, local, proj, size_of::<E>());
-            // SAFETY: the caller guarantees the memory. The elements have this type, and the projections do not overlap.
-            unsafe {
-                matrix[proj_index(proj)] = match E::NAME == f32::NAME {
-                    true => MatrixGradientMut::F32(write(address, len)),
-                    false => MatrixGradientMut::Bf16(write(address, len)),
-                };
-                if config.expert.bias {
-                    biases[proj_index(proj)] = write(bias, out);
-                }
-            }
-        }
-        compute(MlpGradientsMut { matrix, bias: biases });
-    }
-}
-
-/// The addresses of the tensors of a forward pass, which are contiguous. x is `[tokens, hidden]` in the layer's element type, ids are i32
-/// `[tokens, top_k]`, weights are f32 `[tokens, top_k]`, and output is f32 `[tokens, hidden]`.
-struct Forward {
-    tokens: usize,
-    tensors: [usize; 4],
-    experts: Weights,
-}
-
-/// The addresses of the tensors of a backward pass, which are contiguous. x and grad_output are `[tokens, hidden]` in the layer's element
-/// type, and x is that of the forward pass. grad_x is f32 `[tokens, hidden]`, and grad_weights is f32 `[tokens, top_k]`.
-struct Backward {
-    tokens: usize,
-    tensors: [usize; 4],
-    experts: Weights,
-    /// The gradients of the experts, or `None` if they are not computed.
-    gradients: Option<Weights>,
-}
-
-impl Forward {
-    /// # Safety
-    /// The addresses are those of the caller's tensors with these shapes and types, and nothing else accesses the tensors during the call.
-    unsafe fn run<E: Element>(&self, layer: &mut CpuLayer<E>) -> PyResult<SavedOf<E>> {
-        let (elements, pairs, local) = sizes(layer, self.tokens);
-        let [x, ids, weights, output] = self.tensors;
-        // SAFETY: guaranteed by the caller; the borrowed experts are dropped at the end of this function.
-        let (x, ids, weights, output, experts) = unsafe {
-            let experts = self.experts.borrow::<E>(&layer.spec().config, local)?;
-            (read(x, elements), read(ids, pairs), read(weights, pairs), write(output, elements), experts)
-        };
-        layer.experts_borrowed(&experts, x, ids, weights, output).map_err(moe_error)
-    }
-}
-
-impl Backward {
-    /// # Safety
-    /// The conditions are those of [`Forward::run`].
-    unsafe fn run<E: Element>(&self, layer: &mut CpuLayer<E>, saved: &mut SavedOf<E>) -> PyResult<()> {
-        let (elements, pairs, local) = sizes(layer, self.tokens);
-        let [x, grad_output, grad_x, grad_weights] = self.tensors;
-        // SAFETY: guaranteed by the caller; the borrowed experts are dropped at the end of this function.
-        let (x, grad_output, grad_x, grad_weights, experts) = unsafe {
-            let experts = self.experts.borrow::<E>(&layer.spec().config, local)?;
-            (
-                read(x, elements),
-                read(grad_output, elements),
-                write(grad_x, elements),
-                write(grad_weights, pairs),
-                experts,
-            )
-        };
-        let config = layer.spec().config.clone();
-        let mut write_gradients = |local: usize, compute: &mut dyn FnMut(MlpGradientsMut<'_>)| {
-            if let Some(gradients) = &self.gradients {
-                // SAFETY: guaranteed by the caller.
-                unsafe { gradients.compute_into::<E>(&config, local, compute) };
-            }
-        };
-        let gradients = BorrowedGradients { input: grad_x, weights: grad_weights, experts: &mut write_gradients };
-        layer.experts_borrowed_backward(&experts, saved, x, grad_output, gradients).map_err(moe_error)
-    }
-}
-
-/// Returns the number of elements of a pass's tokens, the number of (token, expert) pairs, and the number of this process's experts.
-fn sizes<E: Element>(layer: &CpuLayer<E>, tokens: usize) -> (usize, usize, usize) {
-    let config = &layer.spec().config;
-    let local = layer.spec().placement.experts(layer.my_pe()).len();
-    (tokens * config.hidden, tokens * config.router.top_k, local)
-}
 
 /// A layer. If it is no longer usable, `failed` holds the reason.
 struct State {
