@@ -5,12 +5,22 @@ _View = tuple[int, tuple[int, ...], str]
 
 class AristosError(RuntimeError): ...
 
+class Rendezvous:
+    address: str
+
+    def __new__(cls, address: str) -> Rendezvous: ...
+    @staticmethod
+    def listen(host: str) -> Rendezvous: ...
+
 class Layer:
+    notes: list[str]
+
     def __new__(
         cls,
         key: str,
         rank: int,
         size: int,
+        rendezvous: Rendezvous | None = None,
         *,
         hidden: int,
         intermediate: int,
@@ -28,6 +38,7 @@ class Layer:
     ) -> Layer: ...
     def forward(self, tensors: list[_View], experts: list[_View | None]) -> Saved: ...
     def grown(self, key: str) -> Layer | None: ...
+    def leave(self) -> None: ...
     def sent_bytes(self) -> int: ...
     def measured(self) -> dict[str, int | float]: ...
 

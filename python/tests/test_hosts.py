@@ -227,13 +227,15 @@ def longer_batches_grow_and_other_cases_pass():
     return f"{len(names)} cases"
 
 
-def steps_until_an_error(dying=None):
-    """Steps until one fails. Rank `dying` kills itself in the sixth step."""
-    group = aristos.init()
+def steps_until_an_error(dying=None, how="is killed"):
+    """Steps until one fails. Rank `dying` kills itself before the sixth step, or ends like a program that returns."""
+    group = aristos.init(wait_limit_s=3000)
     for step in range(1_000_000):
         if step == 5:
             pathlib.Path(os.environ["MARK"]).touch()
             if group.rank == dying:
+                if how == "returns":
+                    return "it has returned"
                 os.kill(os.getpid(), signal.SIGKILL)
         problem = Problem(seed=step)
         problem.experts().backward(problem.grad)
@@ -249,6 +251,14 @@ def lost(results, rank):
 def killed_rank_is_named_on_both_hosts():
     results = Job([0, 0, 1, 1], steps_until_an_error, 3).results()
     assert results[3] is None
+    for rank in range(3):
+        assert lost(results, rank)[0] == 3, results[rank]
+    return results[0]
+
+
+def rank_that_returns_early_is_named_on_both_hosts():
+    results = Job([0, 0, 1, 1], steps_until_an_error, 3, "returns").results()
+    assert results[3] == "it has returned"
     for rank in range(3):
         assert lost(results, rank)[0] == 3, results[rank]
     return results[0]
@@ -410,6 +420,7 @@ CASES = [
     twenty_steps_equal_one_process,
     longer_batches_grow_and_other_cases_pass,
     killed_rank_is_named_on_both_hosts,
+    rank_that_returns_early_is_named_on_both_hosts,
     partition_is_named_on_both_sides,
     rank_that_stops_calling_is_named_and_a_restart_works,
     groups_inside_a_job_and_refused_devices,

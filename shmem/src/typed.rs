@@ -11,7 +11,7 @@ use super::team::SyncWords;
 use super::{Cmp, LostPe, Pod, RawWait, ShmemError, SignalOp, Sym, Team, Transport, Wait, WaitTimeout};
 
 /// The interval at which a wait checks whether processes have ended.
-const PROCESS_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+pub(crate) const PROCESS_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// One PE's view of the symmetric heap, over a transport.
 ///
@@ -308,7 +308,10 @@ impl<T: Transport> Shmem<T> {
         }
         let start = Instant::now();
         loop {
-            let until = deadline.min(Instant::now() + PROCESS_CHECK_INTERVAL);
+            // The last part is longer than the interval, for transports that look for a silent PE after longer waits only.
+            let now = Instant::now();
+            let is_last = deadline.saturating_duration_since(now) < 2 * PROCESS_CHECK_INTERVAL;
+            let until = if is_last { deadline } else { now + PROCESS_CHECK_INTERVAL };
             let timeout = match self.wait_until_any(waits, until) {
                 Err(timeout) if until < deadline && timeout.lost.is_none() => timeout,
                 ended => return ended.map_err(|timeout| WaitTimeout { waited: start.elapsed(), ..timeout }),

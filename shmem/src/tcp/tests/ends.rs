@@ -102,6 +102,10 @@ fn pe_that_leaves_is_no_loss_and_has_sent_all() {
         wait(1 - me);
         pe.quiet();
         assert_eq!(pe.lost(), None);
+        // A wait for that PE ends at once.
+        let more = Wait { signal: words.at(2), cmp: Cmp::Eq, value: 2 };
+        let ended = pe.wait_until_any_of(&[more], &[2], Instant::now() + 100 * LIMIT).unwrap_err();
+        assert_eq!(ended.lost, Some(LostPe::new(2, "its process has ended")));
         world.leave(None);
     });
 }
