@@ -23,7 +23,7 @@ def address():
     try:
         family, _, _, _, there = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # Selects the interface, and sends nothing.
+            # Selects the interface without sending a packet.
             probe.connect(there)
             own = probe.getsockname()[0]
     except OSError:

@@ -27,7 +27,7 @@ unsafe fn read<'a, T>(address: usize, len: usize) -> &'a [T] {
 /// Returns a mutable slice of the caller's memory.
 ///
 /// # Safety
-/// The conditions are those of [`read`], and nothing else accesses the elements during `'a`.
+/// The conditions are those of [`read`], and the slice is the only access to the elements during `'a`.
 unsafe fn write<'a, T>(address: usize, len: usize) -> &'a mut [T] {
     if len == 0 {
         return &mut [];
@@ -69,7 +69,7 @@ impl From<[usize; 4]> for Weights {
 }
 
 impl Weights {
-    /// Returns the address and the length of expert `local`'s matrix, whose elements have `bytes` bytes, and those of its bias.
+    /// Returns the address and the length of expert `local`'s matrix (elements of `bytes` bytes), and those of its bias.
     fn matrix_and_bias(&self, config: &LayerConfig, local: usize, proj: Proj, bytes: usize) -> [(usize, usize); 2] {
         let (h, i) = (config.hidden, config.expert.intermediate);
         let parts = if config.expert.gated { 2 } else { 1 };
@@ -86,10 +86,10 @@ impl Weights {
         }
     }
 
-    /// Returns the experts, whose weights stay in the caller's memory.
+    /// Returns experts over the caller's memory, without a copy of their weights.
     ///
     /// # Safety
-    /// The addresses are those of tensors with these shapes and types, and nothing writes to the tensors while the experts live.
+    /// The addresses are those of tensors with these shapes and types, and the tensors do not change while the experts live.
     unsafe fn borrow<E: Element>(&self, config: &LayerConfig, experts: usize) -> PyResult<Vec<Mlp<E>>> {
         let expert = |local| {
             let (mut borrowed, mut biases) = ([const { None }; 3], [const { Vec::new() }; 3]);
@@ -110,7 +110,7 @@ impl Weights {
     /// Calls `compute` with buffers for expert `local`'s gradients.
     ///
     /// # Safety
-    /// The conditions are those of [`Weights::borrow`], and nothing else accesses the gradients during the call.
+    /// The conditions are those of [`Weights::borrow`], and this is the only access to the gradients during the call.
     unsafe fn compute_into<E: Element>(
         &self,
         config: &LayerConfig,
@@ -156,7 +156,7 @@ pub(crate) struct Backward {
 
 impl Forward {
     /// # Safety
-    /// The addresses are those of the caller's tensors with these shapes and types, and nothing else accesses the tensors during the call.
+    /// The addresses are those of the caller's tensors with these shapes and types, and this is the only access to the tensors during the call.
     pub(crate) unsafe fn run<E: Element>(&self, layer: &mut CpuLayer<E>) -> PyResult<SavedOf<E>> {
         let (elements, pairs, local) = sizes(layer, self.tokens);
         let [x, ids, weights, output] = self.tensors;

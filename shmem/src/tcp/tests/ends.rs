@@ -95,7 +95,7 @@ fn pe_that_leaves_is_no_loss_and_has_sent_all() {
         let mut seen = vec![0; BYTES];
         pe.get(&mut seen, data, me);
         assert!(gone() && seen == vec![7; BYTES]);
-        // What is sent to a PE that has left is dropped, and the others continue.
+        // Frames to a PE that has left are dropped, and the others continue.
         pe.put(data, &vec![8; BYTES], 2);
         pe.signal_op(words.at(me), 1, SignalOp::Set, 1 - me);
         wait(2);
