@@ -162,6 +162,8 @@ def far_rows():
     step()
     dist.barrier()
     before, sent_before = crossed(), group.sent_bytes()
+    # Another rank of this host must not begin before its bytes count.
+    dist.barrier()
     for _ in range(STEPS):
         step()
     sent = group.sent_bytes() - sent_before
@@ -242,10 +244,10 @@ def steps_until_an_error(dying=None, how="is killed"):
 
 
 def lost(results, rank):
-    """The number of the rank that a rank's error names as lost."""
+    """The number of the rank that a rank's error names as lost: the last one, if a rank that ended for that reason was noticed first."""
     text = results[rank]
     assert isinstance(text, Failure) and text.startswith("AristosError") and "\n" not in text and " is lost: " in text, f"rank {rank}: {text!r}"
-    return int(text.split(" is lost: ")[0].split("PE ")[-1]), text
+    return int(text.rsplit(" is lost: ", 1)[0].split("PE ")[-1]), text
 
 
 def killed_rank_is_named_on_both_hosts():
