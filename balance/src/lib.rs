@@ -5,13 +5,17 @@
 //! largest loads, packed by LPT (Graham 1969), and counts and ranks are annealed together (Kirkpatrick, Gelatt and Vecchi 1983). With unequal shares, which a
 //! plan has too, all loads become equal: a rank gets whole experts and a part of another one, as in the alias method (Walker 1977).
 
+mod borrow;
 mod node;
 mod random;
 mod shares;
+mod split;
 
 use aristos_formats::InputError;
 use aristos_formats::cluster::{Number, parse_json};
+pub use borrow::{Borrowed, Borrowing, borrow};
 pub use random::Random;
+pub use split::{Quota, divide_sources, split_rows};
 
 use node::{improve, least_load, matched, place};
 use shares::{fill, largest, level};
