@@ -5,6 +5,7 @@
 //!
 //! A time over several steps and PEs is the median over the steps of each PE, then the median and the maximum over the PEs.
 
+mod balance;
 mod cluster;
 mod models;
 mod non_finite;
@@ -22,6 +23,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use serde::Serialize;
 
+pub use balance::{Balance, LoadBalance};
 pub(crate) use cluster::cluster_text;
 pub(crate) use models::{exchange_text, linear_text, sweep_text};
 pub(crate) use non_finite::nulls_are_nan;

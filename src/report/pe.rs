@@ -56,6 +56,9 @@ pub struct StepReport {
     pub forward: PassReport,
     /// The backward pass, if there is one.
     pub backward: Option<PassReport>,
+    /// The experts of the PE, each with its rows.
+    #[serde(default)]
+    pub expert_rows: Vec<(usize, u64)>,
 }
 
 impl StepReport {

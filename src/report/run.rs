@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+use super::balance::Balance;
 use super::non_finite::{self, NonFinite, null_is_nan, nulls_are_nan};
 use super::pe::{PassReport, PeReport, Replanned, StepReport, SymmetricMemory, TrafficReport};
 use super::text::ranges;
@@ -245,6 +246,9 @@ pub struct RunReport {
     /// Rows that each PE's experts computed in one step, index = PE.
     #[serde(default)]
     pub expert_rows_per_pe: Vec<u64>,
+    /// How rows are distributed over experts and PEs, and how that changes between the steps.
+    #[serde(default)]
+    pub balance: Balance,
     /// The CPUs on which each PE was allowed to run, such as "0-15", index = PE; empty on devices.
     #[serde(default)]
     pub cpus_per_pe: Vec<String>,
@@ -317,6 +321,7 @@ impl RunReport {
             traffic,
             tokens_per_expert,
             expert_rows_per_pe,
+            balance: Balance::new(config.experts, config.pes, pes),
             cpus_per_pe,
             expert_cpu_s_per_pe,
             symmetric,
@@ -404,6 +409,7 @@ pub(super) mod tests {
                 .map(|(step, &s)| StepReport {
                     forward: pass(s, s / 2.0, 1 + step as u64),
                     backward: Some(pass(2.0 * s, s, 1)),
+                    expert_rows: expert_rows.map(|(expert, rows)| (expert, rows + 30 * step as u64)).to_vec(),
                 })
                 .collect(),
             traffic: TrafficReport {

@@ -135,6 +135,19 @@ impl RunReport {
                 format!("{mean:.1} mean, {most} largest: {:.3} of the mean", most as f64 / mean),
             );
         }
+        for (name, balance) in [("balance by expert", &self.balance.experts), ("balance by PE", &self.balance.pes)] {
+            let median = super::run::median(balance.imbalance.clone());
+            let most = balance.imbalance.iter().copied().fold(0.0, f64::max);
+            if let (Some(persistent), Some(changing)) = (balance.persistent, balance.changing) {
+                row(
+                    name,
+                    format!(
+                        "largest/mean {median:.2}, worst {most:.2}; \
+                         variance {persistent:.3}, between steps {changing:.3}"
+                    ),
+                );
+            }
+        }
         if !self.cpus_per_pe.is_empty() {
             row("threads, CPUs", self.cpus());
         }
@@ -279,6 +292,8 @@ symmetric MB per PE             0.000 peak of 0.000 budget
 rounds                          3 forward, 1 backward
 tokens per expert               10 400 0 190
 experts' rows of a PE           300.0 mean, 410 largest: 1.367 of the mean
+balance by expert               largest/mean 2.39, worst 2.67; variance 0.843, between steps 0.024
+balance by PE                   largest/mean 1.31, worst 1.37; variance 0.096, between steps 0.003
 auxiliary loss, load_balancing  0.012500
 
 check FAILED: 2 of 4 tensors beyond tolerance of the float64 reference

@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     fn step(seconds: f64) -> StepReport {
-        StepReport { forward: PassReport { seconds, ..PassReport::default() }, backward: None }
+        StepReport { forward: PassReport { seconds, ..PassReport::default() }, ..StepReport::default() }
     }
 
     fn sample(steps: u64, seconds: impl Fn(u64) -> f64) -> Vec<f64> {

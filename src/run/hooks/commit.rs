@@ -27,7 +27,11 @@ impl<L: MoeLayer> StepHook<L> for Commit<'_> {
         run.progress.traffic.add(&outcome.traffic);
         run.progress.all_reduce_bytes += outcome.all_reduce_bytes;
         match pass {
-            Pass::Forward => self.current = StepReport { forward: pass_report(outcome), backward: None },
+            Pass::Forward => {
+                let held = run.groups.experts(run.job.rank(run.pe));
+                let expert_rows = held.iter().copied().zip(run.routed.expert_rows.iter().copied()).collect();
+                self.current = StepReport { forward: pass_report(outcome), backward: None, expert_rows };
+            }
             Pass::Backward => self.current.backward = Some(pass_report(outcome)),
         }
         Ok(())

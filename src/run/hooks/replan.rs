@@ -172,10 +172,6 @@ impl<'g> Replanner<'g> {
 }
 
 impl<L: MoeLayer> StepHook<L> for Replanner<'_> {
-    fn needs_routing(&self) -> bool {
-        true
-    }
-
     fn after_pass(&mut self, run: &mut StepContext<'_, L>, pass: Pass, _: &PassOutcome) -> Result<()> {
         if pass == Pass::Forward {
             for (&expert, rows) in run.groups.experts(run.pe).iter().zip(&run.routed.expert_rows) {
