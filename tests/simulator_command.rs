@@ -551,3 +551,57 @@ fn a_machine_is_calibrated_by_its_runs() {
     std::fs::write(folder.join("n.json"), negative.to_string()).unwrap();
     refused(folder, &simulate("--calibration n.json"), &["n.json: forward.expert.s_per_flop is -1, expected a number"]);
 }
+
+#[test]
+fn balances_are_compared_on_drawn_and_captured_routing() {
+    let folder = folder(&[]);
+    let folder = folder.path();
+    let layer = "--hidden 64 --intermediate 256 --experts 16 --top-k 2";
+    let base = format!("simulate --cluster preset:dgx-h100:1 {layer}");
+    let drawn =
+        format!("{base} --tokens 16384 --microbatches 4 --steps 2 --assign-us 0 --balance none,replan,split,borrow");
+    let report = parsed(folder, &format!("{drawn} --json"));
+    assert_eq!((&report["pes"], &report["experts"], &report["top_k"]), (&json!(8), &json!(16), &json!(2)));
+    let of = &report["layers"][0];
+    assert_eq!(of["microbatches"], json!(8));
+    let balances = of["balances"].as_array().unwrap();
+    let names: Vec<&str> = balances.iter().map(|balance| balance["balance"].as_str().unwrap()).collect();
+    assert_eq!(names, ["none", "replan", "split", "borrow"]);
+    let each = |key: &str| balances.iter().map(|balance| balance[key].as_f64().unwrap()).collect::<Vec<f64>>();
+    let imbalance = each("imbalance");
+    assert!(
+        imbalance[0] > imbalance[1] && imbalance[1] > imbalance[2] && imbalance[2] >= imbalance[3],
+        "{imbalance:?}"
+    );
+    for (share, time) in each("ideal_share").iter().zip(each("time_s")) {
+        assert!(*share < 1.0 && (share * time - of["ideal_s"].as_f64().unwrap()).abs() < 1e-12);
+    }
+    let text = String::from_utf8(aristos(folder, &drawn).stdout).unwrap();
+    let page = include_str!("../docs/simulator.md");
+    for key in of.as_object().unwrap().keys().chain(balances[0].as_object().unwrap().keys()) {
+        assert!(page.contains(&format!("`{key}`")), "{key}");
+    }
+    assert!(text.contains("layer 0, 8 microbatches, ideal ") && text.contains("\nborrow "), "{text}");
+
+    // A file with two layers. A record is a microbatch.
+    let made = "sim routing --experts 16 --tokens 4096 --top-k 2 --zipf 1 --nodes 8 --layers 2 --steps 6 --out r.json";
+    assert!(aristos(folder, made).status.success());
+    let file = format!("{base} --routing r.json --balance none,split --replan-every 2");
+    let report = parsed(folder, &format!("{file} --microbatches 2 --json"));
+    let layers: Vec<(&Value, &Value)> =
+        report["layers"].as_array().unwrap().iter().map(|layer| (&layer["layer"], &layer["microbatches"])).collect();
+    assert_eq!(layers, [(&json!(0), &json!(2)), (&json!(1), &json!(2))]);
+    refused(folder, &format!("{file} --microbatches 3"), &["--microbatches is 3, and the layer has 6, expected fewer"]);
+    refused(folder, &format!("{base} --tokens 100 --balance split"), &["--tokens is 100, expected a multiple of 8"]);
+    refused(folder, &format!("{drawn} --zipf 21"), &["--zipf is 21, expected a number from 0 to 20"]);
+    refused(folder, &format!("{drawn} --drift NaN"), &["--drift is NaN, expected a number from 0 to 10"]);
+    refused(folder, &format!("{drawn} --plan-us=-1"), &["--plan-us is -1, expected a number from 0 to 1e9"]);
+    refused(folder, &format!("{drawn} --hot-ratio 0.5 --hot-weight 0.9"), &["--hot-ratio"]);
+    refused(folder, &format!("{drawn} --replan-every 0"), &["--replan-every is 0, expected 1 to 1048576"]);
+    refused(folder, &format!("{drawn} --forward-only"), &["--forward-only"]);
+    refused(
+        folder,
+        "simulate --cluster preset:dgx-h100:4 --tokens 1024 --balance split",
+        &["--experts is 8, expected at least 32"],
+    );
+}

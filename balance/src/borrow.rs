@@ -24,13 +24,13 @@ pub struct Borrowed {
     pub borrower: usize,
     /// The tiles.
     pub tiles: u64,
-    /// How many experts the borrower has borrowed, and how many the owner has lent, with this one: the weights arrive after the larger number of prices.
+    /// Number of this expert among the borrower's, or among those that the owner sends, from 1, whichever is larger: its weights arrive after this many prices.
     pub arrival: u64,
 }
 
 /// The tiles that move so that the largest load falls, counting that a borrowed expert's weights must arrive first. `tiles[pe]` lists the experts of each PE
 /// with their tiles. The load is bisected between the mean and the largest; for each load, PEs above it lend tiles of their smallest sufficient expert to the
-/// PE of their host with the most room. Equals are decided by the lower number, so all PEs compute the same result. Without a gain nothing is borrowed.
+/// PE of their host with the most room. Equals are decided by the lower number, so all PEs compute the same result. The result is empty if borrowing does not lower the largest load.
 ///
 /// # Errors
 /// Returns an error if `host` has another length than `tiles`, or the price is 0.

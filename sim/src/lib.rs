@@ -1,6 +1,7 @@
 //! Models of Mixture-of-Experts training, in virtual time.
 //!
 //! - [`linear`]: FLOP and data movement of a linear layer;
+//! - [`balance`]: ways to balance experts between and inside steps;
 //! - [`comms`]: an all-to-all exchange over a full mesh, in rounds;
 //! - [`routing`]: synthetic routing, and the loads that a routing causes;
 //! - [`network`]: an alpha-beta network with contention at the NICs;
@@ -19,6 +20,7 @@
 //! # Ok::<(), aristos_formats::InputError>(())
 //! ```
 
+pub mod balance;
 pub mod comms;
 pub mod linear;
 pub mod network;

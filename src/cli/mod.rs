@@ -23,6 +23,7 @@ mod sim_comms;
 mod sim_linear;
 mod sim_routing;
 mod simulate;
+mod simulate_balance;
 mod strategy;
 mod sweep;
 mod values;

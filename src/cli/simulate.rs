@@ -10,6 +10,7 @@ use super::progress::Progress;
 use super::run::SyntheticArgs;
 use super::shared::{ClusterArgs, PlotArgs, show};
 use super::sim_linear::read_device;
+use super::simulate_balance::BalanceArgs;
 use super::values::{DtypeArg, ModeArg, check_cores};
 use super::workload::{read_model, read_transformer};
 use crate::cluster::read_text;
@@ -23,7 +24,9 @@ use crate::run::plan::parse_plan;
 use crate::sim::network::Nics;
 use crate::sim::routing::Popularity;
 use crate::sim::step::{Cores, Jitter};
-use crate::simulate::{Calibration, Dense, RowOrder, RowsPer, Simulated, Tokens, groups_on, layer_of, simulated_text};
+use crate::simulate::{
+    Calibration, Dense, RowOrder, RowsPer, Simulated, Tokens, balance_text, groups_on, layer_of, simulated_text,
+};
 
 /// Default tokens of a PE with `--model`.
 const MODEL_TOKENS_PER_PE: usize = 4096;
@@ -100,6 +103,8 @@ pub struct Args {
     #[command(flatten)]
     plots: PlotArgs,
     #[command(flatten)]
+    balance: BalanceArgs,
+    #[command(flatten)]
     synthetic: SyntheticArgs,
 }
 
@@ -134,7 +139,7 @@ pub enum NicsArg {
 }
 
 impl Args {
-    fn simulated(&self) -> Result<Simulated> {
+    fn simulated(&self, balancing: bool) -> Result<Simulated> {
         let cluster = self.on.read()?;
         let (model, pes) = (self.model.as_deref().map(read_model).transpose()?, cluster.devices.len());
         let Work::Synthetic { spec, tokens, backward } = self.synthetic.work(None)? else {
@@ -149,8 +154,8 @@ impl Args {
                 fits.with_context(|| path.display().to_string())?;
                 Tokens::File(routing)
             }
-            (None, None) => Tokens::Synthetic(Box::new(Synthetic::new(spec.clone())?), tokens),
-            (None, Some(_)) => Tokens::Drawn {
+            (None, None) if !balancing => Tokens::Synthetic(Box::new(Synthetic::new(spec.clone())?), tokens),
+            (None, _) => Tokens::Drawn {
                 tokens: self.synthetic.tokens.unwrap_or(MODEL_TOKENS_PER_PE * pes),
                 popularity: match ratio > 0.0 || weight > 0.0 {
                     true => Popularity::Hot { ratio, weight },
@@ -228,7 +233,16 @@ pub fn command(args: &Args) -> Result<bool> {
             ("roofline", args.roofline.as_deref()),
         ],
     )?;
-    let simulated = args.simulated()?;
+    let balancing = args.balance.balancing()?;
+    let simulated = args.simulated(balancing.is_some())?;
+    if let Some(balancing) = balancing {
+        let progress = Progress::of_work("simulating");
+        let done = simulated.balance(&balancing);
+        progress.clear();
+        let report = done?;
+        show(args.json, &report, || balance_text(&report))?;
+        return Ok(true);
+    }
     args.plots.create()?;
     let file = files::create(args.trace.as_ref())?;
     let progress = Progress::of_work("simulating");

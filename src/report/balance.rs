@@ -83,7 +83,7 @@ mod tests {
         let steady = LoadBalance::new(vec![vec![30, 10], vec![15, 5]]);
         let want = LoadBalance { imbalance: vec![1.5, 1.5], persistent: Some(0.25), changing: Some(0.0) };
         assert_eq!(steady, want);
-        // They change places: the means are equal, and each load varies by 2 * 0.5^2 / (2 - 1).
+        // The experts change places: the means are equal, and each load varies by 2 * 0.5^2 / (2 - 1).
         let swapped = LoadBalance::new(vec![vec![30, 10], vec![5, 15]]);
         let want = LoadBalance { imbalance: vec![1.5, 1.5], persistent: Some(0.0), changing: Some(0.5) };
         assert_eq!(swapped, want);

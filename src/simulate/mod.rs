@@ -2,6 +2,7 @@
 //!
 //! The layer's own code plans the work of each group (`plans`), and `aristos-sim` simulates the step.
 
+mod balance;
 mod calibrate;
 mod calibration;
 mod compare;
@@ -25,6 +26,7 @@ use crate::sim::linear::Device;
 use crate::sim::network::Nics;
 use crate::sim::routing::Popularity;
 use crate::sim::step::{Cores, Jitter};
+pub use balance::{BalanceReport, BalanceTime, Balancing, LayerBalance, balance_text};
 pub use calibrate::calibrate;
 pub use calibration::{Calibration, Fitted, MAX_CORES, PassTerms, Residual, Terms};
 pub use compare::{Compared, Comparison, compare};

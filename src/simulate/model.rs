@@ -42,6 +42,11 @@ pub struct Part {
 }
 
 impl Dense {
+    /// Rate at which the device reads weights, bytes/s.
+    pub(super) fn memory_bytes_per_s(&self) -> f64 {
+        self.device.base_util * self.device.global_bytes_per_s
+    }
+
     /// Replicated weights per layer with experts: their gradients are summed together with those of the layer.
     pub(super) fn parameters_per_layer(&self) -> f64 {
         roofline::parameters(&self.transformer) / self.transformer.layers.1.max(1) as f64

@@ -202,7 +202,7 @@ impl Workload {
 }
 
 /// Draws the experts of one token.
-fn draw(rng: &mut ChaCha8Rng, cumulative: &[f64], top_k: usize, choices: &mut Vec<u32>) {
+pub(super) fn draw(rng: &mut ChaCha8Rng, cumulative: &[f64], top_k: usize, choices: &mut Vec<u32>) {
     let from = choices.len();
     let sum = cumulative[cumulative.len() - 1];
     let probability = |e: usize| cumulative[e] - if e == 0 { 0.0 } else { cumulative[e - 1] };

@@ -1,11 +1,13 @@
 //! Synthetic routing, and the bytes that a routing sends between nodes.
 
+mod drift;
 mod generate;
 
 use aristos_formats::InputError;
 use aristos_formats::routing::{NO_EXPERT, Record, Routing};
 
 use crate::comms::Load;
+pub use drift::{Drift, Drifting};
 pub use generate::{Popularity, Workload};
 
 /// Bytes sent for each token and each of its experts.
