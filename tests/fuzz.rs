@@ -19,7 +19,7 @@ use aristos::plan::{self, Options, Outcome, Plan, Workload, expert_weights, load
 use aristos::report::{RunConfig, RunReport};
 use aristos::sim::comms::{Load, Params, Schedule, exchange};
 use aristos::sim::linear::{Device, LinearLayer, LinearTime};
-use aristos::simulate::{Calibration, calibrate};
+use aristos::simulate::{Machine, calibrate};
 use mutate::mutate;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -153,7 +153,7 @@ fn mutated_files_are_read_or_refused() {
         let alone = RunReport { config: RunConfig { pes: 1, ..report.config.clone() }, ..report.clone() };
         calibrate(&[("alone".into(), alone), ("together".into(), report)], 2).map(drop).map_err(|error| line(&error))
     });
-    fuzz("calibration", |bytes| Calibration::from_json(&text(&file, bytes)?).map(drop).map_err(|error| line(&error)));
+    fuzz("calibration", |bytes| Machine::from_json(&text(&file, bytes)?).map(drop).map_err(|error| line(&error)));
     fuzz("loads", |bytes| {
         let weight = expert_weights(&text(&file, bytes)?).map_err(|error| line(&error))?;
         rebalance_experts(&weight, 8, 1, 1, 4).map(drop).map_err(|error| line(&error))

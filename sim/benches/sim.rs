@@ -10,9 +10,7 @@ use aristos_formats::routing::Record;
 use aristos_sim::comms::{Load, Params, Schedule, exchange};
 use aristos_sim::network::Nics;
 use aristos_sim::routing::{Popularity, Workload};
-use aristos_sim::step::{
-    Affine, CopyFlop, Cutting, Group, GroupPlan, LayerCost, Rows, Schedule as StepSchedule, Step, simulate,
-};
+use aristos_sim::step::{Affine, Cutting, Group, GroupPlan, LayerCost, Rows, Schedule as StepSchedule, Step, simulate};
 use aristos_sim::sweep::{Cost, Degrees, Model, Strategy, grid};
 
 fn main() {
@@ -107,11 +105,11 @@ fn step(name: &str) {
             back_bytes: 4.0,
             header_bytes: 40.0,
             tile_flop: [Affine::each(slot_flop); 2],
-            gradient_flop: Affine::each(slot_flop),
+            gradient_flop: [Affine::each(slot_flop), Affine::default()],
             router_flop: [2.0, 4.0].map(|flop| Affine::each(flop * hidden * experts as f64)),
             shared_flop: [slot_flop, 2.0 * slot_flop].map(Affine::each),
-            copy_flop: [CopyFlop::default(); 2],
             gradient_bytes: (4.0 * slot_flop / 2.0, 4.0 * hidden * experts as f64),
+            ..LayerCost::default()
         };
         for schedule in [StepSchedule::Pipelined, StepSchedule::Bulk] {
             let mut events = 0;

@@ -25,7 +25,7 @@ use crate::sim::network::Nics;
 use crate::sim::routing::Popularity;
 use crate::sim::step::{Cores, Jitter};
 use crate::simulate::{
-    Calibration, Dense, RowOrder, RowsPer, Simulated, Tokens, balance_text, groups_on, layer_of, simulated_text,
+    Dense, Machine, RowOrder, RowsPer, Simulated, Tokens, balance_text, groups_on, layer_of, simulated_text,
 };
 
 /// Default tokens of a PE with `--model`.
@@ -187,9 +187,9 @@ impl Args {
         let mut options = Options::default();
         (options.mode, options.budget_factor) = (self.mode.into(), self.budget_factor);
         (options.chunk_rows, options.tile_rows) = (self.chunk_rows, self.tile_rows);
-        let calibration = self.calibration.as_deref().map(Calibration::read).transpose()?;
+        let calibration = self.calibration.as_deref().map(Machine::read).transpose()?;
         check_cores(self.cores)?;
-        let busy_factor = calibration.as_ref().map_or(1.0, |calibration| calibration.busy_factor);
+        let busy_factor = calibration.as_ref().map_or(1.0, Machine::busy_factor);
         Ok(Simulated {
             cores: self.cores.map(|count| Cores { count, busy_factor }),
             calibration,

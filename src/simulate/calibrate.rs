@@ -298,19 +298,19 @@ fn busy_factor(calibration: &Calibration, together: &[&Run]) -> f64 {
 }
 
 /// A sample of the fit: counts, their time, and the time that errors are relative to.
-struct Sample {
+pub(super) struct Sample {
     counts: Counts,
     seconds: f64,
     of_s: f64,
 }
 
 /// A sample with errors relative to its own time.
-fn relative((counts, seconds): (Counts, f64)) -> Sample {
+pub(super) fn relative((counts, seconds): (Counts, f64)) -> Sample {
     Sample { counts, seconds, of_s: seconds }
 }
 
 /// Non-negative least squares by coordinate descent: the constants that fit the samples' times best. Only terms selected by `fits` are used.
-fn fit(samples: Vec<Sample>, fits: impl Fn(&str) -> bool) -> Terms {
+pub(super) fn fit(samples: Vec<Sample>, fits: impl Fn(&str) -> bool) -> Terms {
     let mut names: Vec<&'static str> = Vec::new();
     let mut rows: Vec<BTreeMap<&'static str, f64>> = Vec::new();
     let mut left = Vec::new();

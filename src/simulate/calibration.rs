@@ -8,10 +8,11 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::device::DeviceCalibration;
 use crate::cluster::{parse_json, read_text};
 use crate::moe::{LayerConfig, MlpConfig};
 use crate::plan::InputError;
-use crate::sim::step::{Affine, CopyFlop, Cores};
+use crate::sim::step::{Affine, CopyFlop, Cores, LayerCost};
 
 /// The version of the files.
 pub(super) const VERSION: u64 = 1;
@@ -189,6 +190,90 @@ impl Shape {
     }
 }
 
+/// Checks the constants of a phase `of`.
+pub(super) fn check_terms(of: &str, terms: &Terms) -> Result<(), InputError> {
+    let Some((name, value)) = terms.iter().find(|(_, value)| !(0.0..1e9).contains(*value)) else { return Ok(()) };
+    Err(InputError::value(format!("{of}.{name}"), format!("is {value}"), "a number of seconds, 0 or more"))
+}
+
+/// The constants of a simulated machine.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Machine {
+    /// PEs on a CPU.
+    Cpu(Calibration),
+    /// A device for each PE.
+    Device(DeviceCalibration),
+}
+
+impl Machine {
+    /// Reads a calibration.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or a field with a wrong value; the line names the file, the field and the expected value.
+    pub fn read(path: &Path) -> Result<Machine, InputError> {
+        Machine::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
+    }
+
+    /// Parses the JSON text of a calibration: a device's has a key `device`.
+    ///
+    /// # Errors
+    /// As [`Machine::read`], without the file.
+    pub fn from_json(text: &str) -> Result<Machine, InputError> {
+        let any: serde_json::Value = parse_json(text)?;
+        if any.get("device").is_some() {
+            let device: DeviceCalibration = parse_json(text)?;
+            device.check()?;
+            return Ok(Machine::Device(device));
+        }
+        let calibration: Calibration = parse_json(text)?;
+        calibration.check()?;
+        Ok(Machine::Cpu(calibration))
+    }
+
+    /// Element type of the measured layers.
+    pub(super) fn dtype(&self) -> &str {
+        match self {
+            Machine::Cpu(calibration) => &calibration.dtype,
+            Machine::Device(device) => &device.dtype,
+        }
+    }
+
+    /// The cores of a host, shared by its PEs.
+    pub(super) fn cores(&self) -> Option<Cores> {
+        match self {
+            Machine::Cpu(calibration) => Some(calibration.cores()),
+            Machine::Device(_) => None,
+        }
+    }
+
+    /// Slowdown of work with all cores busy, relative to one.
+    pub fn busy_factor(&self) -> f64 {
+        self.cores().map_or(1.0, |cores| cores.busy_factor)
+    }
+
+    /// Rows of a device's tiles.
+    pub(super) fn tile_rows(&self) -> Option<usize> {
+        match self {
+            Machine::Cpu(_) => None,
+            Machine::Device(device) => Some(device.tile[0]),
+        }
+    }
+
+    /// The cost of a layer with tiles of about `tile_rows` rows, FLOP at [`RATE`].
+    pub(super) fn cost(
+        &self,
+        config: &LayerConfig,
+        element_bytes: usize,
+        tile_rows: usize,
+        rated: LayerCost,
+    ) -> LayerCost {
+        match self {
+            Machine::Cpu(calibration) => calibration.cost(config, element_bytes, tile_rows, rated),
+            Machine::Device(device) => device.cost(config, element_bytes, rated),
+        }
+    }
+}
+
 /// Terms of rows between PEs.
 pub(super) const REMOTE: [&str; 2] = ["s_per_put_element", "s_per_message"];
 
@@ -197,34 +282,7 @@ pub(super) fn sum(terms: &Terms, counts: &Counts) -> f64 {
     counts.iter().map(|(name, count)| terms.get(*name).copied().unwrap_or(0.0) * count).sum()
 }
 
-/// The cost of calibrated work in a layer, FLOP at [`RATE`].
-pub(super) struct CalibratedCost {
-    pub tile_flop: [Affine; 2],
-    pub gradient_flop: Affine,
-    pub router_flop: [Affine; 2],
-    pub shared_flop: [Affine; 2],
-    pub copy_flop: [CopyFlop; 2],
-}
-
 impl Calibration {
-    /// Reads a calibration.
-    ///
-    /// # Errors
-    /// A file that cannot be read, or a field with a wrong value; the line names the file, the field and the expected value.
-    pub fn read(path: &Path) -> Result<Calibration, InputError> {
-        Calibration::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
-    }
-
-    /// Parses the JSON text of a calibration.
-    ///
-    /// # Errors
-    /// As [`Calibration::read`], without the file.
-    pub fn from_json(text: &str) -> Result<Calibration, InputError> {
-        let calibration: Calibration = parse_json(text)?;
-        calibration.check()?;
-        Ok(calibration)
-    }
-
     fn check(&self) -> Result<(), InputError> {
         let wrong = |field: String, found: String, expected: &str| Err(InputError::value(field, found, expected));
         if self.version != VERSION {
@@ -236,15 +294,10 @@ impl Calibration {
         if !(1.0..=100.0).contains(&self.busy_factor) {
             return wrong("busy_factor".into(), format!("is {}", self.busy_factor), "a number from 1 to 100");
         }
-        let in_seconds = |of: &str, terms: &Terms| {
-            let is_wrong = |value: f64| !(value.is_finite() && (0.0..1e9).contains(&value));
-            let Some((name, value)) = terms.iter().find(|(_, value)| is_wrong(**value)) else { return Ok(()) };
-            wrong(format!("{of}.{name}"), format!("is {value}"), "a number of seconds, 0 or more")
-        };
-        in_seconds("receive", &self.receive)?;
+        check_terms("receive", &self.receive)?;
         for (pass, terms) in [("forward", &self.forward), ("backward", &self.backward)] {
             for (phase, terms) in terms.phases() {
-                in_seconds(&format!("{pass}.{phase}"), terms)?;
+                check_terms(&format!("{pass}.{phase}"), terms)?;
             }
             if terms.expert.values().all(|value| *value == 0.0) {
                 return wrong(format!("{pass}.expert"), "is 0 in all terms".into(), "one above 0");
@@ -258,13 +311,13 @@ impl Calibration {
         Cores { count: self.cores, busy_factor: self.busy_factor }
     }
 
-    /// The cost of a layer with tiles of about `tile_rows` rows.
-    pub(super) fn cost(&self, config: &LayerConfig, element_bytes: usize, tile_rows: usize) -> CalibratedCost {
+    fn cost(&self, config: &LayerConfig, element_bytes: usize, tile_rows: usize, rated: LayerCost) -> LayerCost {
         let shape = Shape::new(config, element_bytes);
         let passes = [&self.forward, &self.backward];
         let affine = |terms: &Terms, base: Counts, each: Counts| Affine {
             base: RATE * sum(terms, &base),
             each: RATE * sum(terms, &each),
+            multiple: 0.0,
         };
         let tile = |shape: &Shape, terms: &Terms| affine(terms, shape.tiles(0.0, 1.0), shape.tiles(1.0, 0.0));
         let gradient =
@@ -276,7 +329,7 @@ impl Calibration {
             // The base of the first tile, and for the others a share per token.
             let each = tile.each + tile.base / tile_rows as f64;
             let backward_too = if backward { (gradient.base, gradient.each) } else { (0.0, 0.0) };
-            Affine { base: tile.base + backward_too.0, each: each + backward_too.1 }
+            Affine { base: tile.base + backward_too.0, each: each + backward_too.1, multiple: 0.0 }
         };
         let copies = |terms: &PassTerms| {
             let dispatch = |counts| RATE * sum(&terms.dispatch, &counts);
@@ -296,12 +349,13 @@ impl Calibration {
             let terms = &passes[usize::from(backward)].router;
             affine(terms, shape.router(backward, 0.0, 1.0), shape.router(backward, 1.0, 0.0))
         };
-        CalibratedCost {
+        LayerCost {
             tile_flop: passes.map(|pass| tile(&shape, &pass.expert)),
-            gradient_flop: gradient(&shape, &self.backward.expert),
+            gradient_flop: [gradient(&shape, &self.backward.expert), Affine::default()],
             router_flop: [router(false), router(true)],
             shared_flop: [shared(false), shared(true)],
             copy_flop: passes.map(copies),
+            ..rated
         }
     }
 }

@@ -68,12 +68,12 @@ pub fn compare(run: &RunReport, simulated: &SimulatedReport) -> Result<Compariso
         rows.push(compared(name, predicted.total.max_s, measured.total.max_s));
         for (phase, predicted_as, measured_as) in [
             ("router", &["router"][..], &["router"][..]),
-            ("expert_gemm", &["expert_gemm"], &["expert_gemm"]),
+            ("expert_gemm", &["expert_gemm", "epilogue"], &["expert_gemm"]),
             ("dispatch", &["dispatch"], &["dispatch"]),
             ("combine", &["combine"], &["combine", "scale"]),
-            ("waiting", &["waiting"], &["waiting"]),
-            ("communication", &["dispatch", "combine", "waiting"], &COMMUNICATION),
-            ("other", &["other"], &["other"]),
+            ("waiting", &["waiting", "start", "tail"], &["waiting"]),
+            ("communication", &["dispatch", "combine", "waiting", "start", "tail"], &COMMUNICATION),
+            ("other", &["sums_wait", "expert_sums", "replicated_sums"], &["other"]),
         ] {
             let what = format!("{name}, {phase}");
             rows.push(compared(&what, of(predicted, predicted_as), of(measured, measured_as)));

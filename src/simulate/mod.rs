@@ -3,9 +3,12 @@
 //! The layer's own code plans the work of each group (`plans`), and `aristos-sim` simulates the step.
 
 mod balance;
+mod bench_log;
 mod calibrate;
 mod calibration;
 mod compare;
+mod device;
+mod device_fit;
 mod model;
 mod plans;
 mod report;
@@ -28,11 +31,13 @@ use crate::sim::routing::Popularity;
 use crate::sim::step::{Cores, Jitter};
 pub use balance::{BalanceReport, BalanceTime, Balancing, LayerBalance, balance_text};
 pub use calibrate::calibrate;
-pub use calibration::{Calibration, Fitted, MAX_CORES, PassTerms, Residual, Terms};
+pub use calibration::{Calibration, Fitted, MAX_CORES, Machine, PassTerms, Residual, Terms};
 pub use compare::{Compared, Comparison, compare};
+pub use device::{DeviceCalibration, DeviceTerms};
+pub use device_fit::{LoggedPass, calibrate_device};
 pub use model::{ModelTime, Part};
 pub use report::{Change, Memory, SimulatedConfig, SimulatedReport, Stragglers};
-pub use text::{calibration_text, comparison_text, simulated_text};
+pub use text::{calibration_text, comparison_text, device_text, simulated_text};
 
 /// Gradients are summed in f32.
 const GRADIENT_BYTES: f64 = 4.0;
@@ -115,7 +120,7 @@ pub struct Simulated {
     /// The cores of each host, if its PEs share them.
     pub cores: Option<Cores>,
     /// Constants of a machine, instead of the devices' rates.
-    pub calibration: Option<Calibration>,
+    pub calibration: Option<Machine>,
     /// The other parts of the model, if the whole model is simulated.
     pub dense: Option<Dense>,
     /// Timelines are recorded for PEs `0..traced`.

@@ -60,10 +60,7 @@ impl Dense {
         let (layers, moe_layers) = self.transformer.layers;
         let steps = times.step_s.len();
         let in_layers_s: f64 = (0..moe_layers).map(|layer| times.step_s[layer % steps]).sum();
-        let work_s = |pe: &PeTime| {
-            let phases = [pe.router_s, pe.expert_s, pe.dispatch_s, pe.combine_s];
-            phases.as_flattened().iter().sum::<f64>()
-        };
+        let work_s = |pe: &PeTime| pe.work_s(0) + pe.work_s(1);
         let of_pes_s: f64 = times.pes.iter().map(work_s).sum();
         let moe_s = of_pes_s / (times.pes.len() * steps) as f64 * moe_layers as f64;
         let of = |passes: [f64; 2]| if simulated.backward { passes[0] + passes[1] } else { passes[0] };

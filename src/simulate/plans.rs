@@ -1,11 +1,12 @@
 //! The work of each expert-parallel group in a step, planned by the layer's own code: routes, windows and chunks, tiles.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use anyhow::Result;
 
 use super::rows::rows;
-use super::{RowsPer, Simulated};
+use super::{Machine, RowsPer, Simulated};
 use crate::formats::routing::{NO_EXPERT, Record};
 use crate::moe::cpu::experts::tiles;
 use crate::moe::placement::block;
@@ -122,7 +123,13 @@ pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -
             let rows = nodes.iter().enumerate().map(of_pe).collect::<Result<Vec<_>>>()?;
             let tokens: Vec<usize> = nodes.iter().map(|&node| of_nodes[node].len() / config.router.top_k).collect();
             let experts: Vec<usize> = (0..members.len()).map(|pe| placement.experts(pe).len()).collect();
-            let cut = |run: std::ops::Range<usize>| tiles(run, options.tile_rows()).collect();
+            let of_device = simulated.calibration.as_ref().and_then(Machine::tile_rows);
+            // A device's tiles are full except for the last one.
+            let whole = of_device.map(|rows| options.tile_rows().next_multiple_of(rows));
+            let cut = |run: Range<usize>| match whole {
+                None => tiles(run, options.tile_rows()).collect(),
+                Some(rows) => run.clone().step_by(rows).map(|start| start..run.end.min(start + rows)).collect(),
+            };
             let cutting = Cutting { chunk_rows, early_rows: options.tile_rows().div_ceil(2), tiles: &cut };
             all.plans.push(GroupPlan::new(&rows, &tokens, &experts, &cutting));
         }

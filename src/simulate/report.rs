@@ -21,9 +21,9 @@ pub struct SimulatedReport {
     pub all_steps_s: Vec<f64>,
     /// Tokens of a step over `step_s`.
     pub tokens_per_s: f64,
-    /// The forward pass; its phases are `router`, `expert_gemm`, `dispatch`, `combine` and `waiting`.
+    /// The forward pass; its phases are `router`, `start`, `expert_gemm` (products), `epilogue`, `dispatch`, `combine`, `tail` and `waiting`.
     pub forward: PassTimes,
-    /// The backward pass; also `other`, the sums of gradients.
+    /// The backward pass; also `sums_wait`, `expert_sums` and `replicated_sums`, of gradients.
     pub backward: Option<PassTimes>,
     /// Bytes between PEs in dispatch and combine, per step: counts, rows and slots.
     pub exchange_bytes_per_step: f64,
@@ -196,12 +196,18 @@ fn pass_times(times: &StepTimes, pass: usize) -> PassTimes {
         ("dispatch".to_string(), spread(&|pe| pe.dispatch_s[pass])),
         ("combine".to_string(), spread(&|pe| pe.combine_s[pass])),
         ("waiting".to_string(), spread(&|pe| pe.waiting_s[pass])),
+        ("start".to_string(), spread(&|pe| pe.start_s[pass])),
+        ("epilogue".to_string(), spread(&|pe| pe.epilogue_s[pass])),
+        ("tail".to_string(), spread(&|pe| pe.tail_s[pass])),
     ]);
-    let other = |pe: &PeTime| if pass == 1 { pe.all_reduce_s } else { 0.0 };
     if pass == 1 {
-        phases.insert("other".to_string(), spread(&other));
+        phases.insert("sums_wait".to_string(), spread(&|pe| pe.sums_wait_s));
+        phases.insert("expert_sums".to_string(), spread(&|pe| pe.expert_sums_s));
+        phases.insert("replicated_sums".to_string(), spread(&|pe| pe.replicated_sums_s));
     }
-    PassTimes { total: spread(&|pe| pe.pass_s[pass] + other(pe)), phases, rounds: 0 }
+    let sums_s = |pe: &PeTime| pe.sums_wait_s + pe.expert_sums_s + pe.replicated_sums_s;
+    let sums_s = |pe: &PeTime| if pass == 1 { sums_s(pe) } else { 0.0 };
+    PassTimes { total: spread(&|pe| pe.pass_s[pass] + sums_s(pe)), phases, rounds: 0 }
 }
 
 fn stragglers(sorted_s: &[f64]) -> Stragglers {

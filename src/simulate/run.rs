@@ -4,13 +4,13 @@ use std::thread;
 
 use anyhow::{Context, Result, ensure};
 
-use super::calibration::{CalibratedCost, Calibration, RATE};
+use super::calibration::{Machine, RATE};
 use super::plans::{Choices, Plans, balanced, plans};
 use super::report::SimulatedReport;
 use super::{Dense, GRADIENT_BYTES, RowsPer, Simulated, Tokens};
 use crate::cluster::Cluster;
 use crate::moe::{Layout, Mode};
-use crate::sim::step::{Affine, CopyFlop, Jitter, LayerCost, Schedule, Step, StepTimes, simulate};
+use crate::sim::step::{Affine, Jitter, LayerCost, Schedule, Step, StepTimes, simulate};
 
 /// Bytes in dispatch of a row's number of slots and of a slot (expert, weight), and in combine of the gradient of a slot's weight.
 const OUT_BYTES: (f64, f64) = (4.0, 8.0);
@@ -64,18 +64,18 @@ impl Simulated {
             back_bytes: BACK_BYTES,
             header_bytes: 4.0 * layout.header_words as f64,
             tile_flop: [slot_flop; 2],
-            gradient_flop: slot_flop,
+            gradient_flop: [slot_flop, Affine::default()],
             router_flop: tokens_flop(2.0 * hidden * config.choices() as f64),
             shared_flop: tokens_flop(
                 config.shared.map_or(0.0, |shared| shared.mlp.forward_flop_per_row(config.hidden)),
             ),
-            copy_flop: [CopyFlop::default(); 2],
             gradient_bytes: (GRADIENT_BYTES * config.expert_elements() as f64, GRADIENT_BYTES * replicated),
+            ..LayerCost::default()
         };
-        let Some(calibration) = &self.calibration else { return rated };
-        let cost = calibration.cost(config, self.dtype.bytes(), self.options.tile_rows());
-        let CalibratedCost { tile_flop, gradient_flop, router_flop, shared_flop, copy_flop } = cost;
-        LayerCost { tile_flop, gradient_flop, router_flop, shared_flop, copy_flop, ..rated }
+        match &self.calibration {
+            None => rated,
+            Some(machine) => machine.cost(config, self.dtype.bytes(), self.options.tile_rows(), rated),
+        }
     }
 
     /// The cluster. With a calibration, all devices have the calibrated machine's rate. (A probe of PEs that share cores gives no rates.)
@@ -103,7 +103,7 @@ impl Simulated {
         self.check()?;
         let layout = self.layout()?;
         let (cost, cluster) = (self.cost(&layout), self.calibrated_cluster());
-        let cores = self.cores.or(self.calibration.as_ref().map(Calibration::cores));
+        let cores = self.cores.or(self.calibration.as_ref().and_then(Machine::cores));
         let records = match &self.tokens {
             Tokens::File(routing) => routing.records.len().min(self.steps),
             _ => 1,
@@ -189,12 +189,16 @@ impl Simulated {
             self.calibration.is_none() || self.rows_per != RowsPer::Host,
             "`rows_per` is host, expected pe or expert with a calibration: the time of a relay has not been measured"
         );
+        ensure!(
+            self.cores.is_none() || self.calibration.as_ref().is_none_or(|machine| machine.cores().is_some()),
+            "`cores` is set, expected none with a device's calibration: PEs on devices share no cores"
+        );
         if let Some(calibration) = &self.calibration {
             let dtype = self.dtype.name();
             ensure!(
-                calibration.dtype == dtype,
+                calibration.dtype() == dtype,
                 "`dtype` is {dtype}, expected {}, the calibration's",
-                calibration.dtype
+                calibration.dtype()
             );
         }
         ensure!(self.tokens() > 0, "`tokens` is 0, expected at least 1");

@@ -1,8 +1,27 @@
 //! Simulations, comparisons and calibrations as text for a terminal.
 
-use super::{Calibration, Comparison, SimulatedReport};
+use super::{Calibration, Comparison, DeviceCalibration, SimulatedReport};
+use crate::report::PassTimes;
 use crate::report::text::{TextTable, count, fields, mb, ms};
-use crate::report::{PHASES, PassTimes};
+
+/// The keys of a simulation's phases, in the order of the table, and their names there.
+const PHASES: [(&str, &str); 11] = [
+    ("router", "router and plan"),
+    ("start", "start"),
+    ("dispatch", "dispatch"),
+    ("expert_gemm", "expert GEMM"),
+    ("epilogue", "epilogue"),
+    ("combine", "combine"),
+    ("tail", "tail"),
+    ("waiting", "waiting"),
+    ("sums_wait", "waiting for sums"),
+    ("expert_sums", "sums of experts"),
+    ("replicated_sums", "sums of replicated"),
+];
+
+fn of_passes(report: &SimulatedReport) -> impl Iterator<Item = &PassTimes> {
+    std::iter::once(&report.forward).chain(&report.backward)
+}
 
 /// A simulation: the step by phase, traffic, stragglers, memory, and the changes that would help.
 pub fn simulated_text(report: &SimulatedReport) -> String {
@@ -28,8 +47,10 @@ pub fn simulated_text(report: &SimulatedReport) -> String {
         });
         spread.map_or_else(Default::default, |spread| [ms(spread.median_s), ms(spread.max_s)])
     };
-    let phases = PHASES.iter().filter(|(key, _)| *key != "scale").map(|(key, name)| (*name, Some(*key)));
-    for (name, phase) in std::iter::once(("total", None)).chain(phases) {
+    // Phases that only a device's calibration gives are left out without one.
+    let has = |key: &str| of_passes(report).any(|pass| pass.phases.get(key).is_some_and(|spread| spread.max_s > 0.0));
+    let phases = PHASES.iter().filter(|(key, _)| !["start", "epilogue", "tail"].contains(key) || has(key));
+    for (name, phase) in std::iter::once(("total", None)).chain(phases.map(|(key, name)| (*name, Some(*key)))) {
         let [forward, backward] = [Some(&report.forward), report.backward.as_ref()].map(|pass| of(pass, phase));
         times.row(std::iter::once(name.to_string()).chain(forward).chain(backward));
     }
@@ -108,4 +129,17 @@ pub fn calibration_text(file: &str, calibration: &Calibration, cores: usize) -> 
         calibration.busy_factor,
         table.render()
     )
+}
+
+/// The passes of a device's logs, measured and simulated.
+pub fn device_text(calibration: &DeviceCalibration) -> String {
+    let mut table = TextTable::new(3, ["log", "pass", "constants", "measured ms", "simulated", "error"]);
+    for pass in &calibration.passes {
+        let used = if pass.fitted { "fitted" } else { "judged" };
+        let error = format!("{:+.1}%", (pass.simulated_s / pass.measured_s - 1.0) * 100.0);
+        let times = [ms(pass.measured_s), ms(pass.simulated_s), error];
+        table.row([pass.log.clone(), pass.pass.clone(), used.to_string()].into_iter().chain(times));
+    }
+    let [rows, columns] = calibration.tile;
+    format!("{}, {}, tiles {rows}x{columns}\n{}", calibration.device, calibration.dtype, table.render())
 }

@@ -27,7 +27,7 @@ pub enum Schedule {
 }
 
 /// The costs of a layer's parts. Work is given in FLOP: its time multiplied by the device's nominal rate.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayerCost {
     /// Bytes of a row on the wire.
     pub row_bytes: f64,
@@ -39,14 +39,22 @@ pub struct LayerCost {
     pub header_bytes: f64,
     /// The tiles of an expert, by pass, per slot.
     pub tile_flop: [Affine; 2],
-    /// The gradients of an expert's weights, per slot of the expert.
-    pub gradient_flop: Affine,
+    /// Epilogues of these tiles, by pass, per slot.
+    pub epilogue_flop: [Affine; 2],
+    /// Reads an expert's weights, by pass; once for each expert with rows.
+    pub weights_flop: [f64; 2],
+    /// The gradients of an expert's weights, per slot of the expert: products, and epilogues.
+    pub gradient_flop: [Affine; 2],
     /// The router and other work at the start and the end of a pass, by pass, per token.
     pub router_flop: [Affine; 2],
     /// The shared expert, by pass, per token.
     pub shared_flop: [Affine; 2],
     /// Work of the PE itself to send, gather and sum rows, by pass.
     pub copy_flop: [CopyFlop; 2],
+    /// Idle time before a pass's first tile, by pass, per expert of the PE.
+    pub start_flop: [Affine; 2],
+    /// Idle time after a pass's last result, by pass, per expert of the PE.
+    pub tail_flop: [Affine; 2],
     /// Gradient bytes of one expert, and of the replicated weights.
     pub gradient_bytes: (f64, f64),
 }
@@ -58,17 +66,20 @@ pub struct Affine {
     pub base: f64,
     /// Cost per row, slot or token.
     pub each: f64,
+    /// Numbers are rounded up to a multiple of this; 0 for no rounding.
+    pub multiple: f64,
 }
 
 impl Affine {
     /// A cost without a constant part.
     pub fn each(each: f64) -> Affine {
-        Affine { base: 0.0, each }
+        Affine { each, ..Affine::default() }
     }
 
     /// The cost of `n`.
     pub fn of(&self, n: f64) -> f64 {
-        if n > 0.0 { self.base + n * self.each } else { 0.0 }
+        let counted = if self.multiple > 0.0 { (n / self.multiple).ceil() * self.multiple } else { n };
+        if n > 0.0 { self.base + counted * self.each } else { 0.0 }
     }
 }
 
@@ -165,8 +176,14 @@ pub struct Step<'a> {
 pub struct PeTime {
     /// The router, by pass.
     pub router_s: [f64; 2],
-    /// Experts, including the shared expert, by pass.
+    /// Products of experts, including the shared expert, by pass.
     pub expert_s: [f64; 2],
+    /// Epilogues of tiles, by pass, if the cost of a layer gives them.
+    pub epilogue_s: [f64; 2],
+    /// Idle before the first tile, by pass, if the cost of a layer gives it.
+    pub start_s: [f64; 2],
+    /// Idle after the last result, by pass, if the cost of a layer gives it.
+    pub tail_s: [f64; 2],
     /// Putting and gathering rows, by pass.
     pub dispatch_s: [f64; 2],
     /// Putting and summing results, by pass.
@@ -175,21 +192,41 @@ pub struct PeTime {
     pub waiting_s: [f64; 2],
     /// Forward and backward, from the start of the step to the end of the PE.
     pub pass_s: [f64; 2],
-    /// Summing gradients, including waits for other PEs.
-    pub all_reduce_s: f64,
+    /// After the passes, waiting for the other PEs whose gradients are summed with its own.
+    pub sums_wait_s: f64,
+    /// Summing the gradients of experts that several PEs hold. The replicated weights' are summed at the same time, so only the sums that end
+    /// later count.
+    pub expert_sums_s: f64,
+    /// Summing the gradients of replicated weights.
+    pub replicated_sums_s: f64,
     /// Time in which its busiest port sent, or in which it received, whichever is longer.
     pub port_s: f64,
 }
 
 impl PeTime {
+    /// Time in a pass that it does not wait for other PEs, s.
+    pub fn work_s(&self, pass: usize) -> f64 {
+        let PeTime { router_s, expert_s, epilogue_s, start_s, tail_s, dispatch_s, combine_s, .. } = self;
+        [router_s, expert_s, epilogue_s, start_s, tail_s, dispatch_s, combine_s].iter().map(|s| s[pass]).sum()
+    }
+
     fn add(&mut self, other: &PeTime) {
-        let pairs = [(&mut self.router_s, other.router_s), (&mut self.expert_s, other.expert_s)];
-        let more = [(&mut self.waiting_s, other.waiting_s), (&mut self.pass_s, other.pass_s)];
-        let copies = [(&mut self.dispatch_s, other.dispatch_s), (&mut self.combine_s, other.combine_s)];
-        for (sum, other) in pairs.into_iter().chain(more).chain(copies) {
+        for (sum, other) in [
+            (&mut self.router_s, other.router_s),
+            (&mut self.expert_s, other.expert_s),
+            (&mut self.epilogue_s, other.epilogue_s),
+            (&mut self.start_s, other.start_s),
+            (&mut self.tail_s, other.tail_s),
+            (&mut self.dispatch_s, other.dispatch_s),
+            (&mut self.combine_s, other.combine_s),
+            (&mut self.waiting_s, other.waiting_s),
+            (&mut self.pass_s, other.pass_s),
+        ] {
             sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += other);
         }
-        self.all_reduce_s += other.all_reduce_s;
+        self.sums_wait_s += other.sums_wait_s;
+        self.expert_sums_s += other.expert_sums_s;
+        self.replicated_sums_s += other.replicated_sums_s;
         self.port_s += other.port_s;
     }
 }

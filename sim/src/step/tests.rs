@@ -31,15 +31,9 @@ fn group_plan(rows: &[Vec<Rows>], experts: &[usize], chunk_rows: usize, tile_row
 fn cost() -> LayerCost {
     LayerCost {
         row_bytes: 10.0,
-        out_bytes: (0.0, 0.0),
-        back_bytes: 0.0,
-        header_bytes: 0.0,
         tile_flop: [Affine::each(100.0); 2],
-        gradient_flop: Affine::each(100.0),
-        router_flop: [Affine::default(); 2],
-        shared_flop: [Affine::default(); 2],
-        copy_flop: [CopyFlop::default(); 2],
-        gradient_bytes: (0.0, 0.0),
+        gradient_flop: [Affine::each(100.0), Affine::default()],
+        ..LayerCost::default()
     }
 }
 
@@ -170,10 +164,50 @@ fn groups_sum_their_gradients() {
     let times = simulate(&Step { backward: true, ..case.step() });
     // 300 s of work, then 2 latencies and 2 (2 - 1) / 2 of 50 bytes.
     near(times.step_s[0], 300.0 + 2.0 + 50.0);
-    near(times.pes[0].all_reduce_s, 52.0);
+    let sums = |pe: &PeTime| [pe.sums_wait_s, pe.expert_sums_s, pe.replicated_sums_s];
+    assert_eq!(sums(&times.pes[0]), [0.0, 52.0, 0.0]);
     // The replicated weights' gradients take 2 latencies and 2 (2 - 1) / 2 of 70 bytes, while the experts' take 52 s.
     case.cost.gradient_bytes = (50.0, 70.0);
-    near(simulate(&Step { backward: true, ..case.step() }).step_s[0], 300.0 + 72.0);
+    let times = simulate(&Step { backward: true, ..case.step() });
+    near(times.step_s[0], 300.0 + 72.0);
+    assert_eq!(sums(&times.pes[0]), [0.0, 0.0, 72.0]);
+    // One device is 100 s faster and waits for the other.
+    case.cluster.devices[1].flop_per_ms *= 1.5;
+    let times = simulate(&Step { backward: true, ..case.step() });
+    near(times.step_s[0], 300.0 + 72.0);
+    near(times.pes[1].sums_wait_s, 100.0);
+    case.cost.gradient_bytes.1 = 0.0;
+    near(simulate(&Step { backward: true, ..case.step() }).pes[1].sums_wait_s, 100.0);
+}
+
+#[test]
+fn device_work_is_divided_into_phases() {
+    // Three tokens for one expert, in tiles of two rows; a device computes multiples of two rows.
+    let plan = group_plan(&[vec![rows(&[0, 0, 0])]], &[1], 4, 2);
+    let mut case = Case::one_group(plan, &[1]);
+    case.cost.tile_flop = [Affine { base: 0.0, each: 10.0, multiple: 2.0 }; 2];
+    case.cost.epilogue_flop = [Affine::each(1.0), Affine::each(2.0)];
+    case.cost.weights_flop = [7.0, 0.0];
+    case.cost.gradient_flop = [Affine::each(10.0), Affine { base: 5.0, ..Affine::default() }];
+    (case.cost.start_flop, case.cost.tail_flop) = ([11.0, 13.0].map(Affine::each), [17.0, 19.0].map(Affine::each));
+    case.cost.router_flop = [Affine::each(1.0); 2];
+    for schedule in [Schedule::Pipelined, Schedule::Bulk] {
+        let times = simulate(&Step { schedule, backward: true, ..case.step() });
+        let time = times.pes[0];
+        let phases = [time.router_s, time.start_s, time.expert_s, time.epilogue_s, time.tail_s, time.pass_s];
+        for (phase, expected) in phases.iter().zip([
+            [3.0, 3.0],
+            [11.0, 13.0],
+            // Four rows of ten each, and the weights once; backward without weights, and with gradients of three rows.
+            [47.0, 70.0],
+            // Three rows in forward; three of two each and the gradients' five in backward.
+            [3.0, 11.0],
+            [17.0, 19.0],
+            [81.0, 116.0],
+        ]) {
+            phase.iter().zip(expected).for_each(|(s, expected)| near(*s, expected));
+        }
+    }
 }
 
 #[test]

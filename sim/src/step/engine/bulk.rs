@@ -82,15 +82,18 @@ impl Engine<'_> {
         sent as u32
     }
 
-    /// Ends the pass: all results have arrived. A backward pass ends with the router's gradients, whose time differs between PEs.
+    /// Ends the pass: all results have arrived. The router's gradients and the tail follow; their times differ between PEs.
     fn end_bulk(&mut self, group: usize, members: &[usize]) {
         let start_s = self.now_s;
         self.begin_bulk(group);
         for &p in members {
             let router = self.pes[p].router_last.take().unwrap_or(0.0);
-            let router_s = self.compute_s(p, router);
-            self.pes[p].time.router_s[1] += router_s;
-            self.now_s = start_s + router_s;
+            let tail = self.pes[p].tail.take().unwrap_or(0.0);
+            let (router_s, tail_s) = (self.compute_s(p, router), self.compute_s(p, tail));
+            let backward = usize::from(self.is_backward(p));
+            self.pes[p].time.router_s[backward] += router_s;
+            self.pes[p].time.tail_s[backward] += tail_s;
+            self.now_s = start_s + router_s + tail_s;
             self.end_pass(p);
             self.now_s = start_s;
         }

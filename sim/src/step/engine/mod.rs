@@ -39,8 +39,11 @@ struct Pe {
     ready: BinaryHeap<Reverse<(bool, u32)>>,
     /// Pending copies: puts, gathers and sums.
     copies: Copies,
-    /// FLOP of each piece of background work.
-    fillers: Vec<f64>,
+    /// Background work: FLOP of products, and of epilogues.
+    fillers: Vec<[f64; 2]>,
+    /// FLOP of the idle time at the start and at the end of the pass, until each has passed.
+    start: Option<f64>,
+    tail: Option<f64>,
     /// FLOP of the router's gradients, which are computed last: they need the gradients of all routing weights.
     router_last: Option<f64>,
     tiles_left: Vec<u32>,

@@ -1,7 +1,7 @@
 //! After the passes: stragglers, and the sums of gradients.
 
 use super::Engine;
-use crate::step::{PeTime, Schedule};
+use crate::step::Schedule;
 
 impl Engine<'_> {
     /// Appends each PE's delay to `all`: how much later it ends its passes than the first PE of its group. In the bulk schedule barriers
@@ -23,16 +23,15 @@ impl Engine<'_> {
         let (step, n) = (self.step, self.pes.len());
         let (expert_bytes, replicated_bytes) = step.cost.gradient_bytes;
         for pe in &mut self.pes {
-            let PeTime { pass_s, router_s, expert_s, dispatch_s, combine_s, .. } = pe.time;
-            let busy_s = |pass: usize| router_s[pass] + expert_s[pass] + dispatch_s[pass] + combine_s[pass];
-            pe.time.waiting_s = [0, 1].map(|pass| (pass_s[pass] - busy_s(pass)).max(0.0));
+            pe.time.waiting_s = [0, 1].map(|pass| (pe.time.pass_s[pass] - pe.time.work_s(pass)).max(0.0));
         }
         let last_s = self.pes.iter().map(|pe| pe.end_s).fold(0.0, f64::max);
         if !step.backward {
             return last_s;
         }
         let k = step.groups.len();
-        let mut ready_s = vec![0.0f64; n];
+        // By PE: when all holders of its experts have ended, and when their sums have arrived.
+        let mut ready_s = vec![(0.0f64, 0.0f64); n];
         let held = || step.groups.iter().flat_map(|group| group.members.iter().zip(&group.experts));
         let experts = held().flat_map(|(_, experts)| experts).max().map_or(0, |expert| expert + 1);
         let mut holders: Vec<Vec<usize>> = vec![Vec::new(); experts];
@@ -51,7 +50,8 @@ impl Engine<'_> {
                 };
                 let share: f64 = summed().map(|holders| 2.0 * (holders.len() - 1) as f64 / holders.len() as f64).sum();
                 let bytes = share * expert_bytes;
-                ready_s[pe] = all_s + 2.0 * self.network.alpha_s(pe, to) + self.network.wire_s(pe, to, bytes);
+                let sums_s = 2.0 * self.network.alpha_s(pe, to) + self.network.wire_s(pe, to, bytes);
+                ready_s[pe] = (all_s, all_s + sums_s);
             }
         }
         // Replicated weights: a reduce-scatter by recursive halving, then an all-gather by recursive doubling.
@@ -65,10 +65,17 @@ impl Engine<'_> {
             }
         };
         let mut end_s = last_s;
-        for (pe, ready_s) in self.pes.iter_mut().zip(ready_s) {
-            let done_s = if replicated_s > 0.0 { last_s + replicated_s } else { pe.end_s }.max(ready_s);
-            pe.time.all_reduce_s += done_s - pe.end_s;
-            end_s = end_s.max(done_s);
+        for (pe, (all_s, ready_s)) in self.pes.iter_mut().zip(ready_s) {
+            let replicated_until_s = if replicated_s > 0.0 { last_s + replicated_s } else { pe.end_s };
+            let time = &mut pe.time;
+            if ready_s > replicated_until_s {
+                time.expert_sums_s += ready_s - all_s;
+                time.sums_wait_s += all_s - pe.end_s;
+            } else if replicated_s > 0.0 {
+                time.replicated_sums_s += replicated_s;
+                time.sums_wait_s += last_s - pe.end_s;
+            }
+            end_s = end_s.max(ready_s).max(replicated_until_s);
         }
         end_s
     }

@@ -10,7 +10,7 @@ use super::event::{Event, What};
 use super::types::{Copying, HostWork, Relaying, Work};
 use super::{Engine, GroupState, Pe, Phase};
 use crate::network::{Network, Nics};
-use crate::step::{Schedule, Step, StepTimes};
+use crate::step::{Affine, Schedule, Step, StepTimes};
 
 /// Simulates the steps. Each step starts when all PEs have ended the last one.
 pub fn simulate(step: &Step) -> StepTimes {
@@ -153,8 +153,11 @@ impl<'a> Engine<'a> {
         pe.all_tiles_left = tiling.tiles.len() as u32;
         pe.results_left = sent;
         pe.fillers.clear();
-        pe.fillers.extend((shared > 0.0).then_some(shared));
+        pe.fillers.extend((shared > 0.0).then_some([shared, 0.0]));
         pe.router_last = backward.then_some(router);
+        let experts = plan.expert_rows.len() as f64;
+        let idle = |cost: &[Affine; 2]| Some(cost[usize::from(backward)].of(experts)).filter(|flop| *flop > 0.0);
+        (pe.start, pe.tail) = (idle(&cost.start_flop), idle(&cost.tail_flop));
         if backward {
             self.routed(p);
         } else {
@@ -257,7 +260,8 @@ impl<'a> Engine<'a> {
             }
             return;
         }
-        if pe.all_tiles_left == 0 && pe.results_left == 0 && pe.router_last.is_none() && pe.placed {
+        let nothing_left = pe.start.is_none() && pe.router_last.is_none() && pe.tail.is_none();
+        if pe.all_tiles_left == 0 && pe.results_left == 0 && nothing_left && pe.placed {
             self.end_pass(p);
         }
     }

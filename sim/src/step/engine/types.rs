@@ -13,10 +13,15 @@ pub(super) enum Work {
     Route,
     /// Computes the router's gradients.
     Router,
-    Tile(u32),
+    /// Idle time before the first tile of a pass.
+    Start,
+    /// Idle time after the last result of a pass.
+    Tail,
+    /// A tile, and the share of its epilogue.
+    Tile(u32, f64),
     Copy(Copying),
-    /// Background work: the shared expert, and gradients of expert weights.
-    Filler,
+    /// Background work: the shared expert, and gradients of expert weights; and the share of its epilogue.
+    Filler(f64),
 }
 
 /// The PEs at work on a host with shared cores.

@@ -5,6 +5,7 @@ use std::cmp::Reverse;
 use super::event::What;
 use super::types::{Copying, OnCore, Work};
 use super::{Engine, Phase};
+use crate::step::plan::Tile;
 use crate::step::{Cores, Schedule};
 use aristos_formats::Span;
 
@@ -83,19 +84,26 @@ impl Engine<'_> {
         let phase = self.groups[self.pes[p].group as usize].phase;
         let copies_only = self.step.schedule == Schedule::Bulk && phase != Phase::Experts;
         let pe = &mut self.pes[p];
-        let next = if let Some((copy, flop)) = pe.copies.urgent() {
+        let next = if let Some(flop) = pe.start.take() {
+            Some((Work::Start, flop))
+        } else if let Some((copy, flop)) = pe.copies.urgent() {
             Some((Work::Copy(copy), flop))
         } else if copies_only {
             pe.copies.last().map(|(copy, flop)| (Work::Copy(copy), flop))
         } else if let Some(Reverse((_, tile))) = pe.ready.pop() {
-            let rows = f64::from(tiling.tiles[tile as usize].rows);
-            Some((Work::Tile(tile), cost.tile_flop[backward].of(rows)))
+            let Tile { expert, rows, .. } = tiling.tiles[tile as usize];
+            let is_first = pe.tiles_left[expert as usize] == tiling.tiles_of_expert[expert as usize];
+            let weights = if is_first { cost.weights_flop[backward] } else { 0.0 };
+            let products = weights + cost.tile_flop[backward].of(f64::from(rows));
+            let epilogue = cost.epilogue_flop[backward].of(f64::from(rows));
+            Some((Work::Tile(tile, share(epilogue, products)), products + epilogue))
         } else if let Some((copy, flop)) = pe.copies.last() {
             Some((Work::Copy(copy), flop))
-        } else if let Some(flop) = pe.fillers.pop() {
-            Some((Work::Filler, flop))
+        } else if let Some([products, epilogue]) = pe.fillers.pop() {
+            Some((Work::Filler(share(epilogue, products)), products + epilogue))
         } else if pe.all_tiles_left == 0 && pe.results_left == 0 {
-            pe.router_last.take().map(|flop| (Work::Router, flop))
+            let router = pe.router_last.take().map(|flop| (Work::Router, flop));
+            router.or_else(|| pe.tail.take().map(|flop| (Work::Tail, flop)))
         } else {
             None
         };
@@ -122,9 +130,9 @@ impl Engine<'_> {
         }
         match self.worked(p) {
             Some(Work::Route) => return self.routed(p),
-            Some(Work::Tile(tile)) => self.tile_done(p, tile),
+            Some(Work::Tile(tile, _)) => self.tile_done(p, tile),
             Some(Work::Copy(copy)) => self.copied(p, copy),
-            Some(Work::Router | Work::Filler) | None => {}
+            Some(Work::Router | Work::Filler(_) | Work::Start | Work::Tail) | None => {}
         }
         self.compute(p);
     }
@@ -138,17 +146,24 @@ impl Engine<'_> {
         let time = &mut self.pes[p].time;
         let (sum, name) = match work {
             Work::Route | Work::Router => (&mut time.router_s, "router"),
+            Work::Start => (&mut time.start_s, "start"),
+            Work::Tail => (&mut time.tail_s, "tail"),
             Work::Copy(copy) => match copy {
                 Copying::Send { .. } | Copying::Gather { .. } => (&mut time.dispatch_s, "dispatch"),
                 _ => (&mut time.combine_s, "combine"),
             },
-            Work::Tile(_) => (&mut time.expert_s, "expert"),
-            Work::Filler => (&mut time.expert_s, "filler"),
+            Work::Tile(..) => (&mut time.expert_s, "expert"),
+            Work::Filler(_) => (&mut time.expert_s, "filler"),
         };
-        sum[backward] += dur_s;
+        let epilogue_s = match work {
+            Work::Tile(_, share) | Work::Filler(share) => share * dur_s,
+            _ => 0.0,
+        };
+        sum[backward] += dur_s - epilogue_s;
+        time.epilogue_s[backward] += epilogue_s;
         if p < self.step.traced {
             let name = match work {
-                Work::Tile(tile) => format!("expert {}", tiling.tiles[tile as usize].expert),
+                Work::Tile(tile, _) => format!("expert {}", tiling.tiles[tile as usize].expert),
                 _ => name.to_string(),
             };
             self.spans.push(Span { pe: p as u32, track: 0, name, start_s, dur_s });
@@ -164,7 +179,8 @@ impl Engine<'_> {
         pe.all_tiles_left -= 1;
         pe.tiles_left[expert] -= 1;
         if pe.tiles_left[expert] == 0 && backward {
-            pe.fillers.push(self.step.cost.gradient_flop.of(f64::from(plan.expert_rows[expert])));
+            let rows = f64::from(plan.expert_rows[expert]);
+            pe.fillers.push(self.step.cost.gradient_flop.map(|cost| cost.of(rows)));
         }
         for piece in tiling.results_of(tile) {
             let undone = &mut self.pes[p].undone[piece.chunk as usize];
@@ -174,4 +190,9 @@ impl Engine<'_> {
             }
         }
     }
+}
+
+/// The share of an epilogue in a tile's work.
+fn share(epilogue: f64, products: f64) -> f64 {
+    if epilogue > 0.0 { epilogue / (epilogue + products) } else { 0.0 }
 }

@@ -1,0 +1,224 @@
+//! `aristos calibrate --from`: the constants of a device from logs of `aristos bench moe`, and simulations with them.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+
+const TILES: [&str; 2] = ["128x256", "256x256"];
+const LOGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/gpu/2026-11-26");
+
+fn aristos(folder: &Path, args: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
+    command.args(args.split_whitespace()).current_dir(folder).output().unwrap()
+}
+
+#[track_caller]
+fn printed(folder: &Path, args: &str) -> String {
+    let output = aristos(folder, args);
+    assert!(output.status.success(), "{args}: {output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[track_caller]
+fn parsed(folder: &Path, args: &str) -> Value {
+    serde_json::from_str(&printed(folder, args)).unwrap()
+}
+
+/// Runs a command that must be refused with one line that contains all of `parts`.
+#[track_caller]
+fn refused(folder: &Path, args: &str, parts: &[&str]) {
+    let output = aristos(folder, args);
+    let line = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), line.lines().count()), (Some(1), 1), "{args}: {line}");
+    for part in parts {
+        assert!(line.contains(part), "{args}: {line} lacks {part}");
+    }
+}
+
+fn write(folder: &Path, name: &str, content: &Value) {
+    fs::write(folder.join(name), content.to_string()).unwrap();
+}
+
+/// The sum of a pass's phases, and its total, seconds.
+fn sums(pass: &Value) -> [f64; 2] {
+    let max_s = |of: &Value| of["max_s"].as_f64().unwrap();
+    [pass["phases"].as_object().unwrap().values().map(max_s).sum(), max_s(&pass["total"])]
+}
+
+/// One device without links.
+fn one_device() -> Value {
+    let device = json!({"id": 0, "host": "h", "flop_per_ms": 1e11, "memory_experts": 64});
+    json!({"version": 1, "devices": [device], "links": {"alpha_ms": [[0]], "beta_ms_per_mb": [[0]]}})
+}
+
+/// A layer of 16 experts, each with about 160 rows, by its intermediate width.
+fn flags(intermediate: usize) -> String {
+    format!("--tokens 1280 --hidden 512 --intermediate {intermediate} --experts 16 --top-k 2 --mlp gated")
+}
+
+#[test]
+fn kept_calibrations_follow_from_the_logs() {
+    let folder = tempfile::tempdir().unwrap();
+    let measured = fs::read_to_string(Path::new(LOGS).join("../../measurements/simulator.md")).unwrap();
+    for tile in TILES {
+        let table =
+            printed(folder.path(), &format!("calibrate --from {LOGS}/calibration.json --tile {tile} --out m.json"));
+        assert!(measured.contains(&table), "docs/measurements/simulator.md lacks\n{table}");
+        let [kept, made] = [Path::new(LOGS).join(format!("h100-{tile}.json")), folder.path().join("m.json")];
+        assert_eq!(fs::read_to_string(kept).unwrap(), fs::read_to_string(made).unwrap(), "{tile}");
+    }
+}
+
+#[test]
+fn phases_of_a_device_add_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    write(folder, "one.json", &one_device());
+    let layer = flags(768);
+    let on_one = format!("simulate --cluster one.json {layer} --json --calibration {LOGS}/h100-128x256.json");
+    for more in ["", "--mode bulk", "--shared-intermediate 256"] {
+        let report = parsed(folder, &format!("{on_one} {more}"));
+        for pass in ["forward", "backward"] {
+            let [phases, total] = sums(&report[pass]);
+            assert!((phases / total - 1.0).abs() < 1e-9, "{more} {pass}: {phases}, {total}");
+            for phase in ["router", "start", "expert_gemm", "epilogue", "dispatch", "combine"] {
+                assert!(report[pass]["phases"][phase]["max_s"].as_f64() > Some(0.0), "{more} {pass} {phase}");
+            }
+        }
+        assert!(report["forward"]["phases"]["tail"]["max_s"].as_f64() > Some(0.0), "{more}");
+    }
+    // Rows are computed in whole tiles: one row more than a tile is a second one.
+    let expert_s = |tokens: usize| {
+        let layer =
+            layer.replace("1280", &tokens.to_string()).replace("--experts 16 --top-k 2", "--experts 1 --top-k 1");
+        let args = format!("simulate --cluster one.json {layer} --json --calibration {LOGS}/h100-256x256.json");
+        parsed(folder, &args)["forward"]["phases"]["epilogue"]["max_s"].as_f64().unwrap()
+    };
+    assert_eq!(expert_s(256), expert_s(255));
+    assert!((expert_s(257) / expert_s(256) - 2.0).abs() < 1e-9);
+    assert!((expert_s(1025) / expert_s(256) - 5.0).abs() < 1e-9);
+    // On several devices the phases are those of each, and rows take the time of their links.
+    let several = parsed(folder, &on_one.replace("one.json", "preset:dgx-h100:1"));
+    assert!(several["forward"]["phases"]["start"]["max_s"].as_f64() > Some(0.0), "{several}");
+    assert!(several["backward"]["phases"]["replicated_sums"]["max_s"].as_f64() > Some(0.0), "{several}");
+    refused(folder, &format!("{on_one} --cores 2"), &["--cores is set", "a device's calibration"]);
+    refused(folder, &format!("{on_one} --dtype f32"), &["--dtype is f32, expected bf16"]);
+    refused(folder, &format!("{on_one} --rows-per host"), &["--rows-per is host"]);
+    let mut wrong: Value =
+        serde_json::from_str(&fs::read_to_string(Path::new(LOGS).join("h100-128x256.json")).unwrap()).unwrap();
+    wrong["tile"][0] = json!(0);
+    write(folder, "w.json", &wrong);
+    refused(
+        folder,
+        &on_one.replace(&format!("{LOGS}/h100-128x256.json"), "w.json"),
+        &["w.json: tile[0] is 0, expected 64 to 4096"],
+    );
+    wrong["tile"][0] = json!(128);
+    wrong["forward"]["start"]["s_per_pass"] = json!(-1.0);
+    write(folder, "w.json", &wrong);
+    let line = "w.json: forward.start.s_per_pass is -1, expected a number of seconds, 0 or more";
+    refused(folder, &on_one.replace(&format!("{LOGS}/h100-128x256.json"), "w.json"), &[line]);
+}
+
+/// A log of `bench moe` in which the phases of a forward and of both passes take these times, ms.
+fn log(intermediate: usize, ms: [[f64; 6]; 2]) -> String {
+    let mut text =
+        format!("Device\n1 PE; 1280 tokens, hidden 512, 16 experts of {intermediate} (gated, Silu), top-2\n");
+    text += "9 iterations, slowest PE of each\n\nbf16: rows per PE 2560 (most over mean 1.000); seen on CPUs 1\n";
+    let passes = ["forward", "forward+backward"];
+    for (passes, ms) in passes.iter().zip(ms) {
+        text += &format!("{passes}  pipelined  {:.3}  1.000  2.000  3.0\n", ms.iter().sum::<f64>());
+    }
+    text += "\n  ms by phase and PE  router  dispatch  expert GEMM  combine  waiting  all-reduce\n";
+    for (passes, ms) in passes.iter().zip(ms) {
+        for mode in ["bulk", "pipelined"] {
+            let cells: Vec<String> = ms.iter().map(|ms| format!("{ms:.3}")).collect();
+            text += &format!("{passes}  {mode}, PE 0  {}\n", cells.join("  "));
+        }
+    }
+    text
+}
+
+#[test]
+fn constants_of_a_device_are_recovered() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    write(folder, "one.json", &one_device());
+    let rows =
+        parsed(folder, &format!("simulate --cluster one.json {} --json", flags(256)))["tokens_per_expert"].clone();
+    let rows: Vec<usize> = rows.as_array().unwrap().iter().map(|rows| rows.as_u64().unwrap() as usize).collect();
+    let across = |multiple: usize| rows.iter().map(|rows| rows.div_ceil(multiple)).sum::<usize>() as f64;
+    // One multiprocessor. Tiles of 128 x 256, by hand for hidden 512: 8 stages of the hidden width.
+    let products = |i: usize, epilogue_ms: f64| {
+        let (columns, stages) = (i as f64 / 256.0, i as f64 / 64.0);
+        let forward =
+            across(128) * ((2.0 * columns) * 8.0 + 2.0 * stages) * 0.5 + 16.0 * 3.0 * 512.0 * i as f64 * 2.0 * 1e-6;
+        let tiles = [across(128) * (2.0 * columns + 2.0), across(128) * (columns + 2.0)];
+        let gradients = 2.0 * (i as f64 / 128.0) * 2.0 + 4.0 * columns;
+        let backward =
+            across(128) * (columns * 8.0 + 2.0 * 2.0 * stages) * 0.5 + gradients * (across(64) * 0.5 + 16.0 * 5.0);
+        [forward + epilogue_ms * tiles[0], backward + epilogue_ms * (tiles[1] + 16.0 * gradients)]
+    };
+    let of = |i: usize, epilogue_ms: f64| {
+        let [forward, backward] = products(i, epilogue_ms);
+        // Start 4 ms, tail 6 ms.
+        let forward = [2.0, 1.0, forward, 3.0, 10.0, 0.0];
+        let backward = [5.0, 1.0, backward, 7.0, 4.0, 0.0];
+        [forward, std::array::from_fn(|phase| forward[phase] + backward[phase])]
+    };
+    for (name, i, epilogue_ms) in [("a", 256, 0.25), ("b", 768, 0.25), ("c", 1280, 0.25), ("without", 768, 0.0)] {
+        fs::write(folder.join(format!("{name}.txt")), log(i, of(i, epilogue_ms))).unwrap();
+    }
+    let logs = |fit: &[&str]| {
+        let tile = json!({"fit": fit, "epilogue": ["b.txt", "without.txt"], "judge": ["c.txt"]});
+        json!({"multiprocessors": 1, "tiles": {"128x256": tile}})
+    };
+    write(folder, "logs.json", &logs(&["a.txt", "b.txt"]));
+    let command = "calibrate --from logs.json --tile 128x256 --out m.json --json";
+    let made = parsed(folder, command);
+    for (pass, phase, term, ms) in [
+        ("forward", "products", "s_per_stage", 0.5),
+        ("forward", "products", "s_per_weight_byte", 1e-6),
+        ("backward", "products", "s_per_stage", 0.5),
+        ("backward", "products", "s_per_gradient_tile", 5.0),
+        ("forward", "epilogue", "s_per_tile", 0.25),
+        ("backward", "epilogue", "s_per_tile", 0.25),
+    ] {
+        let s = made[pass][phase][term].as_f64().unwrap();
+        assert!((s * 1e3 / ms - 1.0).abs() < 1e-3, "{pass} {phase} {term}: {s}, expected {ms} ms\n{made}");
+    }
+    for (pass, phase, ms) in [("forward", "start", 4.0), ("forward", "tail", 6.0), ("backward", "start", 4.0)] {
+        let terms = &made[pass][phase];
+        let s = terms["s_per_pass"].as_f64().unwrap() + 16.0 * terms["s_per_expert"].as_f64().unwrap();
+        assert!((s * 1e3 - ms).abs() < 1e-2, "{pass} {phase}: {terms}");
+    }
+    for pass in made["passes"].as_array().unwrap() {
+        let error = pass["simulated_s"].as_f64().unwrap() / pass["measured_s"].as_f64().unwrap() - 1.0;
+        assert!(error.abs() < 1e-3, "{pass}: {error}");
+    }
+    assert!(!made["passes"][4]["fitted"].as_bool().unwrap() && made["passes"].as_array().unwrap().len() == 6);
+
+    refused(folder, &command.replace("128x256", "64x64"), &["logs.json: tiles have no \"64x64\", expected 128x256"]);
+    refused(folder, &command.replace("m.json", "logs.json"), &["--out logs.json"]);
+    write(folder, "logs.json", &logs(&["a.txt"]));
+    refused(folder, command, &["logs.json: tiles.128x256.fit has 1 logs, expected at least 2"]);
+    write(folder, "logs.json", &logs(&["a.txt", "none.txt"]));
+    refused(folder, command, &["none.txt"]);
+    let whole = fs::read_to_string(folder.join("a.txt")).unwrap();
+    for (from, to, part) in [
+        ("1 PE;", "2 PEs;", "x.txt: line 2 is \"2 PEs;"),
+        ("bf16: ", "f8: ", "x.txt: element type is \"f8\", expected f32, bf16 or f16"),
+        ("bf16: ", "f16: ", "x.txt: is of Device and f16, expected Device and bf16"),
+        ("combine", "other", "x.txt: forward, pipelined, combine is missing"),
+        ("pipelined  2", "pipelined  -2", "x.txt: forward, pipelined, total is \"-2"),
+        ("1280 tokens", "16000000 tokens", "x.txt: line 2 is"),
+        ("hidden 512", "hidden 5", "x.txt"),
+    ] {
+        fs::write(folder.join("x.txt"), whole.replacen(from, to, 1)).unwrap();
+        assert_ne!(whole, whole.replacen(from, to, 1), "{from}");
+        write(folder, "logs.json", &logs(&["a.txt", "x.txt"]));
+        refused(folder, command, &[part]);
+    }
+}
