@@ -146,9 +146,9 @@ fn synthetic(log: &BenchLog) -> Result<Synthetic> {
 
 /// Fits a device's constants to the logs that a file names, for one tile; and simulates every log with them.
 ///
-/// The time of epilogues is the difference of two logs, with epilogues and without. Products are those of bulk passes. What a pipelined pass
-/// takes beyond products, router, dispatch and combine is idle time. That of a backward pass is taken for the start of either pass: its
-/// returns and sums are hidden behind the gradients of weights. The rest of a forward's is its tail.
+/// The time of epilogues is the difference of two logs, with epilogues and without. Products are those of bulk passes. The rest of a pipelined
+/// pass, without router, dispatch and combine, is idle time. The start of either pass is the idle time of a backward pass, on the assumption
+/// that weight gradients hide a backward pass's returns and sums. A forward pass's idle time after the start is its tail.
 ///
 /// # Errors
 /// A file or a log that cannot be read, or a tile without logs; the line names the file and the field.

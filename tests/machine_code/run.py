@@ -4,6 +4,7 @@
 Tests tools/check-machine-code without CUDA: two small listings in nvdisasm's format pass, and each fault injected into one is found.
 """
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -193,13 +194,60 @@ class Mix(unittest.TestCase):
         # From the header to the branch back, without the retry code behind the kernel's end.
         self.assertEqual({name: count for name, count in loop.items() if count}, {
             "loop": "HGMMA 1", "instructions": 22, "tensor": 4, "integer": 2, "move": 5, "wait": 6, "control": 4, "other": 1,
-            "per tensor": "5.5"})
+            "proxy fences": 1, "per tensor": "5.5"})
         self.assertEqual(sum(loop[name] for name in loops.NAMES), loop["instructions"])
 
     def test_innermost_ampere_loop(self):
         (loop,) = loops.mixes(of(AMPERE)[0])
         self.assertEqual({name: count for name, count in loop.items() if count}, {
             "loop": "HMMA 1", "instructions": 11, "tensor": 2, "shared": 2, "async copy": 1, "integer": 2, "wait": 3, "control": 1, "per tensor": "5.5"})
+
+
+class Fences(unittest.TestCase):
+    def row(self, text):
+        (loop,) = loops.mixes(of(text)[0])
+        return tables.named([dict(module="m", architecture="sm_90a", kernel="aristos_forward_hopper_f16", **loop)], "fences")
+
+    def loop(self, text):
+        (loop,) = loops.mixes(of(text)[0])
+        return tables.named([dict(module="m", architecture="sm_90a", kernel="aristos_forward_hopper_f16", **loop)], "loops")
+
+    def test_fences_between_groups(self):
+        old = self.row(HOPPER)
+        self.assertEqual([row["fences"] for row in old.values()], ["0"])
+        self.assertEqual(list(tables.more_fences(old, old)), [])
+        for fence in ["MEMBAR.ALL.GPU", "MEMBAR.ALL.CTA", "CCTL.IVALL", "ERRBAR", "CGAERRBAR"]:
+            with self.subTest(fence):
+                now = self.row(injected(HOPPER, "VIADD R4, R4, 0x1", fence))
+                (error,) = tables.more_fences(old, now)
+                self.assertIn("has 1 fences", error)
+                # The list may shrink, and a new loop has no fence to add to.
+                self.assertEqual(list(tables.more_fences(now, old)), [])
+                self.assertEqual(len(list(tables.more_fences({}, now))), 1)
+                # After the loop a fence is allowed.
+                self.assertEqual(self.row(injected(HOPPER, "LDG.E.128 R216", fence)), old)
+
+    def test_fence_in_code_behind_the_kernels_end(self):
+        # A branch that leaves the loop's lines and returns to it.
+        text = injected(HOPPER, "VIADD R4, R4, 0x1", "@P3 BRA `(.L_report)").replace(
+            "        /*01d0*/", ".L_reported:\n        /*01d0*/").replace(
+            ".L_retry:\n", ".L_report:\n" + line("MEMBAR.ALL.GPU") + line("BRA `(.L_reported)") + ".L_retry:\n")
+        (row,) = self.row(text).values()
+        self.assertEqual(row["fences"], "1")
+
+    def test_second_proxy_fence(self):
+        old = self.row(HOPPER)
+        now = self.row(injected(HOPPER, "VIADD R4, R4, 0x1", "MEMBAR.ALL.CTA", "FENCE.VIEW.ASYNC.S"))
+        (error,) = tables.more_fences(old, now)
+        self.assertIn("has 2 proxy fences a stage, not 1", error)
+
+    def test_growth_of_a_loop(self):
+        old = self.loop(HOPPER)
+        for count in range(4):
+            now = self.loop(injected(HOPPER, "VIADD R4, R4, 0x1", *["MOV R4, R5"] * count))
+            # 22 instructions; two more are 9%, three 14%.
+            self.assertEqual(len(list(tables.longer(old, now))), count > 2, count)
+        self.assertEqual(list(tables.longer({}, old)), [])
 
 
 class Tables(unittest.TestCase):
@@ -239,6 +287,30 @@ class Command(unittest.TestCase):
         self.assertEqual((fault.returncode, fault.stdout.splitlines()[-1]), (1, "1 kernels, 1 wrong"))
         self.assertIn("injected, sm_90a, aristos_forward_hopper_f16: uses R56", fault.stderr)
         self.assertNotEqual(self.run_("").returncode, 0)
+
+    def test_tables_accept_no_fence_more(self):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            shutil.copytree(TOOLS / "machine_code", root / "tools/machine_code", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copy(TOOLS / "check-machine-code", root / "tools")
+            (root / "docs").mkdir()
+            listing, table = root / "m.sass", root / "docs/machine-code/fences.csv"
+
+            def run(text, *flags):
+                listing.write_text(text)
+                command = [sys.executable, root / "tools/check-machine-code", *flags, listing]
+                return subprocess.run(command, capture_output=True, text=True, check=False)
+
+            fenced = injected(HOPPER, "VIADD R4, R4, 0x1", "MEMBAR.ALL.GPU")
+            self.assertEqual(run(HOPPER, "--write").returncode, 0)
+            before = table.read_text()
+            for flags in [[], ["--write"]]:
+                fault = run(fenced, *flags)
+                self.assertEqual((fault.returncode, table.read_text()), (1, before))
+                self.assertIn("m, sm_90a, aristos_forward_hopper_f16, HGMMA 1 has 1 fences", fault.stderr)
+            longer = injected(HOPPER, "VIADD R4, R4, 0x1", *["MOV R4, R5"] * 3)
+            self.assertIn("HGMMA 1 has 25 instructions a stage, not at most 10% more than 22", run(longer).stderr)
+            self.assertEqual((run(longer, "--write").returncode, run(longer).returncode), (0, 0))
 
 
 if __name__ == "__main__":

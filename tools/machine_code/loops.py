@@ -21,6 +21,9 @@ CLASSES = {
 }
 CLASS = {base: name for name, bases in CLASSES.items() for base in bases.split()}
 NAMES = [*CLASSES, "other"]
+# Instructions that wait for memory beyond the block. A fence between proxies has a MEMBAR of the block before it, which does not count.
+FENCES = ("MEMBAR", "CCTL", "ERRBAR", "CGAERRBAR")
+PROXY_FENCE = "FENCE.VIEW"
 
 
 def classified(at):
@@ -33,7 +36,7 @@ def classified(at):
 
 
 def mixes(kernel):
-    """For each main loop: its name, number of instructions, and number per class.
+    """For each main loop: its name, number of instructions, number per class, and number of fences.
 
     A loop extends from its header to the last jump back. Loops inside it are excluded, since they only wait; ptxas puts the code after a
     failed first wait behind the kernel's end.
@@ -69,10 +72,18 @@ def innermost(loops):
 def mix(kernel, blocks, loops, owner, header, name):
     body, latches = loops[header]
     last = max(latches)
-    row = dict(loop=name, instructions=0, **dict.fromkeys(NAMES, 0))
+    row = {"loop": name, "instructions": 0, **dict.fromkeys(NAMES, 0), "fences": 0, "proxy fences": 0}
     for block in body:
-        if owner[block] == header and header <= block <= last:
-            for at in kernel.code[blocks.begins[block]:blocks.ends[block]]:
+        if owner[block] != header:
+            continue
+        code = kernel.code[blocks.begins[block]:blocks.ends[block]]
+        # Also in code behind the kernel's end: it runs between two groups too.
+        for at, after in zip(code, [*code[1:], None]):
+            is_proxy = after is not None and after.opcode.startswith(PROXY_FENCE) and at.opcode == "MEMBAR.ALL.CTA"
+            row["fences"] += at.base in FENCES and not is_proxy
+            row["proxy fences"] += at.opcode.startswith(PROXY_FENCE)
+        if header <= block <= last:
+            for at in code:
                 row["instructions"] += 1
                 row[classified(at)] += 1
     row["per tensor"] = f"{row['instructions'] / row['tensor']:.1f}" if row["tensor"] else "-"
