@@ -122,11 +122,16 @@ fn phases_of_a_device_add_up() {
     refused(folder, &on_one.replace(&format!("{LOGS}/h100-128x256.json"), "w.json"), &[line]);
 }
 
+/// Tokens, hidden width, experts, intermediate width.
+type Layer = [usize; 4];
+
 /// A log of `bench moe` in which the phases of a forward and of both passes take these times, ms.
-fn log(intermediate: usize, ms: [[f64; 6]; 2]) -> String {
-    let mut text =
-        format!("Device\n1 PE; 1280 tokens, hidden 512, 16 experts of {intermediate} (gated, Silu), top-2\n");
-    text += "9 iterations, slowest PE of each\n\nbf16: rows per PE 2560 (most over mean 1.000); seen on CPUs 1\n";
+fn log([tokens, hidden, experts, intermediate]: Layer, ms: [[f64; 6]; 2]) -> String {
+    let mut text = format!(
+        "Device\n1 PE; {tokens} tokens, hidden {hidden}, {experts} experts of {intermediate} (gated, Silu), top-2\n\
+         9 iterations, slowest PE of each\n\nbf16: rows per PE {} (most over mean 1.000); seen on CPUs 1\n",
+        2 * tokens
+    );
     let passes = ["forward", "forward+backward"];
     for (passes, ms) in passes.iter().zip(ms) {
         text += &format!("{passes}  pipelined  {:.3}  1.000  2.000  3.0\n", ms.iter().sum::<f64>());
@@ -141,35 +146,67 @@ fn log(intermediate: usize, ms: [[f64; 6]; 2]) -> String {
     text
 }
 
+/// The constants that the test's device has: pass, phase, term, ms.
+const CONSTANTS: [(&str, &str, &str, f64); 16] = [
+    ("forward", "router", "s_per_pass", 2.0),
+    ("forward", "router", "s_per_element", 1e-5),
+    ("backward", "router", "s_per_pass", 3.0),
+    ("backward", "router", "s_per_element", 2e-5),
+    ("forward", "products", "s_per_stage", 0.5),
+    ("forward", "products", "s_per_weight_byte", 1e-6),
+    ("backward", "products", "s_per_stage", 0.75),
+    ("backward", "products", "s_per_gradient_tile", 5.0),
+    ("forward", "epilogue", "s_per_tile", 0.25),
+    ("backward", "epilogue", "s_per_tile", 0.125),
+    ("forward", "dispatch", "s_per_slot", 1e-3),
+    ("backward", "combine", "s_per_element", 4e-6),
+    ("forward", "start", "s_per_pass", 4.0),
+    ("backward", "start", "s_per_expert", 0.5),
+    ("forward", "tail", "s_per_pass", 6.0),
+    ("forward", "tail", "s_per_expert", 0.25),
+];
+
+/// The times of the test's device with one multiprocessor, by hand; with `epilogues` or without.
+fn times(folder: &Path, layer: Layer, epilogues: f64) -> [[f64; 6]; 2] {
+    let [tokens, hidden, experts, inner] = layer;
+    let flags = format!("--tokens {tokens} --hidden {hidden} --intermediate {inner} --experts {experts} --top-k 2");
+    let report = parsed(folder, &format!("simulate --cluster one.json {flags} --mlp gated --json"));
+    let rows = report["tokens_per_expert"].as_array().unwrap();
+    let across = |multiple: u64| rows.iter().map(|rows| rows.as_u64().unwrap().div_ceil(multiple)).sum::<u64>() as f64;
+    let [tokens, hidden, experts, inner] = layer.map(|size| size as f64);
+    let (down, stages) = (across(128), [hidden / 64.0, inner / 64.0]);
+    // Tiles of 128 x 256: gate and up, down; backward to the intermediate width, to the hidden one.
+    let forward = [down * inner / 128.0, down * hidden / 256.0];
+    let backward = [down * inner / 256.0, down * hidden / 256.0];
+    let gradients = 3.0 * (inner / 128.0) * (hidden / 256.0);
+    let forward_ms = (forward[0] * stages[0] + forward[1] * stages[1]) * 0.5
+        + experts * 3.0 * hidden * inner * 2.0 * 1e-6
+        + epilogues * 0.25 * (forward[0] + forward[1]);
+    let backward_ms = (backward[0] * stages[0] + backward[1] * 2.0 * stages[1] + gradients * across(64)) * 0.75
+        + experts * gradients * 5.0
+        + epilogues * 0.125 * (backward[0] + backward[1] + experts * gradients);
+    let (slots, elements) = (2.0 * tokens, tokens * hidden);
+    let start = 4.0 + 0.5 * experts;
+    let forward =
+        [2.0 + 1e-5 * elements, 1e-3 * slots, forward_ms, 3e-6 * slots * hidden, start + 6.0 + 0.25 * experts, 0.0];
+    let backward = [3.0 + 2e-5 * elements, 2e-3 * slots, backward_ms, 4e-6 * slots * hidden, start, 0.0];
+    [forward, std::array::from_fn(|phase| forward[phase] + backward[phase])]
+}
+
 #[test]
 fn constants_of_a_device_are_recovered() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     write(folder, "one.json", &one_device());
-    let rows =
-        parsed(folder, &format!("simulate --cluster one.json {} --json", flags(256)))["tokens_per_expert"].clone();
-    let rows: Vec<usize> = rows.as_array().unwrap().iter().map(|rows| rows.as_u64().unwrap() as usize).collect();
-    let across = |multiple: usize| rows.iter().map(|rows| rows.div_ceil(multiple)).sum::<usize>() as f64;
-    // One multiprocessor. Tiles of 128 x 256, by hand for hidden 512: 8 stages of the hidden width.
-    let products = |i: usize, epilogue_ms: f64| {
-        let (columns, stages) = (i as f64 / 256.0, i as f64 / 64.0);
-        let forward =
-            across(128) * ((2.0 * columns) * 8.0 + 2.0 * stages) * 0.5 + 16.0 * 3.0 * 512.0 * i as f64 * 2.0 * 1e-6;
-        let tiles = [across(128) * (2.0 * columns + 2.0), across(128) * (columns + 2.0)];
-        let gradients = 2.0 * (i as f64 / 128.0) * 2.0 + 4.0 * columns;
-        let backward =
-            across(128) * (columns * 8.0 + 2.0 * 2.0 * stages) * 0.5 + gradients * (across(64) * 0.5 + 16.0 * 5.0);
-        [forward + epilogue_ms * tiles[0], backward + epilogue_ms * (tiles[1] + 16.0 * gradients)]
-    };
-    let of = |i: usize, epilogue_ms: f64| {
-        let [forward, backward] = products(i, epilogue_ms);
-        // Start 4 ms, tail 6 ms.
-        let forward = [2.0, 1.0, forward, 3.0, 10.0, 0.0];
-        let backward = [5.0, 1.0, backward, 7.0, 4.0, 0.0];
-        [forward, std::array::from_fn(|phase| forward[phase] + backward[phase])]
-    };
-    for (name, i, epilogue_ms) in [("a", 256, 0.25), ("b", 768, 0.25), ("c", 1280, 0.25), ("without", 768, 0.0)] {
-        fs::write(folder.join(format!("{name}.txt")), log(i, of(i, epilogue_ms))).unwrap();
+    let (a, b) = ([1280, 512, 16, 256], [640, 1024, 4, 768]);
+    for (name, layer, epilogues) in [
+        ("a", a, 1.0),
+        ("b", b, 1.0),
+        ("c", [960, 256, 8, 1280], 1.0),
+        ("same", [1280, 512, 16, 512], 1.0),
+        ("without", b, 0.0),
+    ] {
+        fs::write(folder.join(format!("{name}.txt")), log(layer, times(folder, layer, epilogues))).unwrap();
     }
     let logs = |fit: &[&str]| {
         let tile = json!({"fit": fit, "epilogue": ["b.txt", "without.txt"], "judge": ["c.txt"]});
@@ -178,28 +215,20 @@ fn constants_of_a_device_are_recovered() {
     write(folder, "logs.json", &logs(&["a.txt", "b.txt"]));
     let command = "calibrate --from logs.json --tile 128x256 --out m.json --json";
     let made = parsed(folder, command);
-    for (pass, phase, term, ms) in [
-        ("forward", "products", "s_per_stage", 0.5),
-        ("forward", "products", "s_per_weight_byte", 1e-6),
-        ("backward", "products", "s_per_stage", 0.5),
-        ("backward", "products", "s_per_gradient_tile", 5.0),
-        ("forward", "epilogue", "s_per_tile", 0.25),
-        ("backward", "epilogue", "s_per_tile", 0.25),
-    ] {
+    for (pass, phase, term, ms) in CONSTANTS {
         let s = made[pass][phase][term].as_f64().unwrap();
-        assert!((s * 1e3 / ms - 1.0).abs() < 1e-3, "{pass} {phase} {term}: {s}, expected {ms} ms\n{made}");
+        assert!((s * 1e3 / ms - 1.0).abs() < 1e-2, "{pass} {phase} {term}: {s}, expected {ms} ms\n{made}");
     }
-    for (pass, phase, ms) in [("forward", "start", 4.0), ("forward", "tail", 6.0), ("backward", "start", 4.0)] {
-        let terms = &made[pass][phase];
-        let s = terms["s_per_pass"].as_f64().unwrap() + 16.0 * terms["s_per_expert"].as_f64().unwrap();
-        assert!((s * 1e3 - ms).abs() < 1e-2, "{pass} {phase}: {terms}");
-    }
-    for pass in made["passes"].as_array().unwrap() {
+    let passes = made["passes"].as_array().unwrap();
+    for pass in passes {
         let error = pass["simulated_s"].as_f64().unwrap() / pass["measured_s"].as_f64().unwrap() - 1.0;
         assert!(error.abs() < 1e-3, "{pass}: {error}");
     }
-    assert!(!made["passes"][4]["fitted"].as_bool().unwrap() && made["passes"].as_array().unwrap().len() == 6);
+    let judged = passes.iter().filter(|pass| pass["fitted"] == json!(false)).count();
+    assert_eq!((judged, passes.len()), (2, 6));
 
+    write(folder, "logs.json", &logs(&["a.txt", "same.txt"]));
+    refused(folder, command, &["tiles.128x256.fit has layers with proportional counts of backward, router"]);
     refused(folder, &command.replace("128x256", "64x64"), &["logs.json: tiles have no \"64x64\", expected 128x256"]);
     refused(folder, &command.replace("m.json", "logs.json"), &["--out logs.json"]);
     write(folder, "logs.json", &logs(&["a.txt"]));
@@ -212,8 +241,8 @@ fn constants_of_a_device_are_recovered() {
         ("bf16: ", "f8: ", "x.txt: element type is \"f8\", expected f32, bf16 or f16"),
         ("bf16: ", "f16: ", "x.txt: is of Device and f16, expected Device and bf16"),
         ("combine", "other", "x.txt: forward, pipelined, combine is missing"),
-        ("pipelined  2", "pipelined  -2", "x.txt: forward, pipelined, total is \"-2"),
-        ("1280 tokens", "16000000 tokens", "x.txt: line 2 is"),
+        ("pipelined  ", "pipelined  -", "x.txt: forward, pipelined, total is \"-"),
+        ("1280 tokens", "16000000000 tokens", "x.txt: line 2 is"),
         ("hidden 512", "hidden 5", "x.txt"),
     ] {
         fs::write(folder.join("x.txt"), whole.replacen(from, to, 1)).unwrap();

@@ -299,7 +299,7 @@ fn busy_factor(calibration: &Calibration, together: &[&Run]) -> f64 {
 
 /// A sample of the fit: counts, their time, and the time that errors are relative to.
 pub(super) struct Sample {
-    counts: Counts,
+    pub(super) counts: Counts,
     seconds: f64,
     of_s: f64,
 }

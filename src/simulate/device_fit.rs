@@ -218,6 +218,15 @@ pub fn calibrate_device(path: &Path, tile: &str) -> Result<DeviceCalibration> {
             ];
             samples.iter_mut().zip(phases).for_each(|(samples, phase)| samples.push(relative(phase)));
         }
+        for (phase, samples) in ["router", "products", "dispatch", "combine", "idle time"].iter().zip(&samples) {
+            let pass = if backward { "backward" } else { "forward" };
+            ensure!(
+                are_determined(samples),
+                "{}: tiles.{tile}.fit has layers with proportional counts of {pass}, {phase}, expected layers that differ in tokens, \
+                 experts and widths",
+                path.display()
+            );
+        }
         let [router, products, dispatch, combine, idle] = samples.map(constants);
         (terms.router, terms.products, terms.dispatch, terms.combine) = (router, products, dispatch, combine);
         if backward {
@@ -242,6 +251,17 @@ pub fn calibrate_device(path: &Path, tile: &str) -> Result<DeviceCalibration> {
         }
     }
     Ok(calibration)
+}
+
+/// Whether the samples determine two constants: the ratio of their counts differs by more than a percent.
+fn are_determined(samples: &[Sample]) -> bool {
+    let ratio = |sample: &Sample| match &sample.counts[..] {
+        [one, other] if other.1 > 0.0 => Some(one.1 / other.1),
+        _ => None,
+    };
+    let ratios: Vec<f64> = samples.iter().filter_map(ratio).collect();
+    let most = ratios.iter().copied().fold(0.0, f64::max);
+    ratios.is_empty() || most > 1.01 * ratios.iter().copied().fold(f64::INFINITY, f64::min)
 }
 
 fn constants(samples: Vec<Sample>) -> Terms {

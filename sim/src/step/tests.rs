@@ -191,6 +191,16 @@ fn device_work_is_divided_into_phases() {
     case.cost.gradient_flop = [Affine::each(10.0), Affine { base: 5.0, ..Affine::default() }];
     (case.cost.start_flop, case.cost.tail_flop) = ([11.0, 13.0].map(Affine::each), [17.0, 19.0].map(Affine::each));
     case.cost.router_flop = [Affine::each(1.0); 2];
+    for copies in [0.0, 2.0] {
+        // Own rows are gathered before the products, in both schedules.
+        case.cost.copy_flop = [CopyFlop { gather_slot: copies, ..CopyFlop::default() }; 2];
+        for schedule in [Schedule::Pipelined, Schedule::Bulk] {
+            let times = simulate(&Step { schedule, backward: true, ..case.step() });
+            near(times.step_s[0], 81.0 + 116.0 + 2.0 * 3.0 * copies);
+            near(times.pes[0].expert_s.iter().sum(), 47.0 + 70.0);
+        }
+    }
+    case.cost.copy_flop = [CopyFlop::default(); 2];
     for schedule in [Schedule::Pipelined, Schedule::Bulk] {
         let times = simulate(&Step { schedule, backward: true, ..case.step() });
         let time = times.pes[0];

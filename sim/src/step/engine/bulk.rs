@@ -37,7 +37,10 @@ impl Engine<'_> {
         };
         self.groups[group].phase = next;
         self.groups[group].pending = match next {
-            Phase::Rows(round) => members.iter().map(|&pe| self.send_chunks(pe, round)).sum(),
+            Phase::Rows(round) => {
+                let own: u32 = members.iter().map(|&pe| self.pes[pe].own_left).sum();
+                own + members.iter().map(|&pe| self.send_chunks(pe, round)).sum::<u32>()
+            }
             Phase::Experts => members.len() as u32,
             _ => self.return_all(&members),
         };

@@ -50,6 +50,8 @@ struct Pe {
     all_tiles_left: u32,
     /// Messages of results that have not arrived, and chunks of its own rows that have not been added.
     results_left: u32,
+    /// Chunks of its own rows that have not been gathered.
+    own_left: u32,
     /// Chunks that arrived before they could be gathered, as (pass, chunk).
     early: Vec<(u32, u32)>,
     /// Open parts of the crossings for which this PE is the relay.

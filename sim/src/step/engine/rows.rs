@@ -2,9 +2,9 @@
 
 use std::cmp::Reverse;
 
-use super::Engine;
 use super::event::{Kind, Message, What};
 use super::types::Copying;
+use super::{Engine, Phase};
 use crate::step::Schedule;
 use crate::step::plan::Chunk;
 use aristos_formats::Span;
@@ -54,8 +54,12 @@ impl Engine<'_> {
             }
             Copying::Gather { chunk } => {
                 self.gathered(p, chunk);
-                if bulk && self.plan(p).chunks[chunk as usize].from != self.pes[p].index {
-                    self.one_less(self.pes[p].group as usize);
+                let is_own = self.plan(p).chunks[chunk as usize].from == self.pes[p].index;
+                self.pes[p].own_left -= u32::from(is_own);
+                // The phase of rows waits for own rows too, if they are gathered after it has begun.
+                let group = self.pes[p].group as usize;
+                if bulk && (!is_own || self.groups[group].phase != Phase::Counts) {
+                    self.one_less(group);
                 }
             }
             Copying::Add { .. } => {
@@ -185,7 +189,9 @@ impl Engine<'_> {
     }
 
     pub(super) fn gather_own(&mut self, p: usize) {
-        for chunk in self.plan(p).from(self.pes[p].index as usize) {
+        let chunks = self.plan(p).from(self.pes[p].index as usize);
+        self.pes[p].own_left = chunks.len() as u32;
+        for chunk in chunks {
             self.copy(p, Copying::Gather { chunk });
         }
     }
