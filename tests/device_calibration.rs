@@ -198,7 +198,7 @@ fn constants_of_a_device_are_recovered() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     write(folder, "one.json", &one_device());
-    let (a, b) = ([1280, 512, 16, 256], [640, 1024, 4, 768]);
+    let (a, b) = ([1280, 512, 16, 256], [960, 1024, 4, 768]);
     for (name, layer, epilogues) in [
         ("a", a, 1.0),
         ("b", b, 1.0),
