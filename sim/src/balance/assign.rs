@@ -168,7 +168,8 @@ impl<'r> Microbatch<'r> {
             let index = hosts[host[source]].iter().position(|&pe| pe == source).unwrap_or(0);
             let mut at = vec![0usize; batches.len()];
             for token in choices.chunks(self.top_k) {
-                (to.clear(), to_hosts.clear());
+                to.clear();
+                to_hosts.clear();
                 for &e in token.iter().filter(|e| **e != NO_EXPERT) {
                     let e = e as usize;
                     let left = &mut left[e][source];
