@@ -31,10 +31,10 @@ fn least_load(rows: &[u64], holders: &[Vec<usize>], pes: usize) -> u64 {
 }
 
 /// The least largest load over all assignments in whole rows, one expert after the other.
-fn brute_force(rows: &[u64], holders: &[Vec<usize>], loads: &mut Vec<u64>) -> u64 {
-    fn deal(left: u64, to: &[usize], rest: (&[u64], &[Vec<usize>]), loads: &mut Vec<u64>) -> u64 {
+fn brute_force(rows: &[u64], holders: &[Vec<usize>], loads: &mut [u64]) -> u64 {
+    fn deal(left: u64, to: &[usize], rest: (&[u64], &[Vec<usize>]), loads: &mut [u64]) -> u64 {
         let give = |rows: u64| {
-            let mut loads = loads.clone();
+            let mut loads = loads.to_vec();
             loads[to[0]] += rows;
             match to.len() {
                 1 => brute_force(rest.0, rest.1, &mut loads),
