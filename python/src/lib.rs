@@ -11,8 +11,8 @@ use aristos::moe::metrics::Phase;
 use aristos::moe::placement::block;
 use aristos::moe::{self, Dtype, LayerConfig, LayerSpec, MoeLayer};
 use aristos::plan::{Rebalance, rebalance_auto, rebalance_with};
+use aristos::shmem::Shmem;
 use aristos::shmem::tcp::TcpWorld;
-use aristos::shmem::{Shmem, Transport};
 use half::bf16;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -27,14 +27,10 @@ mod spec;
 mod views;
 
 use hosts::Rendezvous;
-use passes::{Backward, Forward, Weights};
+use passes::{Backward, CpuLayer, Forward, Pes, SavedOf, Weights};
 use signals::Signals;
 use spec::{AristosError, Form, SizesOf, check_rank, error, how_to_restart, moe_error, set_saved_folder, spec_of};
 use views::{ExpertViews, Of, Shapes, View};
-
-type Pes = Box<dyn Transport + Send + Sync>;
-type CpuLayer<E> = moe::Layer<Shmem<Pes>, E>;
-type SavedOf<E> = <CpuLayer<E> as MoeLayer>::Saved;
 
 /// A layer that grows has room for this fraction of the largest batch more, so that slowly growing batches seldom need a new one.
 const SPARE_PART: usize = 32;

@@ -6,11 +6,15 @@ use std::slice;
 use aristos::moe::cpu::BorrowedGradients;
 use aristos::moe::cpu::experts::Mlp;
 use aristos::moe::kernels::{Borrowed, Element};
-use aristos::moe::{LayerConfig, MatrixGradientMut, MlpGradientsMut, MoeLayer, Proj, proj_index};
+use aristos::moe::{Layer, LayerConfig, MatrixGradientMut, MlpGradientsMut, MoeLayer, Proj, proj_index};
+use aristos::shmem::{Shmem, Transport};
 use pyo3::prelude::*;
 
 use crate::spec::moe_error;
-use crate::{CpuLayer, SavedOf};
+
+pub(crate) type Pes = Box<dyn Transport + Send + Sync>;
+pub(crate) type CpuLayer<E> = Layer<Shmem<Pes>, E>;
+pub(crate) type SavedOf<E> = <CpuLayer<E> as MoeLayer>::Saved;
 
 /// Returns a slice of the caller's memory.
 ///

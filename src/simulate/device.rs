@@ -5,7 +5,6 @@
 use serde::{Deserialize, Serialize};
 
 use super::calibration::{Counts, RATE, Terms, VERSION, check_terms, sum};
-use super::device_fit::LoggedPass;
 use crate::moe::{LayerConfig, MlpConfig};
 use crate::plan::InputError;
 use crate::sim::step::{Affine, CopyFlop, LayerCost};
@@ -165,6 +164,22 @@ pub(super) fn combine(hidden: usize, slots: f64) -> Counts {
 /// Counts of idle time at the start or the end of a pass, on a PE with this number of experts.
 pub(super) fn idle(passes: f64, experts: f64) -> Counts {
     vec![("s_per_pass", passes), ("s_per_expert", experts)]
+}
+
+/// A pass of a log.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LoggedPass {
+    /// The log.
+    pub log: String,
+    /// "forward" or "backward".
+    pub pass: String,
+    /// Whether the constants were fitted to the log.
+    pub fitted: bool,
+    /// Measured, seconds.
+    pub measured_s: f64,
+    /// Simulated, seconds.
+    pub simulated_s: f64,
 }
 
 impl DeviceCalibration {

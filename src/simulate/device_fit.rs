@@ -8,8 +8,9 @@ use serde::Deserialize;
 
 use super::bench_log::BenchLog;
 use super::calibrate::{Sample, fit, relative};
-use super::calibration::{Counts, Machine, Terms, VERSION, sum};
-use super::device::{DeviceCalibration, DeviceTerms, Tiling, combine, dispatch, idle, router};
+use super::calibration::{Counts, Terms, VERSION, sum};
+use super::device::{DeviceCalibration, DeviceTerms, LoggedPass, Tiling, combine, dispatch, idle, router};
+use super::machine::Machine;
 use super::{RowOrder, RowsPer, Simulated, Tokens};
 use crate::cluster::{Cluster, parse_json, read_text};
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
@@ -46,22 +47,6 @@ struct TileLogs {
     /// Layers that the constants are only judged by.
     #[serde(default)]
     judge: Vec<PathBuf>,
-}
-
-/// A pass of a log.
-#[derive(Clone, Debug, PartialEq, serde::Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LoggedPass {
-    /// The log.
-    pub log: String,
-    /// "forward" or "backward".
-    pub pass: String,
-    /// Whether the constants were fitted to the log.
-    pub fitted: bool,
-    /// Measured, seconds.
-    pub measured_s: f64,
-    /// Simulated, seconds.
-    pub simulated_s: f64,
 }
 
 /// A layer's log, its rows by expert, and the device's tiles.

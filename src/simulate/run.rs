@@ -4,7 +4,8 @@ use std::thread;
 
 use anyhow::{Context, Result, ensure};
 
-use super::calibration::{Machine, RATE};
+use super::calibration::RATE;
+use super::machine::Machine;
 use super::plans::{Choices, Plans, balanced, plans};
 use super::report::SimulatedReport;
 use super::{Dense, GRADIENT_BYTES, RowsPer, Simulated, Tokens};

@@ -4,7 +4,7 @@ use aristos_balance::{Borrowing, Quota, Rebalance, borrow, divide_sources, rebal
 use aristos_formats::InputError;
 use aristos_formats::routing::{NO_EXPERT, Record};
 
-use super::{Balance, Experts, Machine};
+use super::machine::{Balance, Experts, Machine};
 
 /// The part of the mean load by which a move must lower the largest load: the default of `aristos rebalance`.
 const MOVE_COST: f64 = 0.001;

@@ -1,7 +1,7 @@
 //! The time of an assigned microbatch.
 
-use super::Machine;
 use super::assign::{Assigned, Microbatch};
+use super::machine::Machine;
 
 /// The times of a microbatch.
 #[derive(Clone, Debug, Default)]
