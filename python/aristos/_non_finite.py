@@ -54,7 +54,7 @@ class detect_non_finite:
         if _open is not None:
             raise RuntimeError("a context of aristos.detect_non_finite is open already, leave it first")
         self._group = self._group or _group.default()
-        # The number of passes so far, forward or backward. It is equal on all processes, because passes are collective.
+        # Counts forward and backward passes. All processes have the same count, because passes are collective.
         self._passes = 0
         self._layers = weakref.WeakKeyDictionary()
         # This process's first value: pass, kind, message, layer.

@@ -32,7 +32,7 @@ forward! {
     fn fence(&self);
     fn quiet(&self);
     fn lost(&self) -> Option<LostPe>;
-    fn has_ended(&self, pe: usize) -> Option<bool>;
+    fn has_ended(&self, pe: usize) -> bool;
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>>;
     fn is_reachable(&self, pe: usize) -> bool;
 }

@@ -105,7 +105,10 @@ impl<T: Transport> Transport for GroupTransport<'_, T> {
     }
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
-        let translated = |wait: &RawWait| RawWait { signal: self.word(wait.signal), ..*wait };
+        let translated = |wait: &RawWait| {
+            let from = wait.from.map(|pe| self.pe(pe));
+            RawWait { signal: self.word(wait.signal), from, ..*wait }
+        };
         match waits {
             [one] => self.transport().wait_any(&[translated(one)], deadline),
             many => self.transport().wait_any(&many.iter().map(translated).collect::<Vec<_>>(), deadline),
@@ -124,7 +127,7 @@ impl<T: Transport> Transport for GroupTransport<'_, T> {
         self.transport().lost()
     }
 
-    fn has_ended(&self, pe: usize) -> Option<bool> {
+    fn has_ended(&self, pe: usize) -> bool {
         self.transport().has_ended(self.pe(pe))
     }
 

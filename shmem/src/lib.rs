@@ -160,6 +160,8 @@ pub struct RawWait {
     pub cmp: Cmp,
     /// The right side of the comparison.
     pub value: u64,
+    /// The PE whose operation is to fulfil the condition, if the caller knows it.
+    pub from: Option<usize>,
 }
 
 /// A PE that no longer takes part: its process has exited or is unreachable.
@@ -212,7 +214,8 @@ pub trait Transport {
     fn signal_fetch(&self, signal: usize) -> u64;
     /// Atomically adds to the u64 at offset `target` of `pe`; returns the previous value.
     fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64;
-    /// Waits until one of `waits` holds and returns its index; returns `None` if `deadline` passes or a PE is lost first.
+    /// Waits until one of `waits` holds and returns its index; returns `None` if `deadline` passes, a PE is lost, or the PE of a wait has
+    /// ended first.
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize>;
     /// Orders deliveries to each PE.
     fn fence(&self);
@@ -223,9 +226,13 @@ pub trait Transport {
     fn lost(&self) -> Option<LostPe> {
         None
     }
-    /// Whether the process of `pe` has ended, or `None` if this transport cannot tell. All that it sent before has then arrived.
-    fn has_ended(&self, _pe: usize) -> Option<bool> {
-        None
+    /// Whether the process of `pe` is known to have ended. All that it sent before has then arrived.
+    fn has_ended(&self, _pe: usize) -> bool {
+        false
+    }
+    /// Whether the PE of one of `waits` has ended.
+    fn waits_for_ended(&self, waits: &[RawWait]) -> bool {
+        waits.iter().any(|wait| wait.from.is_some_and(|pe| self.has_ended(pe)))
     }
     /// The address of offset `offset` of `pe`, if this PE can load and store it directly.
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>>;

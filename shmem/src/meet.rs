@@ -23,7 +23,7 @@ const FILES_PER_FRAME: usize = 16;
 const MAX_BODY_BYTES: usize = 1 << 12;
 /// How much longer the others wait than PE 0, which knows which PE is missing.
 const GRACE: Duration = Duration::from_secs(1);
-/// The program name in every PE's hello. Its number is increased with every change to the PEs' messages.
+/// The program name in every PE's hello. Every change to the PEs' messages increases the number in it.
 const PROGRAM: &str = "aristos meet 3";
 
 /// Makes a world of `n_pes` processes of this host, which call this with the same `key`, `n_pes` and `heap_bytes` (as for

@@ -22,13 +22,16 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::doorbell::{ring, signal};
 use super::wait::Patience;
 use super::{LostPe, RawWait, Segment, ShmemError, SignalOp, Throttle, Transport};
+
+/// A wait that is shorter does not check whether processes have ended.
+const SHORT_WAIT: Duration = Duration::from_millis(10);
 
 /// Reports lost PEs of a world over shared memory, which shared memory itself does not reveal.
 pub trait Watch: Send + Sync {
@@ -188,17 +191,20 @@ impl Transport for ShmTransport {
     }
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
-        self.patience.wait(self.mine(), waits, deadline, || self.lost().is_some())
+        let start = Instant::now();
+        // Each check of a process is a system call, which short waits spare.
+        let has_ended = || start.elapsed() >= SHORT_WAIT && self.waits_for_ended(waits);
+        self.patience.wait(self.mine(), waits, deadline, || self.lost().is_some() || has_ended())
     }
 
     fn lost(&self) -> Option<LostPe> {
         self.watch.as_ref()?.lost()
     }
 
-    fn has_ended(&self, pe: usize) -> Option<bool> {
+    fn has_ended(&self, pe: usize) -> bool {
+        let Some(process) = self.processes.get(pe) else { return false };
         // A pidfd is readable once its process has ended.
-        let mut process = [PollFd::new(self.processes.get(pe)?, PollFlags::IN)];
-        Some(poll(&mut process, Some(&Timespec::default())) == Ok(1))
+        poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&Timespec::default())) == Ok(1)
     }
 
     #[inline]

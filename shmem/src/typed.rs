@@ -3,15 +3,12 @@
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::channels::Channels;
 use super::heap::Heap;
 use super::team::SyncWords;
 use super::{Cmp, LostPe, Pod, RawWait, ShmemError, SignalOp, Sym, Team, Transport, Wait, WaitTimeout};
-
-/// The interval at which a wait checks whether processes have ended.
-pub(crate) const PROCESS_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// One PE's view of the symmetric heap, over a transport.
 ///
@@ -270,24 +267,7 @@ impl<T: Transport> Shmem<T> {
     /// # Panics
     /// If `waits` is empty.
     pub fn wait_until_any(&self, waits: &[Wait], deadline: Instant) -> Result<usize, WaitTimeout> {
-        assert!(!waits.is_empty(), "nothing to wait for");
-        if let Some(index) = waits.iter().position(|&wait| self.test(wait)) {
-            return Ok(index);
-        }
-        let start = Instant::now();
-        let raw = |wait: &Wait| RawWait { signal: wait.signal.word(), cmp: wait.cmp, value: wait.value };
-        let found = match waits {
-            [one] => self.transport.wait_any(&[raw(one)], deadline),
-            many => self.transport.wait_any(&many.iter().map(raw).collect::<Vec<_>>(), deadline),
-        };
-        found.ok_or_else(|| WaitTimeout {
-            expected: waits[0].value,
-            seen: self.signal_fetch(waits[0].signal),
-            cmp: waits[0].cmp,
-            index: 0,
-            waited: start.elapsed(),
-            lost: self.transport.lost(),
-        })
+        self.wait_any(waits, |_| None, deadline)
     }
 
     /// Waits like [`wait_until_any`](Self::wait_until_any), but fails as soon as a wait cannot hold any more, because the process of the PE
@@ -300,29 +280,46 @@ impl<T: Transport> Shmem<T> {
     /// If `waits` is empty or not as long as `pes`.
     pub fn wait_until_any_of(&self, waits: &[Wait], pes: &[usize], deadline: Instant) -> Result<usize, WaitTimeout> {
         assert_eq!(waits.len(), pes.len(), "a PE for each wait");
+        self.wait_any(waits, |index| Some(pes[index]), deadline)
+    }
+
+    fn wait_any(
+        &self,
+        waits: &[Wait],
+        from: impl Fn(usize) -> Option<usize>,
+        deadline: Instant,
+    ) -> Result<usize, WaitTimeout> {
+        assert!(!waits.is_empty(), "nothing to wait for");
         if let Some(index) = waits.iter().position(|&wait| self.test(wait)) {
             return Ok(index);
         }
-        if pes.iter().all(|&pe| self.transport.has_ended(pe).is_none()) {
-            return self.wait_until_any(waits, deadline);
-        }
         let start = Instant::now();
-        loop {
-            // The last part is longer than the interval, for transports that look for a silent PE after longer waits only.
-            let now = Instant::now();
-            let is_last = deadline.saturating_duration_since(now) < 2 * PROCESS_CHECK_INTERVAL;
-            let until = if is_last { deadline } else { now + PROCESS_CHECK_INTERVAL };
-            let timeout = match self.wait_until_any(waits, until) {
-                Err(timeout) if until < deadline && timeout.lost.is_none() => timeout,
-                ended => return ended.map_err(|timeout| WaitTimeout { waited: start.elapsed(), ..timeout }),
-            };
-            // A process changes the words before it ends, so they are read after the states of the processes.
-            let ended: Vec<_> = pes.iter().map(|&pe| self.transport.has_ended(pe) == Some(true)).collect();
-            if let Some(index) = (0..waits.len()).find(|&index| ended[index] && !self.test(waits[index])) {
-                let lost = LostPe::new(self.world_pe(pes[index]), "its process has ended");
-                return Err(WaitTimeout { index, waited: start.elapsed(), lost: Some(lost), ..timeout });
+        let raw = |(index, wait): (usize, &Wait)| RawWait {
+            signal: wait.signal.word(),
+            cmp: wait.cmp,
+            value: wait.value,
+            from: from(index),
+        };
+        let found = match waits {
+            [one] => self.transport.wait_any(&[raw((0, one))], deadline),
+            many => self.transport.wait_any(&many.iter().enumerate().map(raw).collect::<Vec<_>>(), deadline),
+        };
+        found.ok_or_else(|| {
+            // A process changes the words before it ends, so its word is read after the state of the process.
+            let ended = (0..waits.len()).find_map(|index| {
+                let pe = from(index).filter(|&pe| self.transport.has_ended(pe) && !self.test(waits[index]))?;
+                Some((index, LostPe::new(self.world_pe(pe), "its process has ended")))
+            });
+            let (index, lost) = ended.map_or((0, None), |(index, lost)| (index, Some(lost)));
+            WaitTimeout {
+                expected: waits[index].value,
+                seen: self.signal_fetch(waits[index].signal),
+                cmp: waits[index].cmp,
+                index,
+                waited: start.elapsed(),
+                lost: self.transport.lost().or(lost),
             }
-        }
+        })
     }
 
     /// Orders deliveries to each PE: earlier puts, signals and atomics are delivered before later ones.

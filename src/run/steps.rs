@@ -67,10 +67,12 @@ impl Steps<'_> {
             backward,
             stopped: false,
             routed,
+            expert_rows: Vec::new(),
             groups,
             progress,
         };
         let mut hooks = hooks(&mut run, settle, gather)?;
+        let needs_routing = hooks.iter().any(|hook| hook.needs_routing());
         let show = |pass: Pass| passes.iter().for_each(|codes| host.status().set_phase(codes[pass as usize]));
 
         let begin = Instant::now();
@@ -81,7 +83,10 @@ impl Steps<'_> {
             show(Pass::Forward);
             let mut saved = run.layer.forward(run.input.borrow(), run.output.borrow_mut())?;
             let outcome = run.layer.finish(&saved)?;
-            run.routed = run.layer.routed(&saved)?;
+            run.expert_rows = run.layer.expert_rows(&saved)?;
+            if needs_routing || step + 1 == job.request.steps {
+                run.routed = run.layer.routed(&saved)?;
+            }
             hooks.iter_mut().try_for_each(|hook| hook.after_pass(&mut run, Pass::Forward, &outcome))?;
             if let Some((grad_output, grad_input)) = &mut run.backward {
                 show(Pass::Backward);

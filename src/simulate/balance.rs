@@ -181,7 +181,7 @@ impl Simulated {
     }
 }
 
-/// An error about the flags, whose fields the command replaces.
+/// Marks an error of the arguments, not of a file, so that the command shows its fields as flags.
 fn of_flags(wrong: InputError) -> anyhow::Error {
     anyhow::anyhow!("{wrong}")
 }

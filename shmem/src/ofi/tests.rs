@@ -37,7 +37,7 @@ fn pair(f: impl Fn(OfiTransport) + Sync) {
 fn signal_is_posted_after_its_data_has_arrived() {
     let (frozen, seen) = (Barrier::new(2), Barrier::new(2));
     let wait = |pe: &OfiTransport, signal: usize| {
-        let wait = RawWait { signal, cmp: Cmp::Eq, value: 1 };
+        let wait = RawWait { signal, cmp: Cmp::Eq, value: 1, from: None };
         assert_eq!(pe.wait_any(&[wait], Instant::now() + LIMIT), Some(0));
     };
     pair(|pe| {

@@ -11,12 +11,11 @@ use super::outbox::Body;
 use super::world::Running;
 use super::{TcpError, TcpWorld, intra_host};
 use crate::doorbell::{ring, signal};
-use crate::typed::PROCESS_CHECK_INTERVAL;
 use crate::wait::Patience;
 use crate::{LostPe, RawWait, Segment, SignalOp, Transport, Watch};
 
-/// Shorter waits, such as the parts of a long one, do not query the PEs for a silent one.
-const SHORT_WAIT: Duration = PROCESS_CHECK_INTERVAL;
+/// A wait that times out sooner does not query the PEs for a silent one.
+const SHORT_WAIT: Duration = Duration::from_millis(100);
 
 /// One PE's heap, and its view of the others'.
 pub struct TcpTransport {
@@ -229,8 +228,9 @@ impl Transport for TcpTransport {
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
         let start = Instant::now();
-        let found = self.patience.wait(&self.heap, waits, deadline, || self.lost().is_some());
-        if found.is_none() && self.lost().is_none() && deadline.saturating_duration_since(start) > SHORT_WAIT {
+        let is_hopeless = || self.lost().is_some() || self.waits_for_ended(waits);
+        let found = self.patience.wait(&self.heap, waits, deadline, is_hopeless);
+        if found.is_none() && !is_hopeless() && start.elapsed() >= SHORT_WAIT {
             self.mesh().find_silent();
         }
         found
@@ -250,8 +250,8 @@ impl Transport for TcpTransport {
         self.mesh().lost().cloned().or_else(|| self.watch.as_ref()?.lost())
     }
 
-    fn has_ended(&self, pe: usize) -> Option<bool> {
-        Some(pe != self.mesh().me && self.mesh().peer(pe).ended.load(Ordering::SeqCst))
+    fn has_ended(&self, pe: usize) -> bool {
+        pe != self.mesh().me && self.mesh().peer(pe).ended.load(Ordering::SeqCst)
     }
 
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {

@@ -1,4 +1,4 @@
-//! What the model of balances is about: a layer, the rules, and the costs on a cluster.
+//! The inputs of the model: a layer, the rules, and the costs on a cluster.
 
 use aristos_formats::InputError;
 use aristos_formats::cluster::{Cluster, LinkTable};

@@ -120,18 +120,18 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     }
 
     fn routed(&mut self, saved: &Saved<E>) -> Result<Routed, MoeError> {
+        let expert_rows = self.expert_rows(saved)?;
+        let mut load = Load::default();
+        saved.loads.iter().for_each(|l| load.add(l));
+        Ok(Routed { chosen: saved.routing.chosen.clone(), weights: saved.routing.weights.clone(), expert_rows, load })
+    }
+
+    fn expert_rows(&mut self, saved: &Saved<E>) -> Result<Vec<u64>, MoeError> {
         if saved.layer != self.id {
             let why = "the forward pass was another layer's".into();
             return Err(MoeError::Usage { what: "say where rows went", why });
         }
-        let mut load = Load::default();
-        saved.loads.iter().for_each(|l| load.add(l));
-        Ok(Routed {
-            chosen: saved.routing.chosen.clone(),
-            weights: saved.routing.weights.clone(),
-            expert_rows: saved.batches.iter().map(|batch| batch.rows as u64).collect(),
-            load,
-        })
+        Ok(saved.batches.iter().map(|batch| batch.rows as u64).collect())
     }
 
     fn recycle(&mut self, saved: Saved<E>) {

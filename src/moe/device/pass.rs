@@ -376,13 +376,11 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
     }
 
     fn routed(&mut self, saved: &DeviceSaved<'g>) -> Result<Routed, MoeError> {
-        saved.check(self, "read a pass's routing")?;
+        let expert_rows = self.expert_rows(saved)?;
         let (info, config) = (saved.info(), &self.spec.config);
         let choices = saved.tokens() * config.router.top_k;
         let (local, chosen) = saved.at(info.chosen);
         let (_, weights) = saved.at(info.routing_weights);
-        let (_, rows) = saved.at(info.expert_rows);
-        let rows: Vec<u32> = local.read_vec(rows, self.shape.n_local as usize)?;
         let mut load = Load::default();
         if config.has_losses() {
             let n = config.n_experts;
@@ -406,7 +404,14 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
                 (chosen[to], weights[to]) = (by_expert[i], by_expert_weights[i]);
             }
         }
-        Ok(Routed { chosen, weights, expert_rows: rows.into_iter().map(u64::from).collect(), load })
+        Ok(Routed { chosen, weights, expert_rows, load })
+    }
+
+    fn expert_rows(&mut self, saved: &DeviceSaved<'g>) -> Result<Vec<u64>, MoeError> {
+        saved.check(self, "read a pass's routing")?;
+        let (local, rows) = saved.at(saved.info().expert_rows);
+        let rows: Vec<u32> = local.read_vec(rows, self.shape.n_local as usize)?;
+        Ok(rows.into_iter().map(u64::from).collect())
     }
 
     fn recycle(&mut self, saved: DeviceSaved<'g>) {

@@ -190,6 +190,11 @@ impl<'g> MoeLayer for RecordedLayer<'_, 'g> {
         self.layer.routed(&self.saved)
     }
 
+    fn expert_rows(&mut self, saved: &RecordedPass) -> Result<Vec<u64>, MoeError> {
+        self.check(saved, "read a pass's routing")?;
+        self.layer.expert_rows(&self.saved)
+    }
+
     fn recycle(&mut self, _: RecordedPass) {}
 
     fn gradients(&mut self) -> Result<&Gradients, MoeError> {

@@ -292,6 +292,13 @@ pub trait MoeLayer {
     /// Returns an error if `saved` is that of another layer, or the device's error.
     fn routed(&mut self, saved: &Self::Saved) -> Result<Routed, MoeError>;
 
+    /// [`Routed::expert_rows`] alone, which is little to copy from a device.
+    ///
+    /// # Errors
+    ///
+    /// As for [`MoeLayer::routed`].
+    fn expert_rows(&mut self, saved: &Self::Saved) -> Result<Vec<u64>, MoeError>;
+
     /// Reuses the memory of a pass for a later one.
     fn recycle(&mut self, saved: Self::Saved);
 

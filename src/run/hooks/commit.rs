@@ -29,7 +29,7 @@ impl<L: MoeLayer> StepHook<L> for Commit<'_> {
         match pass {
             Pass::Forward => {
                 let held = run.groups.experts(run.job.rank(run.pe));
-                let expert_rows = held.iter().copied().zip(run.routed.expert_rows.iter().copied()).collect();
+                let expert_rows = held.iter().copied().zip(run.expert_rows.iter().copied()).collect();
                 self.current = StepReport { forward: pass_report(outcome), backward: None, expert_rows };
             }
             Pass::Backward => self.current.backward = Some(pass_report(outcome)),

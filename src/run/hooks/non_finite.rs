@@ -67,6 +67,10 @@ impl<'g> FindNonFinite<'g> {
 }
 
 impl<L: MoeLayer> StepHook<L> for FindNonFinite<'_> {
+    fn needs_routing(&self) -> bool {
+        self.updates
+    }
+
     fn after(&mut self, run: &mut StepContext<'_, L>) -> Result<()> {
         if self.found || !self.updates {
             return Ok(());

@@ -174,7 +174,7 @@ impl<'g> Replanner<'g> {
 impl<L: MoeLayer> StepHook<L> for Replanner<'_> {
     fn after_pass(&mut self, run: &mut StepContext<'_, L>, pass: Pass, _: &PassOutcome) -> Result<()> {
         if pass == Pass::Forward {
-            for (&expert, rows) in run.groups.experts(run.pe).iter().zip(&run.routed.expert_rows) {
+            for (&expert, rows) in run.groups.experts(run.pe).iter().zip(&run.expert_rows) {
                 self.loads[expert] += rows;
             }
         }

@@ -21,6 +21,10 @@ impl<L: MoeLayer> StepHook<L> for UseGivenRouting {
 pub(super) struct SaveRouting;
 
 impl<L: MoeLayer> StepHook<L> for SaveRouting {
+    fn needs_routing(&self) -> bool {
+        true
+    }
+
     fn after_pass(&mut self, run: &mut StepContext<'_, L>, pass: Pass, _: &PassOutcome) -> Result<()> {
         if pass == Pass::Forward {
             let at = run.job.captured().offset_bytes(run.step, run.job.tokens_of(run.pe).start);

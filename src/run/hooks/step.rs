@@ -26,8 +26,10 @@ pub(in crate::run) struct StepContext<'c, L: MoeLayer> {
     pub backward: Option<(L::RowsBuf, L::ValuesBuf)>,
     /// Whether the run ends after the current step without an update, because the step has values that are not finite.
     pub stopped: bool,
-    /// The routing of the current step.
+    /// The routing of the current step. Read only for the last step, or for every step if a hook [needs it](StepHook::needs_routing).
     pub routed: Routed,
+    /// Rows of each of this PE's experts in the current step.
+    pub expert_rows: Vec<u64>,
     /// The expert-parallel groups, and the experts of every PE.
     pub groups: Groups,
     pub progress: &'c mut Progress,
@@ -42,6 +44,11 @@ pub(in crate::run) enum Pass {
 
 /// A feature that acts around each step. Hooks are called in the order of [`hooks`](super::hooks).
 pub(in crate::run) trait StepHook<L: MoeLayer> {
+    /// Whether the hook reads [`StepContext::routed`] after every forward pass.
+    fn needs_routing(&self) -> bool {
+        false
+    }
+
     /// Called before the forward pass.
     fn before(&mut self, _: &mut StepContext<'_, L>) -> Result<()> {
         Ok(())
