@@ -45,6 +45,22 @@ def run(cases):
     return failures
 
 
+def run_here(cases):
+    """Runs cases, which are pairs of a name and a function, in this process without a group. Returns the exit code."""
+    print(f"running {len(cases)} cases", flush=True)
+    failures = 0
+    for name, case in cases:
+        try:
+            note = case()
+            verdict = f"ok ({note})" if note else "ok"
+        except Exception as error:
+            failures += 1
+            traceback.print_exc()
+            verdict = f"FAILED ({type(error).__name__}: {' '.join(str(error).split())})"
+        print(f"test {name} ... {verdict}", flush=True)
+    return int(failures > 0)
+
+
 def refused(kind, words, call):
     """Checks that a call raises an error of this kind, whose message is one line and contains these words."""
     try:

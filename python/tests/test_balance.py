@@ -1,10 +1,9 @@
 """Checks `aristos.rebalance_experts`."""
 
 import sys
-import traceback
 
 import torch
-from harness import refused
+from harness import refused, run_here
 
 import aristos
 
@@ -55,15 +54,4 @@ def least_number_is_found():
 CASES = [results_are_eplbs, shares_level_all_loads, few_experts_leave_the_placement_in_use, least_number_is_found]
 
 if __name__ == "__main__":
-    print(f"running {len(CASES)} cases", flush=True)
-    failures = 0
-    for case in CASES:
-        verdict = "ok "
-        try:
-            case()
-        except Exception as error:
-            failures += 1
-            traceback.print_exc()
-            verdict = f"FAILED ({type(error).__name__}: {' '.join(str(error).split())})"
-        print(f"test balance::{case.__name__} ... {verdict}", flush=True)
-    sys.exit(failures > 0)
+    sys.exit(run_here([(f"balance::{case.__name__}", case) for case in CASES]))

@@ -6,6 +6,7 @@ folder must hold all weights of one moment, bit for bit.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import aristos
 from aristos import _checkpoint
-from harness import refused
+from harness import refused, run_here
 
 RANKS = 2
 FORM = dict(hidden=96, intermediate=128, experts=4, top_k=2)
@@ -406,15 +407,5 @@ if __name__ == "__main__":
     options = parser.parse_args()
     options.seed = random.randrange(2**32) if options.seed is None else options.seed
     cases = [case for case in CASES if not options.cases or case.__name__ in options.cases]
-    print(f"running {len(cases)} cases", flush=True)
-    failures = 0
-    for case in cases:
-        try:
-            said = case(options)
-            verdict = f"ok ({said})" if said else "ok "
-        except Exception as error:
-            failures += 1
-            traceback.print_exc()
-            verdict = f"FAILED ({type(error).__name__}: {' '.join(str(error).split())}; seed {options.seed})"
-        print(f"test checkpoint::{case.__name__} ... {verdict}", flush=True)
-    sys.exit(failures > 0)
+    print(f"seed {options.seed}", flush=True)
+    sys.exit(run_here([(f"checkpoint::{case.__name__}", functools.partial(case, options)) for case in cases]))

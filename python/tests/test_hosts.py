@@ -18,7 +18,7 @@ import test_experts
 import test_lengths
 import torch
 import torch.distributed as dist
-from harness import full
+from harness import full, run_here
 from test_experts import Problem, matches
 from test_launches import LIMIT_S, reason
 
@@ -443,16 +443,7 @@ def main(wanted):
             for case in cases:
                 print(f"test hosts::{case.__name__} ... skipped (only root can make network namespaces)", flush=True)
         return 0 if code == 77 else code
-    print(f"running {len(cases)} cases", flush=True)
-    failures = 0
-    for case in cases:
-        try:
-            verdict = f"ok ({case()})"
-        except Exception as error:
-            failures += 1
-            verdict = f"FAILED ({type(error).__name__}: {' '.join(str(error).split())})"
-        print(f"test hosts::{case.__name__} ... {verdict}", flush=True)
-    return int(failures > 0)
+    return run_here([(f"hosts::{case.__name__}", case) for case in cases])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import time
 import typing
 import unittest.mock
 
+from harness import run_here
+
 import aristos
 from aristos import _launchers
 
@@ -282,13 +284,4 @@ CASES = [
 if __name__ == "__main__":
     if sys.argv[1:] == ["--deep"]:
         CASES.append(losses_agree_for_300_steps)
-    print(f"running {len(CASES)} cases", flush=True)
-    failures = 0
-    for case in CASES:
-        try:
-            verdict = f"ok ({case()})"
-        except Exception as error:
-            failures += 1
-            verdict = f"FAILED ({type(error).__name__}: {' '.join(str(error).split())})"
-        print(f"test launches::{case.__name__} ... {verdict}", flush=True)
-    sys.exit(failures > 0)
+    sys.exit(run_here([(f"launches::{case.__name__}", case) for case in CASES]))

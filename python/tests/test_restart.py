@@ -6,6 +6,7 @@ line that names the last complete checkpoint, and a job that starts from it must
 
 import argparse
 import contextlib
+import functools
 import os
 import pathlib
 import random
@@ -18,6 +19,7 @@ import time
 import traceback
 
 import torch
+from harness import run_here
 
 import aristos
 from aristos import _checkpoint
@@ -170,16 +172,8 @@ def main():
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--seed", type=int, default=int(os.environ.get("ARISTOS_TEST_SEED", random.randrange(1 << 32))))
     options = parser.parse_args()
-    print(f"running {len(CASES)} cases", flush=True)
-    failed = 0
-    for case in CASES:
-        try:
-            print(f"test restart::{case.__name__} ... ok ({case(options)})", flush=True)
-        except Exception as error:
-            failed += 1
-            traceback.print_exc()
-            print(f"test restart::{case.__name__} ... FAILED ({error}"[:2000].splitlines()[0] + ")", flush=True)
-    sys.exit(failed != 0)
+    print(f"seed {options.seed}", flush=True)
+    sys.exit(run_here([(f"restart::{case.__name__}", functools.partial(case, options)) for case in CASES]))
 
 
 if __name__ == "__main__":
