@@ -373,10 +373,16 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.gather_own();
         self.barrier("its counts, at a barrier")?;
         self.receive_headers()?;
+        self.check_arrived("counts", |pe| self.progress.headers[pe])?;
         for round in 0..self.block.rounds {
-            self.send_chunks((round + 1) * self.memory.layout.window_chunks);
+            let end = (round + 1) * self.memory.layout.window_chunks;
+            self.send_chunks(end);
             self.barrier("its rows, at a barrier")?;
             self.gather_chunks()?;
+            self.check_arrived("rows", |pe| {
+                let chunks = self.chunks(self.block.inbound[pe].rows).min(end);
+                self.progress.gathered[pe] >= chunks || self.writer_of(pe) != pe
+            })?;
             if round + 1 < self.block.rounds {
                 self.barrier("its windows emptied, at a barrier")?;
             }
@@ -402,8 +408,19 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
         self.barrier("its results, at a barrier")?;
         self.combine_arrived();
+        self.check_arrived("results", |pe| pe < self.progress.combine.0)?;
         debug_assert!(self.is_done());
         Ok(())
+    }
+
+    /// Checks after a barrier of bulk mode that what each peer sent before the barrier has arrived, since no later step waits for it.
+    fn check_arrived(&self, what: &str, has_arrived: impl Fn(usize) -> bool) -> Result<(), MoeError> {
+        match self.peers().find(|&pe| !has_arrived(pe)) {
+            Some(pe) => {
+                Err(MoeError::Protocol { pe: self.shmem.world_pe(pe), what: format!("no {what} before a barrier") })
+            }
+            None => Ok(()),
+        }
     }
 
     fn begin(&mut self) {
