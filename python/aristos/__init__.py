@@ -23,7 +23,7 @@ from ._moe import MoE
 from ._non_finite import detect_non_finite
 from ._replay import record_routing, replay_routing
 from ._routing import Routing
-from ._training import clip_grad_norm_, exclude_experts, expert_parameters
+from ._training import clip_grad_norm_, exclude_experts, expert_parameters, update_correction_biases
 
 __all__ = [
     "AristosError",
@@ -44,6 +44,7 @@ __all__ = [
     "replay_routing",
     "save",
     "step_metrics",
+    "update_correction_biases",
 ]
 __version__ = importlib.metadata.version("aristos")
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from . import _aristos, _group, _parameters
-from ._moe import EXPERT_NAMES, MoE
+from ._moe import BIAS_NAME, EXPERT_NAMES, MoE
 
 _INDEX = "model.safetensors.index.json"
 _ONE_FILE = "model.safetensors"
@@ -108,6 +108,8 @@ class _Save:
                     raise ValueError(f"{prefix}{name} is missing from the module's state_dict: merge adapters before a save")
                 blocks.append(part.own_experts(prefix + name, state.pop(prefix + name)))
             own |= part.matrices(prefix, *blocks)
+            if part.correction_bias is not None:
+                state[prefix + BIAS_NAME] = state.pop(f"{prefix}correction_bias")
         for name, tensor in state.items():
             # Only rank 0 keeps a gathered tensor, in host memory, because all of them may not fit into a device's.
             gathered = tensor.full_tensor() if _parameters.is_dtensor(tensor) else tensor
@@ -239,6 +241,7 @@ def load(module: nn.Module, folder: str | os.PathLike) -> None:
     for prefix, part in _layers(module):
         own = (part.own_experts(prefix + one, part.get_parameter(one)) for one in EXPERT_NAMES)
         names.update(name for name, _ in part.matrices(prefix, *own))
+        names.add(prefix + BIAS_NAME)
         blocks |= dict.fromkeys((prefix + one for one in EXPERT_NAMES), part)
     with contextlib.ExitStack() as opened:
         weight_map, files = _open_shards(folder, names, opened)

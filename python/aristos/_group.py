@@ -362,3 +362,12 @@ class Group:
             values = values.clone()
             dist.all_reduce(values, group=self._group)
         return values
+
+    def gather_tensors(self, values: Tensor) -> Tensor:
+        """Returns the tensors of all processes, which have equal shapes of one dimension, as the rows of a matrix in rank order. Collective,
+        not differentiable."""
+        if self.size == 1:
+            return values.unsqueeze(0)
+        everyone = values.new_empty(self.size * len(values))
+        dist.all_gather_into_tensor(everyone, values, group=self._group)
+        return everyone.view(self.size, -1)

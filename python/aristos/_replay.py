@@ -28,7 +28,8 @@ def record_routing() -> ContextManager[list[Tensor]]:
 
     Yields:
         A list that gets one tensor [T, top_k] of integers for each forward pass of a layer, in the order of these passes. It has the tokens
-        of this process, or the whole batch if the processes share one. A pass that activation checkpointing repeats is not recorded.
+        of this process, or the whole batch if the processes share one. Choices beyond an expert's capacity are included, and a replay
+        drops them again. A pass that activation checkpointing repeats is not recorded.
         Compiled models run without torch.compile inside the context.
 
     Raises:
@@ -60,7 +61,7 @@ def replay_routing(layers: Iterable[Tensor]) -> ContextManager[None]:
 
 @contextlib.contextmanager
 def _record():
-    with _routing.recording() as layers, torch.compiler.set_stance("force_eager"):
+    with _routing.recording(with_dropped=True) as layers, torch.compiler.set_stance("force_eager"):
         yield layers
     if not layers:
         raise ValueError("no forward pass was recorded, expected one of a layer of aristos inside of record_routing()")
@@ -91,21 +92,27 @@ def _replay(entries):
 def routed(layer, group, ids, weights, experts):
     """Called by each layer, which has `experts` experts on `group`, with the router's results, [T, top_k], before its experts run. Notes the
     routing. Returns the ids and weights of an open replay, in which -1 is no expert, and otherwise the same tensors."""
-    if torch.compiler.is_compiling():
-        return ids, weights
-    if _open is not None:
-        ids, weights = _open.routed(layer, ids, weights)
-    elif not _repeats():
-        _closed.discard(layer)
-    elif layer in _closed:
-        raise RuntimeError(f"{_name(layer)}: a replayed pass is repeated outside of replay_routing(): call backward() inside of the context")
+    ids, weights = forced(layer, ids, weights)
     _routing.note(layer, group, ids, experts)
     return ids, weights
 
 
-def _repeats():
-    """Whether activation checkpointing repeats a forward pass in the backward pass."""
-    return torch._C._current_graph_task_id() != -1
+def forced(layer, ids, weights):
+    """As `routed`, for a layer that notes the routing itself."""
+    if torch.compiler.is_compiling():
+        return ids, weights
+    if _open is not None:
+        return _open.routed(layer, ids, weights)
+    if not is_repeated():
+        _closed.discard(layer)
+    elif layer in _closed:
+        raise RuntimeError(f"{_name(layer)}: a replayed pass is repeated outside of replay_routing(): call backward() inside of the context")
+    return ids, weights
+
+
+def is_repeated():
+    """Whether activation checkpointing repeats this forward pass in the backward pass. False in a compiler's trace."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _name(layer):
@@ -163,7 +170,7 @@ class _Replay:
         """Returns the entry for these scores, [T, experts], of a layer, and the scores' hash: the next entry, or if this pass is repeated, that
         of its first run."""
         digest = _digest(scores)
-        if not _repeats():
+        if not is_repeated():
             if self.next == len(self.entries):
                 raise ValueError(f"layers has {self.next} entries, but another forward pass of {_name(layer)} runs inside of replay_routing()")
             return self.entries[self.next], digest
@@ -186,7 +193,7 @@ class _Replay:
                 f"{_name(layer)}: the router could not be intercepted: it chose by torch.topk {times} times, expected once, with the chosen experts "
                 "passed on unchanged"
             )
-        if not _repeats():
+        if not is_repeated():
             self.passes.setdefault(layer, []).append((block.digest, block.entry))
             self.next += 1
         if block.entry.unset:

@@ -57,25 +57,26 @@ class Routing:
 
 
 @contextlib.contextmanager
-def recording():
-    """Yields a list that gets the ids of each forward pass of a layer inside the context."""
+def recording(with_dropped=False):
+    """Yields a list that gets the ids of each forward pass of a layer inside the context. Choices beyond an expert's capacity are -1, unless
+    `with_dropped`."""
     layers = []
-    _open.append(layers)
+    _open.append((layers, with_dropped))
     try:
         yield layers
     finally:
         # Not by `remove`, which compares tensors.
-        _open[:] = [one for one in _open if one is not layers]
+        _open[:] = [one for one in _open if one[0] is not layers]
 
 
-def note(layer, group, ids, experts):
-    """Adds a forward pass of a layer, which has `experts` experts on `group`, to all open steps and to the metrics."""
+def note(layer, group, ids, experts, kept=None):
+    """Adds a forward pass of a layer, which has `experts` experts on `group`, to all open steps and to the metrics. `kept` are the ids with -1
+    for each choice beyond the capacity, by default the same ids."""
     if torch.compiler.is_compiling():
         return
     _non_finite.begin(layer)
     if torch._C._current_graph_task_id() != -1:  # Activation checkpointing repeats the pass in a backward.
         return
-    _metrics.count(layer, group, ids, experts)
-    if _open:
-        for layers in _open:
-            layers.append(ids.detach().cpu().clone())
+    _metrics.count(layer, group, ids, experts, kept)
+    for layers, with_dropped in _open:
+        layers.append((ids if with_dropped or kept is None else kept).detach().cpu().clone())

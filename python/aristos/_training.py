@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import _group
 from ._moe import EXPERT_NAMES, MoE
 from ._parameters import is_dtensor, local
 
@@ -23,8 +24,49 @@ def exclude_experts(model: nn.Module) -> nn.Module:
     ``DistributedDataParallel(aristos.exclude_experts(model))``."""
     experts = expert_parameters(model)
     names = [name for name, parameter in model.named_parameters() if parameter in experts]
+    # DDP puts a point before the names of the model's own parameters.
+    names += [f".{name}" for name in names if "." not in name]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return model
+
+
+@torch.no_grad()
+def update_correction_biases(model: nn.Module, speed: float = 0.001, group: _group.Group | None = None) -> None:
+    """Adds ``speed * sign(mean load - load)`` to the bias of each expert, in all `MoE` layers that have `correction_bias` (Wang et al., arXiv
+    2408.15664, algorithm 1). Collective, once per optimizer step, for example by
+    ``optimizer.register_step_post_hook(lambda *_: aristos.update_correction_biases(model))``.
+
+    The load of an expert is the number of tokens that chose it in training mode since the last update, on all processes, including
+    dropped choices. All processes compute the same bias. A forward pass that activation checkpointing repeats is not counted.
+
+    Args:
+        model: the model, or a layer.
+        speed: the change of a bias per update; DeepSeek-V3 used 0.001, and 0 at the end of the training.
+        group: the `Group` whose tokens count, by default that of each layer. If layers of several groups are replicas of each other, as with
+            data parallelism around them, it must have all processes.
+
+    Raises:
+        ValueError: if no layer of the model has a bias, or the speed is negative or not finite.
+    """
+    if not (isinstance(speed, (int, float)) and 0 <= speed < float("inf")):
+        raise ValueError(f"speed is {speed!r}, expected a finite number, 0 or more")
+    layers = [layer for layer in model.modules() if isinstance(layer, MoE) and layer.correction_bias is not None]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no aristos.MoE with a bias, expected one with correction_bias=True")
+    # One message for all layers of a group.
+    by_group = {}
+    for layer in layers:
+        by_group.setdefault(group or layer.group, []).append(layer)
+    for owner, of_owner in by_group.items():
+        # A process without a forward pass takes part in the sum of the others.
+        loads = [torch.zeros_like(layer.correction_bias, dtype=torch.int64) if layer.load is None else layer.load for layer in of_owner]
+        sums = owner.sum(torch.cat(loads)).split([layer.experts for layer in of_owner])
+        for layer, load in zip(of_owner, sums):
+            # The mean is not an integer, so both sides are multiplied by the number of experts.
+            below = torch.sign(load.sum() - layer.experts * load)
+            layer.correction_bias.add_(below.to(layer.correction_bias), alpha=speed)
+            if layer.load is not None:
+                layer.load.zero_()
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Runs test cases of this folder and prints a line for each case: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
 A case is ``docs``, ``docs-device``, ``torchtitan``, ``megatron``, ``experts`` (all of test_experts.py), ``experts:NAME``, likewise ``lengths``,
-``metrics``, ``moe``, ``non_finite``, ``peft``, ``replay``, ``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the emulator), or
-a case of test_transformers.py.
+``metrics``, ``moe``, ``non_finite``, ``peft``, ``replay``, ``router``, ``training`` (on 2 or 4 processes) and ``device`` (for a wheel with the
+emulator), or a case of test_transformers.py.
 
 Processes are forked with torchrun's variables after importing torch and transformers, because the imports take longer than most cases.
 """
@@ -23,6 +23,7 @@ import test_metrics
 import test_moe
 import test_non_finite
 import test_replay
+import test_router
 import test_training
 import test_transformers
 
@@ -33,6 +34,7 @@ _MODULES = dict(
     moe=test_moe,
     non_finite=test_non_finite,
     replay=test_replay,
+    router=test_router,
     training=test_training,
 )
 

@@ -60,6 +60,15 @@ def the_loop_with_router_replay():
     return f"reward {before:.2f} to {reward:.2f}"
 
 
+def the_routers_of_the_table():
+    rows = re.findall(r"^\| [\w -]+ \| `(\w+=.*?)`", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 4, rows
+    for options in rows:
+        layer = aristos.MoE(8, 8, 16, **(dict(top_k=2) | eval(f"dict({options})")))
+        (layer(torch.randn(1, 6, 8)).square().sum() + layer.aux_loss).backward()
+        assert layer.gate.weight.grad.any() and layer.gate.weight.grad.isfinite().all(), options
+
+
 class Writer:
     """The method of TensorBoard's writer that the page uses."""
 
@@ -125,6 +134,7 @@ CASES = [
     the_ten_lines,
     the_loop_with_data_parallelism,
     the_loop_with_router_replay,
+    the_routers_of_the_table,
     the_lines_for_tensorboard,
     public_functions_have_type_hints,
 ]
