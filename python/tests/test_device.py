@@ -371,6 +371,22 @@ def replayed_routing_has_unset_slots():
     return f"{max(errors):.1e}"
 
 
+def routers_drop_choices():
+    """A layer with a bias, groups and a capacity gives the results of the CPU's experts."""
+    results = []
+    for device in ("cpu", "emulated"):
+        os.environ["ARISTOS_DEVICE"] = device
+        module = test_replay.moe_of(dtype=BF16, scoring="sigmoid", correction_bias=True, n_groups=2, scaling=1.5, capacity_factor=0.5)
+        module.correction_bias.copy_(torch.arange(test_replay.EXPERTS) / 50)
+        results.append(test_replay.passes(module, test_replay.batch().to(BF16)))
+        dropped = module.dropped.clone()
+        dist.all_reduce(dropped)
+        assert dropped > 0
+    errors = [relative_error(got, want) for got, want in zip(results[1], results[0], strict=True)]
+    assert max(errors) <= LIMIT[BF16], errors
+    return f"{max(errors):.1e}"
+
+
 def fsdp_shards_the_other_parameters():
     """FSDP2 over gloo: the parameters around the experts are sharded, the experts' are not. The gradients are those without FSDP."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -506,6 +522,7 @@ CASES = [
     ("batch_of_a_group", batch_of_a_group),
     ("moe_equals_eager", moe_equals_eager),
     ("replayed_routing_has_unset_slots", replayed_routing_has_unset_slots),
+    ("routers_drop_choices", routers_drop_choices),
     ("fsdp_shards_the_other_parameters", fsdp_shards_the_other_parameters),
     ("invalid_arguments_are_named_and_the_next_pass_works", invalid_arguments_are_named_and_the_next_pass_works),
     ("longer_batches_of_one_process", longer_batches_of_one_process),
