@@ -207,6 +207,7 @@ fn run(
                     traffic: vec![traffic],
                     rounds: vec![forward.rounds as usize],
                     peak_bytes: vec![layer.symmetric_bytes() as usize],
+                    ..Step::default()
                 },
                 rounds: [forward.rounds, backward.rounds],
                 expert_rows,

@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use aristos::check::TOLERANCE_F32;
 use aristos::moe::cpu::{Exchange, replica_bytes};
+use aristos::moe::placement::Split;
 use aristos::moe::synthetic::{RouterKind, Synthetic};
 use aristos::moe::{
-    Groups, Layer, LayerConfig, LayerSpec, Load, MlpGradients, Mode, MoeError, Options, Replicas, SharedConfig,
-    WeightSource,
+    Balance, Groups, Layer, LayerConfig, LayerSpec, Load, MlpGradients, Mode, MoeError, Options, Placement, Replicas,
+    SharedConfig, WeightSource,
 };
 use aristos::shmem::reorder::{ReorderTransport, ReorderWorld};
 use aristos::shmem::{GroupTransport, ShmTransport, Shmem, Transport};
@@ -80,6 +81,7 @@ fn run_groups<T: Transport + Send>(
                 step.grad_hidden_states.extend(grad_input);
                 step.chosen.extend(&routed.chosen);
                 step.rounds.push(*rounds);
+                step.expert_rows.push(routed.expert_rows.iter().sum());
                 let (group, index) = groups.position(pe);
                 for id in config.weights() {
                     let Some(grad) = grads.get(id, groups.placement(group), index) else { continue };
@@ -152,13 +154,28 @@ fn small(mode: Mode) -> Options {
     with!(Options::default(); mode = mode, chunk_rows = Some(5), tile_rows = Some(8))
 }
 
+/// Modes and balances that differ in these groups.
+fn cases(groups: &Groups) -> Vec<(Mode, Balance)> {
+    let mut cases = vec![(Mode::Pipelined, Balance::Shares), (Mode::Bulk, Balance::Shares)];
+    if groups.has_replicas() {
+        cases.extend([(Mode::Pipelined, Balance::Split), (Mode::Bulk, Balance::Split)]);
+    }
+    cases
+}
+
+fn by_balance(groupings: Vec<(&str, usize, Groups)>) -> Vec<((&str, usize, Groups), Balance)> {
+    let with_split = groupings.iter().filter(|(.., groups)| groups.has_replicas()).cloned();
+    let with_split: Vec<_> = with_split.map(|grouping| (grouping, Balance::Split)).collect();
+    groupings.into_iter().map(|grouping| (grouping, Balance::Shares)).chain(with_split).collect()
+}
+
 fn check(config: LayerConfig, what: &str) {
     let source = synthetic(config.clone(), 3);
     for (name, n, groups) in groupings(config.n_experts) {
-        for mode in [Mode::Pipelined, Mode::Bulk] {
+        for (mode, balance) in cases(&groups) {
             for (tokens, max_tokens) in [(37, 37usize.div_ceil(n)), (37, 3), (2, 1)] {
-                let what = format!("{what}, {name}, {tokens} tokens, {max_tokens} per pass, {mode:?}");
-                let options = small(mode);
+                let what = format!("{what}, {name}, {tokens} tokens, {max_tokens} per pass, {mode:?}, {balance:?}");
+                let options = with!(small(mode); balance = balance);
                 let heap = world_heap(&config, &groups, n, max_tokens, &options);
                 let steps = run_groups(shm(n, heap), &source, &groups, tokens, max_tokens, &options, 2, None).unwrap();
                 assert_eq!((&steps[0].output, &steps[0].grads), (&steps[1].output, &steps[1].grads), "{what}");
@@ -196,8 +213,8 @@ fn losses_and_capacity_count_over_all_groups() {
 fn results_do_not_depend_on_delivery_order() {
     let source = synthetic(mixtral(16, 12, 6, 2), 5);
     let config = source.config();
-    for (name, n, groups) in groupings(config.n_experts) {
-        let (tokens, options) = (17usize, small(Mode::Pipelined));
+    for ((name, n, groups), balance) in by_balance(groupings(config.n_experts)) {
+        let (tokens, options) = (17usize, with!(small(Mode::Pipelined); balance = balance));
         let heap = world_heap(config, &groups, n, tokens.div_ceil(n), &options);
         let want = run_groups(shm(n, heap), &source, &groups, tokens, tokens.div_ceil(n), &options, 3, None).unwrap();
         for seed in 0..60 {
@@ -210,6 +227,34 @@ fn results_do_not_depend_on_delivery_order() {
             let plain = run::<_, f32>(shm(n, even_heap), &source, &[even(tokens, n)], &options, 1).unwrap();
             assert_close(&want[0], &reference::<f32>(&source, tokens, &plain[0].chosen), TOLERANCE_F32, name);
         }
+    }
+}
+
+/// Every expert is on two of four PEs. With 37 tokens or more the largest load can be the mean, rounded up; shares reach a larger load.
+#[test]
+fn split_rows_balance_each_batch() {
+    let source = synthetic(mixtral(24, 20, 8, 2), 3);
+    let config = source.config();
+    let even_shares = vec![vec![0.5, 0.5]; 4];
+    let split = |expert: usize| {
+        let (a, b) = (expert % 4, (expert + 1) % 4);
+        Split { expert, holders: vec![a.min(b), a.max(b)], shares: even_shares.clone() }
+    };
+    let splits: Vec<Split> = (0..8).map(split).collect();
+    let groups = Groups::one(Placement::even(8, 4).with_replicas(&splits).unwrap());
+    for tokens in [37usize, 90, 200] {
+        let loads = |balance: Balance| {
+            let options = with!(small(Mode::Pipelined); balance = balance);
+            let max_tokens = tokens.div_ceil(4);
+            let heap = world_heap(config, &groups, 4, max_tokens, &options);
+            let steps = run_groups(shm(4, heap), &source, &groups, tokens, max_tokens, &options, 1, None).unwrap();
+            assert_close(&steps[0], &reference::<f32>(&source, tokens, &steps[0].chosen), TOLERANCE_F32, "split");
+            steps[0].expert_rows.clone()
+        };
+        let (shares, split) = (loads(Balance::Shares), loads(Balance::Split));
+        assert_eq!(split.iter().sum::<u64>(), 2 * tokens as u64);
+        assert_eq!(split.iter().max(), Some(&(2 * tokens as u64).div_ceil(4)), "{tokens} tokens: {split:?}");
+        assert!(shares.iter().max() >= split.iter().max(), "{tokens} tokens: {shares:?}");
     }
 }
 

@@ -1,7 +1,21 @@
-//! Lower bounds on the objective, by number of groups. `docs/planner.md` proves them.
+//! Lower bounds on the published objective, by number of groups.
 //!
-//! For a group of s devices, c(s) is a lower bound on its worst member's communication time and F(s) an upper bound on its rate. With W workers in K
-//! groups, some group has at most floor(W / K) members, some at least ceil(W / K), and some at most a K-th of the rate.
+//! There are n devices. F(s) is the sum of the s largest rates, s0 the least s whose s largest memories hold all experts. Each bound of K is gamma(W)
+//! times the largest work bound plus the all-reduce's, with idle devices the least over W; the bound of all is the least over K. Bounds are
+//! scaled down by 4 (n + 8) units of rounding (placed: n + E + 8); an objective within 1e-10 counts as optimal.
+//!
+//! c_i(s) is the sum of the s - 1 smallest alphas of row i plus d / s times that of the betas, c(s) the s-th smallest of c_1(s)..c_n(s), x(s) =
+//! cost / F(s) + eta c(s).
+//!
+//! 1. A group of s devices has F_g <= F(s), s >= s0, and at most s - 1 members with c_i(s) < c(s), so its work is at least x(s).
+//! 2. Sizes are from s0 to W - (K - 1) s0; some group has at most floor(W / K) devices, some at least ceil(W / K). The worst group's work is
+//!    thus at least the min of x(s) over s <= floor(W / K), and over s >= ceil(W / K).
+//! 3. Some group has F_g <= F(W) / K: at least the min over s of max(cost K / F(W), cost / F(s)) + eta c(s).
+//! 4. Without idle devices, each device i is in some group: at least the min over s of cost / (F_i + the s - 1 largest other rates) + eta
+//!    c_i(s). The largest over i counts (omitted beyond 128 unlike devices).
+//! 5. K groups leave at most n - K tree edges inside, so AR is at least the least AR(K, e) over e1..e(n-K+1). With idle devices: that of the
+//!    least alpha and least beta.
+//! 6. K s0 <= n, and K times the number of experts is at most the sum of min(memory, experts).
 
 use super::objective::Problem;
 use crate::cluster::{Link, LinkTable, Matrix, Tiers};

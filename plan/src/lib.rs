@@ -1,7 +1,7 @@
 //! The planner: expert-parallel groups and the placement of experts in them. Lysi, the published algorithm, is one of its algorithms.
 //!
 //! [`plan`] takes a [`Cluster`] and a [`Workload`] and returns an [`Outcome`]: a [`Plan`], or the reason why there is none. `placed/mod.rs` defines the
-//! default objective, `objective.rs` the published one. `docs/planner.md` describes the algorithms and proves the bounds. A workload is read from a file or
+//! default objective, `objective.rs` the published one. `docs/planner.md` describes the algorithms. A workload is read from a file or
 //! computed from a [`Model`] and a [`Batch`]. [`Options::replicas`] lets devices share hot experts; [`rebalance_experts`] replicates
 //! them as EPLB does.
 //!

@@ -14,8 +14,8 @@ use super::ranks::Over;
 use super::shared::KernelArgs;
 use super::shared::{TransportArgs, WaitArgs};
 use super::values::{
-    ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, NonFiniteArg, OnFailureArg, RowsPerArg, TransportArg, WireArg,
-    check_memory_mb, check_pes,
+    ActivationArg, BalanceArg, DeviceArg, DtypeArg, MlpArg, ModeArg, NonFiniteArg, OnFailureArg, RowsPerArg,
+    TransportArg, WireArg, check_memory_mb, check_pes,
 };
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, PlanSource, Replanning, RunRequest, Work};
@@ -137,6 +137,9 @@ pub struct Args {
     /// Send rows of an f32 layer between PEs in this type: half the bytes, rounded [default: f32]
     #[arg(long, value_enum, value_name = "TYPE")]
     wire: Option<WireArg>,
+    /// Divide an expert's rows among its replicas
+    #[arg(long, value_enum, default_value = "shares", value_name = "HOW")]
+    balance: BalanceArg,
     /// Send a row to each PE that has experts of it, or to each host once, where a relay forwards it and sums the results
     #[arg(long, value_enum, default_value = "pe", value_name = "WHAT")]
     rows_per: RowsPerArg,
@@ -302,6 +305,10 @@ impl Args {
         );
         let wire = self.wire.map(|WireArg::Bf16| Dtype::Bf16);
         ensure!(wire.is_none() || device == DeviceKind::Cpu, "--wire bf16 on a device, expected --device cpu");
+        ensure!(
+            device == DeviceKind::Cpu || self.balance == BalanceArg::Shares,
+            "--balance split on a device, expected --device cpu"
+        );
         if self.rows_per == RowsPerArg::Host {
             let transport = self.between.transport.name();
             if device == DeviceKind::Emulated {
@@ -372,6 +379,7 @@ impl Args {
                 budget_factor: self.budget_factor,
                 chunk_rows: self.chunk_rows,
                 wire,
+                balance: self.balance.into(),
                 threads: self.threads,
                 wait_limit,
                 ..Options::default()

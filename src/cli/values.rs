@@ -5,7 +5,7 @@ use clap::ValueEnum;
 
 use crate::job::launch::{LaunchError, MAX_PES};
 use crate::job::request::{DeviceKind, NonFinitePolicy, OnFailure, RowsPer};
-use crate::moe::{Activation, Dtype, Mode};
+use crate::moe::{Activation, Balance, Dtype, Mode};
 use crate::simulate::MAX_CORES;
 
 /// The error for `--transport mpi` without the feature.
@@ -246,6 +246,24 @@ pub enum ModeArg {
     Pipelined,
     /// Bulk-synchronous all-to-all, the baseline
     Bulk,
+}
+
+/// `--balance` of `aristos run`.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BalanceArg {
+    /// By the plan's shares
+    Shares,
+    /// By the counts of each pass: the most loaded PE gets as few rows as possible
+    Split,
+}
+
+impl From<BalanceArg> for Balance {
+    fn from(balance: BalanceArg) -> Self {
+        match balance {
+            BalanceArg::Shares => Balance::Shares,
+            BalanceArg::Split => Balance::Split,
+        }
+    }
 }
 
 impl From<ModeArg> for Mode {

@@ -8,11 +8,11 @@ pub mod spec;
 pub mod synthetic;
 
 pub use cpu::{Layer, Replicas, kernels};
-#[cfg(feature = "command")]
-pub(crate) use spec::header_words;
 pub use spec::{
-    Activation, ConfigError, Dtype, ExpertState, Glu, GradientSink, Gradients, GroupLimit, GroupScore, Groups, Hosts,
-    LayerConfig, LayerSpec, Layout, Load, MatrixGradientMut, MlpConfig, MlpGradients, MlpGradientsMut, MlpId, Mode,
-    MoeError, MoeLayer, NO_EXPERT, Norm, Options, Placement, Proj, Routed, RouterConfig, Scoring, SharedConfig,
+    Activation, Balance, ConfigError, Dtype, ExpertState, Glu, GradientSink, Gradients, GroupLimit, GroupScore, Groups,
+    Hosts, LayerConfig, LayerSpec, Layout, Load, MatrixGradientMut, MlpConfig, MlpGradients, MlpGradientsMut, MlpId,
+    Mode, MoeError, MoeLayer, NO_EXPERT, Norm, Options, Placement, Proj, Routed, RouterConfig, Scoring, SharedConfig,
     SparseMixer, WeightError, WeightId, WeightSlice, WeightSource, gemm_flop, metrics, placement, proj_index,
 };
+#[cfg(feature = "command")]
+pub(crate) use spec::{Division, header_words};

@@ -33,6 +33,9 @@ pub struct RunConfig {
     /// Element type of rows between PEs, if it differs: "bf16"; null otherwise.
     #[serde(default)]
     pub wire: Option<String>,
+    /// Division of an expert's rows among its replicas: by the plan's "shares", or "split" by the batch's counts.
+    #[serde(default = "shares")]
+    pub balance: String,
     /// Destinations of a row: "pe" for each PE, "host" for each host once.
     #[serde(default = "pe")]
     pub rows_per: String,
@@ -60,6 +63,11 @@ pub struct RunConfig {
     /// Floating-point operations of one step of all PEs: the matrix products of routed and shared experts without the router, of all
     /// passes that ran; a multiply-add counts as two.
     pub flop_per_step: f64,
+}
+
+/// The value in reports of versions without a choice.
+fn shares() -> String {
+    "shares".to_string()
 }
 
 /// The value in reports of versions without a choice.

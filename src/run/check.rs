@@ -11,7 +11,7 @@ use super::{PreparedRun, gradient_name};
 use crate::check::{Bounds, CHOICE_TOLERANCE, Comparison, Problem, Wire, judge, reference_with};
 use crate::checkpoint::{InputTensor, ResultLayout};
 use crate::job::request::RowsPer;
-use crate::moe::{Dtype, WeightId, WeightSource};
+use crate::moe::{Balance, Division, Dtype, Hosts, WeightId, WeightSource};
 use crate::report::{CheckReport, SliceCheck, TensorCheck};
 
 /// A score tolerance that accepts every choice.
@@ -49,7 +49,7 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
     }
     let dtype = job.request.dtype;
     let on_wire = job.request.options.wire(dtype);
-    let sent = if on_wire == dtype { Vec::new() } else { sent(job, &choice) };
+    let sent = if on_wire == dtype { Vec::new() } else { sent(job, &choice)? };
     let roundings = if job.request.rows_per == RowsPer::Host { 2 } else { 1 };
     let mut tensors = Vec::new();
     let problem = Problem {
@@ -100,17 +100,31 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
 }
 
 /// For each choice, `[tokens, top_k]`: whether the token is sent to another PE for it.
-fn sent(job: &PreparedRun, choice: &[u32]) -> Vec<bool> {
+fn sent(job: &PreparedRun, choice: &[u32]) -> Result<Vec<bool>> {
     let top_k = job.config.router.top_k;
     let mut kept = choice.to_vec();
     leave_out(&job.config, &mut kept);
+    let of = |pe: usize| {
+        let tokens = job.tokens_of(pe);
+        &kept[tokens.start * top_k..tokens.end * top_k]
+    };
+    let counts = |pe: usize| {
+        let mut counts = vec![0u32; job.config.n_experts];
+        of(pe).iter().for_each(|&e| counts.get_mut(e as usize).into_iter().for_each(|count| *count += 1));
+        counts
+    };
     let mut sent = Vec::with_capacity(kept.len());
     for pe in 0..job.request.pes {
-        let tokens = job.tokens_of(pe);
         let (group, source) = job.groups.position(pe);
-        let holders =
-            job.groups.placement(group).holders_of_pairs(source, &kept[tokens.start * top_k..tokens.end * top_k]);
-        sent.extend(holders.into_iter().map(|holder| holder.is_some_and(|holder| holder != source)));
+        let (placement, options) = (job.groups.placement(group), &job.request.options);
+        let division = if options.balance == Balance::Split {
+            let of_group: Vec<_> = job.groups.members(group).iter().map(|&pe| counts(pe)).collect();
+            Division::by_counts(placement, source, &of_group, &Hosts::default())?
+        } else {
+            let own = counts(pe);
+            Division::by_shares(placement, source, |e| u64::from(own[e]))
+        };
+        sent.extend(division.holders(of(pe)).into_iter().map(|holder| holder.is_some_and(|holder| holder != source)));
     }
-    sent
+    Ok(sent)
 }

@@ -31,11 +31,11 @@ use crate::checkpoint::{Checkpoint, Input, ResultLayout, read_input};
 use crate::cluster::Cluster;
 #[cfg(feature = "device")]
 use crate::job::device::OpenDevice;
-use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
+use crate::job::request::{DeviceKind, PlanSource, RowsPer, RunRequest, Work};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{
-    Groups, Hosts, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightSlice, WeightSource,
+    Balance, Groups, Hosts, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightSlice, WeightSource,
 };
 use crate::plan::Replication;
 
@@ -133,6 +133,15 @@ impl PreparedRun {
         ensure!(
             !request.check || request.replan.is_none() || request.options.wire.is_none(),
             "`check` with `wire` and `replan_every`, expected two of them: the check does not follow experts that move to the rows that are rounded"
+        );
+        let splits = request.options.balance == Balance::Split;
+        ensure!(
+            !splits || request.device == DeviceKind::Cpu,
+            "`balance` split on a device, expected `device` cpu: devices divide rows by the plan's shares"
+        );
+        ensure!(
+            !splits || !request.check || request.options.wire.is_none() || request.rows_per == RowsPer::Pe,
+            "`check` with `wire`, `balance` split and `rows_per` host, expected three of them: the check does not know the hosts, on which the rounded rows depend"
         );
         let routing = match &request.routing {
             None => None,

@@ -284,6 +284,7 @@ fn run_config(job: &PreparedRun, reports: &[PeReport]) -> RunConfig {
         top_k: config.router.top_k as u64,
         dtype: job.request.dtype.name().to_string(),
         wire: job.request.options.wire.map(|wire| wire.name().to_string()),
+        balance: job.request.options.balance.name().to_string(),
         rows_per: job.request.rows_per.name().to_string(),
         device: reports.first().map(|r| r.device.clone()).unwrap_or_default(),
         transport: reports.first().map(|r| r.transport.clone()).unwrap_or_default(),

@@ -269,7 +269,8 @@ fn rows_rounded_in_transit_pass_the_check() {
         fs::write(&path, plan_with_replicas(groups)).unwrap();
         format!("--pes 4 --plan {}", path.display())
     };
-    let on = ["--pes 2".to_string(), "--pes 3".to_string(), plan(1), plan(2)];
+    let split = plan(1) + " --balance split";
+    let on = ["--pes 2".to_string(), "--pes 3".to_string(), plan(1), plan(2), split];
     let shapes = [
         "--tokens 300 --hidden 64 --intermediate 96 --bias",
         "--tokens 7 --hidden 33 --intermediate 17 --router sigmoid --mlp plain --shared-intermediate 8",

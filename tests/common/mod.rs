@@ -140,6 +140,8 @@ pub struct Step {
     /// By PE.
     pub traffic: Vec<Traffic>,
     pub rounds: Vec<usize>,
+    /// By PE: rows that its experts computed.
+    pub expert_rows: Vec<u64>,
     pub peak_bytes: Vec<usize>,
 }
 

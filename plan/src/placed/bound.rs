@@ -1,4 +1,13 @@
-//! Lower bounds on the placed objective, by number of groups. `docs/planner.md` proves them.
+//! Lower bounds on the placed objective, by number of groups. The notation, and bounds 5 and 6, are those of `crate::bound`.
+//!
+//! E experts, `total` the sum of their costs; r(s) is the least over devices j of the sum of the s - 1 smallest alphas to j plus d / min(s, E)
+//! times that of the betas.
+//!
+//! 1. A group of s devices computes at least s times the largest of: `total` over the rate of the min(s, E) fastest, and for j up to s the cost
+//!    of the j most expensive experts over the rate of the j fastest. One of at most min(s, E) holders has an even share or more and receives
+//!    at least r(s). x(s) is the sum with eta r(s).
+//! 2. As bound 2 of `crate::bound`, with minima of ranges because x is not monotonic.
+//! 3. max compute * F_g >= |g| total in any group, so max compute >= W total / F(W) over all; plus the least eta r(s).
 
 use super::Experts;
 use crate::bound::{Bounds, LeastExchange, RangeMin, bounds_by, by_memory, slack};

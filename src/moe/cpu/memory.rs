@@ -9,7 +9,7 @@ pub struct LayerMemory {
     windows: Sym<u8>,
     returns: Sym<u8>,
     headers: Sym<u32>,
-    capacity: Sym<u32>,
+    counts: Sym<u32>,
     signals: Sym<u64>,
     moved: Sym<f32>,
     moved_signal: Sym<u64>,
@@ -27,7 +27,7 @@ impl LayerMemory {
             windows: shmem.alloc(layout.window_bytes())?,
             returns: shmem.alloc(layout.return_bytes)?,
             headers: shmem.alloc(2 * layout.peers * layout.header_words)?,
-            capacity: shmem.alloc(layout.peers * layout.capacity_words)?,
+            counts: shmem.alloc(layout.peers * layout.count_words)?,
             signals: shmem.alloc(layout.signal_words())?,
             moved: shmem.alloc(layout.move_len)?,
             moved_signal: shmem.alloc(1)?,
@@ -48,7 +48,7 @@ impl LayerMemory {
         shmem.free(self.moved_signal);
         shmem.free(self.moved);
         shmem.free(self.signals);
-        shmem.free(self.capacity);
+        shmem.free(self.counts);
         shmem.free(self.headers);
         shmem.free(self.returns);
         shmem.free(self.windows);
@@ -78,12 +78,12 @@ impl LayerMemory {
         self.headers.slice(slot * words..(slot + 1) * words)
     }
 
-    /// Buffer at `at` for the capacity counts from `from`. One buffer is enough: `at` sends its header after it has read these counts, and
+    /// Buffer at `at` for the counts of pairs from `from`. One buffer is enough: `at` sends its header after it has read these counts, and
     /// `from` sends its next counts only after it has received this header.
-    pub fn capacity_counts(&self, from: usize, at: usize) -> Sym<u32> {
+    pub fn counts(&self, from: usize, at: usize) -> Sym<u32> {
         let slot = Self::index(from, at);
-        let words = self.layout.capacity_words;
-        self.capacity.slice(slot * words..(slot + 1) * words)
+        let words = self.layout.count_words;
+        self.counts.slice(slot * words..(slot + 1) * words)
     }
 
     /// Buffer for `elements` elements of an expert that moves to this PE, and the signal that holds the number of the last piece that has
@@ -102,8 +102,8 @@ impl LayerMemory {
         self.word(0, from, at, (forward % 2) as usize, 2)
     }
 
-    /// At `at`: number of the first forward pass of the last batch whose capacity counts from `from` have arrived.
-    pub fn capacity_signal(&self, from: usize, at: usize) -> Sym<u64> {
+    /// At `at`: number of the first forward pass of the last batch whose counts of pairs from `from` have arrived.
+    pub fn counts_signal(&self, from: usize, at: usize) -> Sym<u64> {
         self.word(2, from, at, 0, 1)
     }
 

@@ -3,7 +3,7 @@
 //! The entry point is [`Layer`]. `docs/protocol.md` describes the messages between PEs.
 
 mod blocks;
-mod capacity;
+mod counts;
 mod engine;
 pub mod experts;
 mod layer;

@@ -311,7 +311,9 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             Some(routing) => routing,
             None => self.route(x, &mut saved),
         };
-        self.apply_capacity(&mut saved.routing)?;
+        let (top_k, block_tokens) = (self.spec.config.router.top_k, self.memory.layout.block_tokens());
+        let division = self.divide(&mut saved.routing)?;
+        let routes = router::block_routes(&saved.routing, division, top_k, block_tokens);
         saved.loads.clear();
         saved.loads.resize(self.pe().n_pes(), Load::default());
         let config = &self.spec.config;
@@ -322,8 +324,6 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
                 true => Load { tokens: tokens as u64, ..Load::zeros(config.n_experts) },
             };
         }
-        let (top_k, block_tokens) = (config.router.top_k, self.memory.layout.block_tokens());
-        let routes = router::block_routes(&saved.routing, &self.spec.placement, me, top_k, block_tokens);
         saved.blocks = routes.into_iter().enumerate().map(|(number, routes)| self.block(number, routes)).collect();
         saved.most_tokens = tokens;
 

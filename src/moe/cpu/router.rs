@@ -4,7 +4,7 @@
 //! router is only a small share of the work.
 
 use crate::moe::spec::{
-    GroupLimit, GroupScore, LayerConfig, Load, MoeError, NO_EXPERT, Norm, Placement, Scoring, SparseMixer,
+    Division, GroupLimit, GroupScore, LayerConfig, Load, MoeError, NO_EXPERT, Norm, Placement, Scoring, SparseMixer,
 };
 
 /// Routing decisions for one PE's tokens.
@@ -225,6 +225,11 @@ impl Routing {
         self.count(n_experts, |_| true)
     }
 
+    /// Number of choices of each expert, without those beyond the capacity.
+    pub fn kept_counts(&self, n_experts: usize) -> Vec<u32> {
+        self.count(n_experts, |choice| self.is_kept(choice))
+    }
+
     fn count(&self, n_experts: usize, is_counted: impl Fn(usize) -> bool) -> Vec<u32> {
         let mut counts = vec![0; n_experts];
         for (choice, &c) in self.chosen.iter().enumerate() {
@@ -420,7 +425,16 @@ impl Routes {
 
 /// The rows of PE `source` for each PE.
 pub fn routes(routing: &Routing, placement: &Placement, source: usize, top_k: usize) -> Vec<Routes> {
-    block_routes(routing, placement, source, top_k, usize::MAX).swap_remove(0)
+    block_routes(routing, by_shares(routing, placement, source), top_k, usize::MAX).swap_remove(0)
+}
+
+/// Divides the pairs of PE `source` by the shares of the placement.
+pub(super) fn by_shares<'p>(routing: &Routing, placement: &'p Placement, source: usize) -> Division<'p> {
+    let pairs = match placement.has_replicas() {
+        true => routing.kept_counts(placement.n_experts()),
+        false => Vec::new(),
+    };
+    Division::by_shares(placement, source, |e| u64::from(pairs[e]))
 }
 
 /// No rows for any of `n_pes` PEs.
@@ -428,22 +442,17 @@ pub fn no_routes(n_pes: usize) -> Vec<Routes> {
     (0..n_pes).map(|_| Routes { slot_start: vec![0], ..Routes::default() }).collect()
 }
 
-/// Like [`routes`], by block of `block_tokens` tokens; there is at least one. Tokens and choices are numbered from the block's first token.
-pub fn block_routes(
+/// Like [`routes`], for the PEs of `division`, by block of `block_tokens` tokens; there is at least one. Tokens and choices are numbered from the block's first token.
+pub(super) fn block_routes(
     routing: &Routing,
-    placement: &Placement,
-    source: usize,
+    mut division: Division<'_>,
     top_k: usize,
     block_tokens: usize,
 ) -> Vec<Vec<Routes>> {
+    let placement = division.placement();
     let blocks = routing.tokens.div_ceil(block_tokens).max(1);
     let mut all: Vec<Vec<Routes>> = (0..blocks).map(|_| no_routes(placement.n_pes())).collect();
     let mut columns: Vec<usize> = (0..top_k).collect();
-    let pairs = match placement.has_replicas() {
-        true => routing.count(placement.n_experts(), |choice| routing.is_kept(choice)),
-        false => Vec::new(),
-    };
-    let mut assigner = placement.replica_assigner(source, |e| u64::from(pairs[e]));
     for (token, chosen) in routing.chosen.chunks_exact(top_k).enumerate() {
         let (block, of_block) = (token / block_tokens, token % block_tokens);
         // The slots of a row are in expert order, regardless of the caller's order, because results are summed in the order of slots.
@@ -454,7 +463,7 @@ pub fn block_routes(
             if expert as usize >= placement.n_experts() || !routing.is_kept(choice) {
                 continue;
             }
-            let (pe, local) = assigner.next(expert as usize);
+            let (pe, local) = division.next(expert as usize);
             let to = &mut all[block][pe];
             if to.tokens.last() != Some(&(of_block as u32)) {
                 to.tokens.push(of_block as u32);

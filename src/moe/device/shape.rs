@@ -8,8 +8,8 @@ use super::windows::window_chunks;
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
 use crate::moe::spec::{
-    Activation, ConfigError, Dtype, Glu, GroupScore, Groups, Hosts, LayerConfig, LayerSpec, Layout, Mode, MoeError,
-    Norm, Options, Scoring,
+    Activation, Balance, ConfigError, Dtype, Glu, GroupScore, Groups, Hosts, LayerConfig, LayerSpec, Layout, Mode,
+    MoeError, Norm, Options, Scoring,
 };
 
 /// Maximum number of planes into which the router's weights are split (`LayerShape::router_parts`).
@@ -114,6 +114,13 @@ pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<()
     dtype_code(dtype)?;
     if let Some(rows) = options.tile_rows {
         return Err(config_error("tile rows", rows, "none on a device, whose kernels have tiles of their own"));
+    }
+    if options.balance != Balance::Shares {
+        return Err(config_error(
+            "balance",
+            "split",
+            "shares on a device, which does not exchange counts before dispatch",
+        ));
     }
     if let Some(wire) = options.wire {
         return Err(config_error("wire", wire.name(), "none on a device, whose rows are as its weights"));

@@ -17,6 +17,11 @@ impl Hosts {
         Hosts(pes.iter().filter_map(|&pe| self.0.get(pe).copied()).collect())
     }
 
+    /// The host of `pe`, if the hosts are known.
+    pub fn host(&self, pe: usize) -> Option<usize> {
+        self.0.get(pe).copied()
+    }
+
     /// Number of PEs.
     pub fn n_pes(&self) -> usize {
         self.0.len()

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use super::config::LayerConfig;
 use super::placement::Placement;
-use super::{MoeError, Options};
+use super::{Balance, MoeError, Options};
 
 /// Words of a header before the counts of local experts.
 pub const HEADER_WORDS: usize = 6;
@@ -45,8 +45,8 @@ pub struct Layout {
     pub max_chunks: usize,
     /// Words of a header.
     pub header_words: usize,
-    /// Words of the counts that are exchanged for a capacity factor; 0 without one.
-    pub capacity_words: usize,
+    /// Words of the counts that are exchanged before dispatch; 0 without a capacity factor or divided replicas.
+    pub count_words: usize,
     /// Bytes of the return area.
     pub return_bytes: usize,
     /// Elements per piece of a moving expert; 0 if experts never move.
@@ -102,6 +102,7 @@ impl Layout {
         }
         let relays = options.hosts.relays();
         let members = if relays { options.hosts.most_members() } else { 0 };
+        let has_counts = config.capacity_factor.is_some() || options.balance == Balance::Split;
         // With relays, a row's slots on all PEs of a host.
         let max_slots_per_row = top_k.min(max_local * members.max(1)).max(1);
         Ok(Layout {
@@ -113,7 +114,7 @@ impl Layout {
             window_chunks,
             max_chunks,
             header_words: header_words(config, max_local) + members,
-            capacity_words: if config.capacity_factor.is_some() { config.n_experts } else { 0 },
+            count_words: if has_counts { config.n_experts } else { 0 },
             return_bytes: if peers == 0 {
                 0
             } else {
@@ -158,7 +159,7 @@ impl Layout {
         self.peers * self.window_chunks * self.chunk_bytes()
     }
 
-    /// Number of signal words: those for all peers (two headers, capacity counts, credit, chunks, results) and those for all relayed
+    /// Number of signal words: those for all peers (two headers, counts, credit, chunks, results) and those for all relayed
     /// streams.
     pub(in crate::moe) fn signal_words(&self) -> usize {
         self.peers * (2 + 1 + 1 + self.window_chunks + self.max_chunks)
@@ -176,7 +177,7 @@ impl Layout {
         aligned(self.window_bytes())
             + aligned(self.return_bytes)
             + aligned(2 * self.peers * self.header_words * 4)
-            + aligned(self.peers * self.capacity_words * 4)
+            + aligned(self.peers * self.count_words * 4)
             + aligned(self.signal_words() * 8)
             + aligned(self.move_len * 4)
             + aligned(self.all_partial_bytes())

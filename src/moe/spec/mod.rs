@@ -1,6 +1,7 @@
 //! Specification of a layer, common to both engines: configuration, placement, groups, options, gradients, metrics.
 
 mod config;
+mod division;
 mod error;
 mod gradients;
 mod groups;
@@ -18,6 +19,7 @@ pub use config::{
     GroupLimit, GroupScore, LayerConfig, MAX_WIDTH, MlpConfig, Norm, Proj, RouterConfig, Scoring, SharedConfig,
     SparseMixer, WeightId, WeightSource, gemm_flop,
 };
+pub(crate) use division::Division;
 pub use error::{ConfigError, MoeError, WeightError};
 pub use gradients::{GradientSink, Gradients, MatrixGradientMut, MlpGradients, MlpGradientsMut, MlpId, proj_index};
 pub use groups::Groups;
@@ -28,6 +30,6 @@ pub use layout::Layout;
 pub(crate) use layout::header_words;
 pub(in crate::moe) use layout::{HEADER_WORDS, ROUND_BITS};
 pub use load::Load;
-pub use options::{Dtype, Mode, Options};
+pub use options::{Balance, Dtype, Mode, Options};
 pub use place::WeightSlice;
 pub use placement::Placement;

@@ -49,6 +49,28 @@ pub enum Mode {
     Bulk,
 }
 
+/// How the rows of an expert are divided among its replicas.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Balance {
+    /// By the shares of the placement, which need no communication.
+    #[default]
+    Shares,
+    /// By the batch's own choices: the most loaded PE gets the least possible number of rows. PEs exchange the choices' counts before dispatch.
+    /// Supported only on CPUs.
+    Split,
+}
+
+impl Balance {
+    /// Name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Balance::Shares => "shares",
+            Balance::Split => "split",
+        }
+    }
+}
+
 /// How a layer runs. Options change results only by rounding, and must be the same on every PE.
 ///
 /// Start from [`Options::default`] and set the fields that differ.
@@ -68,6 +90,9 @@ pub struct Options {
     pub wire: Option<Dtype>,
     /// CPU engine: number of threads per PE that compute tiles. The number does not change a bit of the results.
     pub threads: usize,
+    /// CPU engine: how the rows of an expert are divided among its replicas.
+    #[serde(default)]
+    pub balance: Balance,
     /// The host of each PE. If set, a row is sent to another host once: a relay on that host forwards it to the other PEs that have experts
     /// of the row, and returns one sum of their results. Empty by default: every row is sent to each PE directly.
     pub hosts: Hosts,
@@ -84,6 +109,7 @@ impl Default for Options {
             tile_rows: None,
             wire: None,
             threads: 1,
+            balance: Balance::Shares,
             hosts: Hosts::default(),
             wait_limit: Duration::from_secs(60),
         }

@@ -1,4 +1,4 @@
-//! Placement of routed experts on PEs, and the assignment of tokens to replicas.
+//! Placement of routed experts on PEs.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -46,12 +46,9 @@ struct ReplicaShares {
 }
 
 /// A share of 1 in [`ReplicaShares::until`].
-const WHOLE: u64 = 1 << 32;
+pub(super) const WHOLE: u64 = 1 << 32;
 /// Tolerance of the sum of a source's shares.
 const SHARE_ERROR: f64 = 1e-6;
-/// Fractional part of the golden ratio, in units of 1 / [`WHOLE`]. Its multiples modulo 1 are evenly spread.
-const GOLDEN: u32 = 0x9E37_79B9;
-
 impl Placement {
     /// Places experts in contiguous blocks. If `n_experts` is not a multiple of `n_pes`, the first PEs own one expert more than the others.
     /// If it is smaller than `n_pes`, the last PEs own no expert.
@@ -189,34 +186,14 @@ impl Placement {
         }
     }
 
+    /// The experts with replicas, ascending.
+    pub(super) fn replicated(&self) -> impl Iterator<Item = usize> + '_ {
+        self.splits.keys().copied()
+    }
+
     /// Whether any expert has replicas.
     pub fn has_replicas(&self) -> bool {
         !self.splits.is_empty()
-    }
-
-    /// Creates an assigner of `source`'s pairs to holders. `pairs(e)` is the number of the source's pairs with expert `e`.
-    pub(in crate::moe) fn replica_assigner(&self, source: usize, pairs: impl Fn(usize) -> u64) -> ReplicaAssigner<'_> {
-        let mut replicated = BTreeMap::new();
-        for &e in self.splits.keys() {
-            // The rounding offset of a source and expert, less than one pair. Without it all sources would round in the same way, and one
-            // holder would get every remainder.
-            let offset = u64::from((source as u32).wrapping_add(e as u32).wrapping_mul(GOLDEN));
-            let n = pairs(e).min(u64::from(u32::MAX));
-            let shares = self.shares(e, source).into_iter();
-            let holders = shares.map(|(pe, local, until)| (pe, local, (n * until + offset) / WHOLE)).collect();
-            replicated.insert(e, Assignment { holders, assigned: 0 });
-        }
-        ReplicaAssigner { placement: self, replicated }
-    }
-
-    /// For each pair of `source`'s tokens, the PE that computes it. `experts` are the tokens' experts, in the order of tokens. `None` for
-    /// an id that is not an expert.
-    pub fn holders_of_pairs(&self, source: usize, experts: &[u32]) -> Vec<Option<usize>> {
-        let is_expert = |e: u32| (e as usize) < self.n_experts();
-        let mut pairs = vec![0; self.n_experts()];
-        experts.iter().filter(|&&e| is_expert(e)).for_each(|&e| pairs[e as usize] += 1);
-        let mut assigner = self.replica_assigner(source, |e| pairs[e]);
-        experts.iter().map(|&e| is_expert(e).then(|| assigner.next(e as usize).0)).collect()
     }
 
     /// The experts of `pe`, ascending.
@@ -242,29 +219,6 @@ impl Placement {
     /// The largest number of experts on one PE.
     pub fn max_local(&self) -> usize {
         self.by_pe.iter().map(Vec::len).max().unwrap_or(0)
-    }
-}
-
-/// Assigns a source's pairs to holders, one pair after the other.
-pub(in crate::moe) struct ReplicaAssigner<'p> {
-    placement: &'p Placement,
-    replicated: BTreeMap<usize, Assignment>,
-}
-
-struct Assignment {
-    /// By holder: the PE, the expert's local number on it, and the end of the holder's range of the source's pairs.
-    holders: Vec<(usize, usize, u64)>,
-    assigned: u64,
-}
-
-impl ReplicaAssigner<'_> {
-    /// The PE that gets the next pair with expert `e`, and the expert's local number on this PE.
-    pub fn next(&mut self, e: usize) -> (usize, usize) {
-        let Some(of) = self.replicated.get_mut(&e) else { return (self.placement.owner(e), self.placement.local(e)) };
-        let holder = of.holders.partition_point(|(.., until)| *until <= of.assigned);
-        of.assigned += 1;
-        let (pe, local, _) = of.holders[holder.min(of.holders.len() - 1)];
-        (pe, local)
     }
 }
 
@@ -295,36 +249,6 @@ mod tests {
         let p = Placement::even(2, 3);
         assert_eq!((p.experts(0), p.experts(1), p.experts(2)), (&[0][..], &[1][..], &[][..]));
         assert_eq!((p.hosts(), p.max_local()), (2, 1));
-    }
-
-    #[test]
-    fn assignments_follow_the_shares_for_any_count() {
-        let n_pes = 16;
-        // Each holder gets a third of a source's pairs, except that PE 0 keeps all of its own pairs.
-        let mut shares = vec![vec![1.0 / 3.0; 3]; n_pes];
-        shares[0] = vec![1.0, 0.0, 0.0];
-        let split = Split { expert: 1, holders: vec![0, 2, 5], shares };
-        let placement = Placement::even(4, n_pes).with_replicas(&[split]).unwrap();
-        assert_eq!((placement.owner(1), placement.local(1), placement.local_on(1, 2)), (0, 1, Some(0)));
-        assert_eq!(
-            (placement.experts(0), placement.experts(1), placement.experts(2)),
-            (&[0, 1][..], &[][..], &[1, 2][..])
-        );
-        for pairs in [0u64, 1, 2, 3, 100] {
-            let mut got = [0u64; 3];
-            for source in 1..n_pes {
-                let mut assigner = placement.replica_assigner(source, |_| pairs);
-                let to: Vec<usize> = (0..pairs).map(|_| assigner.next(1).0).collect();
-                assert!(to.is_sorted(), "{to:?}");
-                to.iter().for_each(|pe| got[[0, 2, 5].iter().position(|holder| holder == pe).unwrap()] += 1);
-                assert_eq!(assigner.next(3), (3, 0));
-            }
-            // The holders' totals are nearly equal, even though every source rounds.
-            let even = (n_pes as u64 - 1) * pairs / 3;
-            assert!(got.iter().all(|&got| got.abs_diff(even) <= 2), "{pairs} pairs each: {got:?}");
-            let mut own = placement.replica_assigner(0, |_| pairs);
-            assert!((0..pairs).all(|_| own.next(1) == (0, 1)));
-        }
     }
 
     #[test]
